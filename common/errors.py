@@ -1,0 +1,123 @@
+"""The exceptions that a user, a peer or the network can cause, and the one table that maps them.
+
+    MiniInferError
+    ├── InvalidRequestError      the request is wrong                  INVALID_ARGUMENT     400
+    │   └── ContextLengthError   prompt (and output) do not fit
+    ├── UnauthenticatedError     no or a wrong credential              UNAUTHENTICATED      401
+    ├── NotFoundError            no such model, worker, request        NOT_FOUND            404
+    ├── ConfigError              settings that cannot work             FAILED_PRECONDITION  500
+    │   ├── UnsupportedModelError
+    │   └── HandshakeError       two parts that do not fit together
+    ├── OverloadedError          queue bound, pool or limit reached    RESOURCE_EXHAUSTED   429
+    ├── UnavailableError         no worker left, draining              UNAVAILABLE          503
+    ├── DeadlineExceededError                                          DEADLINE_EXCEEDED    504
+    ├── TransferError            KV could not be moved or verified     ABORTED              500
+    └── EngineError              one request failed inside a step      INTERNAL             500
+
+Bugs are asserts or built-in exceptions; they are not in this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MiniInferError(Exception):
+    """Base of all errors whose message may be shown to whoever caused them."""
+
+
+class InvalidRequestError(MiniInferError):
+    """A request that can never work as it is. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt, or prompt and output, exceed the model's context."""
+
+    def __init__(self, message: str, param: str | None = "messages") -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class UnauthenticatedError(MiniInferError):
+    """Credential missing or wrong."""
+
+
+class NotFoundError(MiniInferError):
+    """No such model, worker or request."""
+
+
+class ConfigError(MiniInferError):
+    """Settings, files or a machine that cannot work; the message says what to do."""
+
+
+class UnsupportedModelError(ConfigError):
+    """An architecture, quantization or file format that the engine does not know."""
+
+
+class HandshakeError(ConfigError):
+    """Two parts of a cluster that do not fit; the message says what differs."""
+
+
+class OverloadedError(MiniInferError):
+    """A bound is reached; the same request may work later."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class UnavailableError(MiniInferError):
+    """Nobody can serve this now: no worker, draining, connection lost."""
+
+
+class DeadlineExceededError(MiniInferError):
+    """The time that the request was given is over."""
+
+
+class TransferError(MiniInferError):
+    """KV blocks could not be read, or are not the blocks they should be."""
+
+
+class EngineError(MiniInferError):
+    """One request failed inside an engine step; the others go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorMapping:
+    """How one exception looks on the wire."""
+
+    grpc_status: str  # name in grpc.StatusCode and, where it exists, in FailureCode
+    http_status: int
+    openai_type: str
+
+
+# Ordered from special to general; the first entry that matches counts.
+ERROR_TABLE: tuple[tuple[type[BaseException], ErrorMapping], ...] = (
+    (InvalidRequestError, ErrorMapping("INVALID_ARGUMENT", 400, "invalid_request_error")),
+    (UnauthenticatedError, ErrorMapping("UNAUTHENTICATED", 401, "authentication_error")),
+    (NotFoundError, ErrorMapping("NOT_FOUND", 404, "invalid_request_error")),
+    (OverloadedError, ErrorMapping("RESOURCE_EXHAUSTED", 429, "rate_limit_error")),
+    (UnavailableError, ErrorMapping("UNAVAILABLE", 503, "service_unavailable_error")),
+    (DeadlineExceededError, ErrorMapping("DEADLINE_EXCEEDED", 504, "timeout_error")),
+    (TransferError, ErrorMapping("ABORTED", 500, "server_error")),
+    (ConfigError, ErrorMapping("FAILED_PRECONDITION", 500, "server_error")),
+    (EngineError, ErrorMapping("INTERNAL", 500, "server_error")),
+)
+INTERNAL = ErrorMapping("INTERNAL", 500, "server_error")
+
+
+def mapping_for(error: BaseException) -> ErrorMapping:
+    """The table's entry for `error`; anything unknown is internal."""
+    for kind, mapping in ERROR_TABLE:
+        if isinstance(error, kind):
+            return mapping
+    return INTERNAL
+
+
+def public_message(error: BaseException) -> str:
+    """What may be shown to a client: our own messages; nothing of an unexpected error's text."""
+    return str(error) if isinstance(error, MiniInferError) else "internal error"

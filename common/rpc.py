@@ -1,0 +1,158 @@
+"""gRPC set-up that every service shares: channel options, cluster token, health, reflection, error mapping.
+
+Internal ports carry no user data protection of their own: they bind to loopback unless a cluster token is
+configured (`check_bind`). The token travels as metadata and is compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import ConfigError, MiniInferError, mapping_for, public_message
+
+TOKEN_KEY = "mini-infer-token"
+MAX_MESSAGE_BYTES = 64 << 20
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A worker that restarts at the same address must be reachable at once.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a feature
+)
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries the cluster token; empty without one."""
+    return ((TOKEN_KEY, token),) if token else ()
+
+
+def check_bind(host: str, token: str) -> None:
+    """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
+    if host == "localhost" or token:
+        return
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
+        "every service, or bind to 127.0.0.1"
+    )
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+        async def deny(_request: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "cluster token missing or wrong")
+
+        self._deny = {
+            (False, False): grpc.unary_unary_rpc_method_handler(deny),
+            (False, True): grpc.unary_stream_rpc_method_handler(deny),
+            (True, False): grpc.stream_unary_rpc_method_handler(deny),
+            (True, True): grpc.stream_stream_rpc_method_handler(deny),
+        }
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith("/grpc.health."):
+            return handler
+        sent = dict(details.invocation_metadata).get(TOKEN_KEY, "")
+        sent_bytes = sent if isinstance(sent, bytes) else str(sent).encode()
+        if hmac.compare_digest(sent_bytes, self._token):
+            return handler
+        return self._deny[(handler.request_streaming, handler.response_streaming)]
+
+
+class RpcServer:
+    """An asyncio gRPC server with health and reflection. `add` services, then `start`."""
+
+    def __init__(self, host: str, port: int, token: str = "") -> None:
+        check_bind(host, token)
+        interceptors = (TokenInterceptor(token),) if token else ()
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.host = host
+        try:
+            self.port: int = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            raise ConfigError(f"port {port} on {host} is taken or not allowed: choose another with --port")
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def add(self, adder: Callable[[Any, grpc.aio.Server], None], servicer: Any, full_name: str) -> None:
+        """Register `servicer` with its generated `add_..._to_server` function."""
+        adder(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> None:
+        reflection.enable_server_reflection(self._names, self._server)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Readiness, for every service of this server and for the empty name that probes use."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_seconds: float) -> None:
+        await self._server.stop(grace_seconds)
+
+    async def wait(self) -> None:
+        await self._server.wait_for_termination()
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel with this project's keepalive and size options."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: MiniInferError) -> None:
+    """End a call with the status that the exception table gives."""
+    code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
+    await context.abort(code, public_message(error))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

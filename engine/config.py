@@ -1,0 +1,52 @@
+"""Settings of one engine: which model, how it is held in memory, and the bounds of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import setting
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Engine settings. Raises ConfigError for values that cannot work."""
+
+    model: str = setting("", "directory, .gguf file or hub id; empty: the SmolLM2-135M-Instruct that is installed")
+    load_format: str = setting(
+        "auto", "dummy: random weights from the model's config.json", choices=("auto", "dummy")
+    )
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
+    quant_mode: str = setting(
+        "auto", "weights in memory; auto: int8-weight on a CPU (unless float32), none on a GPU",
+        choices=("auto", "none", "int8-weight"),
+    )  # fmt: skip
+    block_size: int = setting(16, "tokens per KV block")
+    num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
+    kv_cache_gb: float = setting(1.0, "memory for KV blocks")
+    host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
+    max_num_seqs: int = setting(64, "sequences in one step", flags=("--max-batch-size",))
+    max_num_batched_tokens: int = setting(512, "tokens in one step", flags=("--chunk-prefill-size",))
+    max_model_len: int = setting(0, "longest sequence; 0: what the model declares")
+    prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
+    preemption: str = setting("recompute", "what to do when blocks run out", choices=("recompute", "swap"))
+    num_threads: int = setting(0, "CPU threads of the engine; 0: one per core")
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                raise ConfigError(message)
+
+        require(1 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024")
+        require(self.num_gpu_blocks >= 0, "--num-gpu-blocks must not be negative")
+        require(self.kv_cache_gb > 0 or self.num_gpu_blocks > 0, "--kv-cache-gb must be positive")
+        require(self.host_tier_gb >= 0, "--host-tier-gb must not be negative")
+        require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
+            "every running sequence needs a token in a step",
+        )
+        require(self.max_model_len >= 0, "--max-model-len must not be negative")
+        require(self.num_threads >= 0, "--num-threads must not be negative")

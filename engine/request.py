@@ -1,0 +1,200 @@
+"""The engine's vocabulary: what a request is, what one step shall do, and what came out of it.
+
+Plain data without torch, clocks or I/O. `Scheduler` turns requests into a `StepPlan`, `ModelRunner.run`
+turns the plan into a `StepResult`, `Scheduler.update` applies it and reports `RequestOutput`s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from common.errors import InvalidRequestError
+from kvstore.types import BlockId, BlockKey, HostSlot
+
+RequestId = NewType("RequestId", str)
+TokenId = int  # an alias, not a NewType: token lists come from tokenizers, protobuf and torch as plain ints
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. The noise of a draw is a function of (seed, position) alone.
+
+    `seed=None` means: the engine draws one when the request arrives. Raises InvalidRequestError.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # on generated tokens
+    frequency_penalty: float = 0.0  # on generated tokens
+    repetition_penalty: float = 1.0  # on prompt and generated tokens
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    logprobs: int | None = None  # number of alternatives; None: no logprobs
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, param: str, what: str) -> None:
+            if not ok:
+                raise InvalidRequestError(f"{param} {what}", param)
+
+        require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
+        require(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
+        require(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        require(self.top_k >= 0, "top_k", "must be 0 (off) or positive")
+        require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
+        require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
+        require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
+        require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be in (0, 10]")
+        require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "must fit in 64 unsigned bits")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+        require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
+        require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
+        require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are OpenAI's words where those exist."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    PREFILLED = "prefilled"  # prompt computed, first token sampled, blocks kept under a lease
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"  # owns no blocks
+    LOADING = "loading"  # owns blocks that a transfer is filling
+    RUNNING = "running"  # owns blocks and takes part in steps
+    SWAPPED = "swapped"  # its KV lies in host slots
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens and how far its KV is computed.
+
+    `num_tokens - num_computed_tokens` is the work left: a whole prompt, the rest of a chunked one, one token
+    in decode, several in speculative decode. There is no other notion of phase.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0  # lower is served first
+    arrival: int = 0  # order of arrival; ties in priority are broken by it
+    cache_salt: str = ""
+    prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
+    eos_token_ids: frozenset[int] = frozenset()
+    num_replayed_tokens: int = 0  # output tokens that came with the request (a migration)
+
+    status: RequestStatus = RequestStatus.WAITING
+    block_ids: list[BlockId] = field(default_factory=list)
+    block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks whose tokens are known
+    host_slots: list[HostSlot] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
+    num_preemptions: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt + output."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One request's share of a step: compute tokens [start, start + num_new_tokens), maybe sample after."""
+
+    request: Request
+    start: int  # num_computed_tokens when the step begins
+    num_new_tokens: int
+    samples: bool  # the row reaches the last known token, so the step draws the next one
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Everything one step does, in order: copies out, copies in, then the forward pass over `rows`.
+
+    Decode rows (num_new_tokens == 1) come first, so that a runner can split the batch by slicing.
+    """
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    copies_out: list[tuple[BlockId, HostSlot]] = field(default_factory=list)
+    copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_new_tokens for row in self.rows)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.copies_out or self.copies_in)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, after temperature and penalties have *not* been applied."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner found. All lists run parallel to the plan's rows.
+
+    token_ids: sampled tokens, empty for rows that do not sample (more than one: speculation).
+    logprobs: one entry per sampled token when the request asks for them, else empty.
+    prompt_logprobs: entries for prompt positions start+1 .. start+num_new_tokens that lie in the prompt.
+    errors: row index -> message; such a row has no tokens and its request fails alone.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step did for one request."""
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
+    error: str | None = None

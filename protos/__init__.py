@@ -1,0 +1,1 @@
+"""gRPC surface. The .proto files are the source; `make protos` writes the stubs beside them."""
