@@ -1,0 +1,30 @@
+"""Settings of a worker process; the engine's own settings are `EngineConfig`, on the same command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import setting
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Worker settings."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "gRPC port; 0: any free one")
+    worker_id: str = setting("", "name in metrics and logs; empty: role and port")
+    advertise_host: str = setting("", "name under which other hosts reach this worker; empty: --host")
+    run_dir: str = setting("", "directory for Unix sockets, shared by the workers of a host; empty: a private one")
+    agent_socket: str = setting("", "Unix socket of this host's node agent; empty: none")
+    cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
+    kv_lease_seconds: float = setting(10.0, "how long a prompt's KV waits for its reader between renewals")
+    drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
+    stall_seconds: float = setting(10.0, "no step for this long with work to do: out of service")
+    metrics_port: int = setting(0, "Prometheus port; 0: none")
+    log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+
+    def __post_init__(self) -> None:
+        if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0 or self.stall_seconds <= 0:
+            raise ConfigError("--kv-lease-seconds and --stall-seconds must be positive")
