@@ -1,0 +1,202 @@
+"""Who owns which KV block: free, used (counted references) or cached (no reference, findable by key).
+
+Knows ids and keys, no tensors, tokens or clocks; called by the scheduler between steps, from one thread.
+Prefix caching is part of it, because a cached block *is* a free block whose content may still be wanted:
+allocation takes free blocks first and then evicts the least recently used cached ones.
+
+Every operation costs O(blocks touched). Misuse that only a bug can cause (releasing a free block) raises
+AssertionError, also under `python -O`: going on would give one sequence's KV to another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from common.errors import OverloadedError
+from kvstore.types import BlockId, BlockKey
+
+
+class PoolExhausted(OverloadedError):
+    """Fewer blocks are free or evictable than were asked for; nothing was changed."""
+
+
+class BlockPool:
+    """States of `num_blocks` blocks. With `enable_prefix_cache=False` nothing is ever findable."""
+
+    def __init__(self, num_blocks: int, enable_prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.enable_prefix_cache = enable_prefix_cache
+        self._free: list[BlockId] = [BlockId(i) for i in reversed(range(num_blocks))]
+        self._refcount: list[int] = [0] * num_blocks
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._key_of: dict[BlockId, BlockKey] = {}
+        self._block_of: dict[BlockKey, BlockId] = {}
+        self._evicted: dict[BlockId, BlockKey] = {}
+        self._changes: dict[BlockKey, bool] = {}  # key -> stored (True) or removed, net since take_events
+
+    # --- counts ------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """How many `allocate` can give."""
+        return len(self._free) + len(self._cached)
+
+    def refcount(self, block_id: BlockId) -> int:
+        return self._refcount[block_id]
+
+    def key_of(self, block_id: BlockId) -> BlockKey | None:
+        return self._key_of.get(block_id)
+
+    def contains(self, key: BlockKey) -> bool:
+        return key in self._block_of
+
+    def keys(self) -> list[BlockKey]:
+        """Keys of all findable blocks, used or cached."""
+        return list(self._block_of)
+
+    def cached_keys(self) -> list[BlockKey]:
+        """Keys of cached blocks, least recently used first."""
+        return [self._key_of[block_id] for block_id in self._cached]
+
+    # --- life of a block ---------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """Blocks of the longest prefix of `keys` present. Changes nothing: `acquire` what you keep."""
+        found: list[BlockId] = []
+        for key in keys:
+            block_id = self._block_of.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def acquire(self, block_ids: Iterable[BlockId]) -> None:
+        """Take one reference on each; cached blocks become used."""
+        for block_id in block_ids:
+            if self._refcount[block_id] == 0:
+                _require(block_id in self._cached, f"acquire of free block {block_id}")
+                del self._cached[block_id]
+            self._refcount[block_id] += 1
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        """Blocks with one reference each and no key. Raises PoolExhausted."""
+        if num_blocks > self.num_available:
+            raise PoolExhausted(
+                f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left"
+            )
+        taken: list[BlockId] = []
+        for _ in range(num_blocks):
+            if self._free:
+                block_id = self._free.pop()
+            else:
+                block_id, _none = self._cached.popitem(last=False)
+                self._evicted[block_id] = self._forget(block_id)
+            self._refcount[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def publish(self, block_id: BlockId, key: BlockKey) -> bool:
+        """Make a used, completely written block findable. False: another block has this key and keeps it."""
+        _require(self._refcount[block_id] > 0, f"publish of unused block {block_id}")
+        _require(self._key_of.get(block_id, key) == key, f"block {block_id} has another key already")
+        if not self.enable_prefix_cache:
+            return False
+        if self._block_of.setdefault(key, block_id) != block_id:
+            return False
+        if block_id not in self._key_of:
+            self._key_of[block_id] = key
+            self._record(key, stored=True)
+        return True
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop one reference on each block of a sequence, given in sequence order.
+
+        The last block is released first, so that a sequence loses its tail before its head: a prefix
+        without its head is of no use.
+        """
+        for block_id in reversed(block_ids):
+            _require(self._refcount[block_id] > 0, f"release of unused block {block_id}")
+            self._refcount[block_id] -= 1
+            if self._refcount[block_id] == 0:
+                if block_id in self._key_of:
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def clear_cache(self) -> None:
+        """Forget every key: cached blocks become free, used ones stay private. Not counted as evictions."""
+        for block_id in list(self._key_of):
+            self._forget(block_id)
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._evicted.clear()
+
+    # --- what happened since the last call ---------------------------------------------------------------
+
+    def take_evicted(self) -> list[tuple[BlockId, BlockKey]]:
+        """Blocks whose content `allocate` gave up. It is intact until the next step writes to them."""
+        evicted = list(self._evicted.items())
+        self._evicted.clear()
+        return evicted
+
+    def take_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Keys (stored, removed); a key that came and went, or went and came back, is in neither list."""
+        stored = [key for key, is_stored in self._changes.items() if is_stored]
+        removed = [key for key, is_stored in self._changes.items() if not is_stored]
+        self._changes.clear()
+        return stored, removed
+
+    def _forget(self, block_id: BlockId) -> BlockKey:
+        key = self._key_of.pop(block_id)
+        del self._block_of[key]
+        self._record(key, stored=False)
+        return key
+
+    def _record(self, key: BlockKey, stored: bool) -> None:
+        if key in self._changes:  # the opposite change, because stored and removed alternate
+            del self._changes[key]
+        else:
+            self._changes[key] = stored
+
+    # --- invariant ---------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError that lists what is wrong: every block in exactly one state, maps bijective."""
+        wrong: list[str] = []
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free):
+            wrong.append("a block is twice in the free list")
+        for index in range(self.num_blocks):
+            block_id = BlockId(index)
+            states = [block_id in free, block_id in cached, self._refcount[block_id] > 0]
+            if sum(states) != 1:
+                wrong.append(f"block {block_id}: (free, cached, used) = {states}")
+            if self._refcount[block_id] < 0:
+                wrong.append(f"block {block_id}: refcount {self._refcount[block_id]}")
+            if block_id in free and block_id in self._key_of:
+                wrong.append(f"free block {block_id} has a key")
+            if block_id in cached and block_id not in self._key_of:
+                wrong.append(f"cached block {block_id} has no key")
+        if {key: block_id for block_id, key in self._key_of.items()} != self._block_of:
+            wrong.append("block -> key and key -> block disagree")
+        for block_id in (free | cached | set(self._key_of)) - set(range(self.num_blocks)):
+            wrong.append(f"block {block_id} does not exist")
+        _require(not wrong, "; ".join(wrong))
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise AssertionError(message)
