@@ -62,10 +62,23 @@ class SamplingParams:
         require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", "must be in (0, 10]")
         require(self.seed is None or 0 <= self.seed < 1 << 64, "seed", "must fit in 64 unsigned bits")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+            require(
+                value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}"
+            )
         require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, after temperature and penalties have *not* been applied."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 class FinishReason(Enum):
@@ -108,9 +121,13 @@ class Request:
     block_ids: list[BlockId] = field(default_factory=list)
     block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks whose tokens are known
     host_slots: list[HostSlot] = field(default_factory=list)
+    num_published_blocks: int = 0  # leading blocks that are findable by their keys
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
     num_preemptions: int = 0
+    kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
+    num_source_tokens: int = 0  # prompt tokens whose KV the source has
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -150,6 +167,7 @@ class StepPlan:
     rows: list[ScheduledRow] = field(default_factory=list)
     copies_out: list[tuple[BlockId, HostSlot]] = field(default_factory=list)
     copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
+    offload_slots: list[HostSlot] = field(default_factory=list)  # those of copies_out that become host cache
 
     @property
     def num_tokens(self) -> int:
@@ -158,17 +176,6 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.rows or self.copies_out or self.copies_in)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position, after temperature and penalties have *not* been applied."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1: the most likely token
-    top_token_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,158 @@
+"""One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
+
+Used as it is by `engine.LLM` (in-process) and by a worker's rank (`engine/worker/rank.py`). It does not know where
+requests come from, what text is, or how KV reaches a load job's blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from common.errors import InvalidRequestError
+from engine.request import (
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
+from engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Executes plans. `engine.runner.ModelRunner` is the real one; tests of the loop bring their own."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Size of the last step that did something."""
+
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class Engine:
+    """Requests in, one `RequestOutput` per request and step out."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.scheduler = scheduler
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.num_steps = 0
+        self.last_step = StepStats()
+        self._runner = runner
+        self._names = itertools.count()
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: RequestId | None = None,
+        output_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: str = "",
+        prefill_only: bool = False,
+        kv_source: object | None = None,
+        num_source_tokens: int = 0,
+    ) -> Request:
+        """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError."""
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt must hold at least one token", "prompt")
+        self._check_token_ids(prompt_token_ids, params)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        request = Request(
+            request_id=request_id or RequestId(f"local-{next(self._names)}"),
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            output_token_ids=list(output_token_ids),
+            num_replayed_tokens=len(output_token_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+            prefill_only=prefill_only,
+            eos_token_ids=self.eos_token_ids,
+            kv_source=kv_source,
+            num_source_tokens=num_source_tokens,
+        )
+        if len(request.output_token_ids) >= params.max_tokens:
+            raise InvalidRequestError("all max_tokens are generated already", "max_tokens")
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: RequestId) -> Request | None:
+        """Forget a request; its blocks are free at once, or when a load that fills them has ended."""
+        return self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; empty when nothing could be scheduled."""
+        plan = self.scheduler.schedule()
+        if plan.is_empty:
+            return []
+        result = self._run(plan)
+        outputs = self.scheduler.update(plan, result)
+        self.num_steps += 1
+        num_decodes = sum(1 for row in plan.rows if row.num_new_tokens == 1)
+        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
+        return outputs
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._runner.run(plan)
+        except Exception as error:  # whatever one request made fail must not end the others
+            logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
+            if len(plan.rows) == 1:
+                return _failed(plan.rows, error)
+            return self._run_one_by_one(plan.rows)
+
+    def _run_one_by_one(self, rows: Sequence[ScheduledRow]) -> StepResult:
+        """Find the rows that fail. Copies are done already; computing a row twice writes the same KV."""
+        merged = StepResult([], [], [])
+        for index, row in enumerate(rows):
+            try:
+                result = self._runner.run(StepPlan(rows=[row]))
+            except Exception as error:  # this row's request fails, with a message that shows no internals
+                result = _failed([row], error)
+            merged.token_ids += result.token_ids
+            merged.logprobs += result.logprobs
+            merged.prompt_logprobs += result.prompt_logprobs
+            merged.errors.update((index, message) for message in result.errors.values())
+        return merged
+
+    def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        named = [
+            ("prompt", prompt_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+            ("bad_words", [token_id for word in params.bad_words for token_id in word]),
+        ]
+        for param, token_ids in named:
+            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+                raise InvalidRequestError(
+                    f"{param} holds a token id outside the vocabulary (0 to {self.vocab_size - 1})", param
+                )
+
+
+def _failed(rows: Sequence[ScheduledRow], error: Exception) -> StepResult:
+    empty: StepResult = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
+    empty.errors = {
+        index: f"the engine failed on this request ({type(error).__name__})" for index in range(len(rows))
+    }
+    return empty

@@ -1,0 +1,183 @@
+"""Block bookkeeping of requests: what a request owns, what caches give it, where it goes when it is swapped.
+
+Sits between the scheduler, which decides, and `BlockPool` and `HostTier`, which count. Knows nothing of queues,
+budgets or tensors; copies are only written into the plan, for the runner to execute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import Request, StepPlan
+from kvstore.block_hash import block_key, root_key
+from kvstore.block_pool import BlockPool
+from kvstore.host_tier import HostTier
+from kvstore.types import BlockId, BlockKey
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Prompt tokens looked up and found, since the start."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+
+
+class KVManager:
+    """Blocks of requests in one pool, with an optional host tier behind it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        fingerprint: str,
+        host_tier: HostTier | None = None,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.host_tier = host_tier
+        self.enable_prefix_cache = enable_prefix_cache
+        self.stats = CacheStats()
+        self._fingerprint = fingerprint
+        self._roots: dict[str, BlockKey] = {"": root_key(fingerprint)}
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # -- taking blocks ---------------------------------------------------------------------------------------
+
+    def attach_cached(self, request: Request, max_tokens: int) -> int:
+        """Give `request` the cached blocks of its longest known prefix, at most `max_tokens`; returns tokens."""
+        if not self.enable_prefix_cache:
+            return 0
+        assert not request.block_ids
+        self.extend_keys(request)
+        keys = request.block_keys[: max_tokens // self.block_size]
+        found = self.pool.lookup(keys)
+        self.pool.acquire(found)
+        request.block_ids.extend(found)
+        request.num_published_blocks = len(found)
+        return len(found) * self.block_size
+
+    def num_cached_blocks(self, request: Request, max_tokens: int) -> tuple[int, int]:
+        """(blocks of the prefix that are present, how many of them are idle in the cache), changing nothing."""
+        if not self.enable_prefix_cache:
+            return 0, 0
+        self.extend_keys(request)
+        found = self.pool.lookup(request.block_keys[: max_tokens // self.block_size])
+        return len(found), sum(1 for block_id in found if self.pool.refcount(block_id) == 0)
+
+    def attach_from_host(self, request: Request, max_tokens: int, plan: StepPlan) -> int:
+        """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
+        if self.host_tier is None or not self.enable_prefix_cache:
+            return 0
+        first = len(request.block_ids)
+        keys = request.block_keys[first : max_tokens // self.block_size]
+        slots = self.host_tier.lookup(keys) if keys else []
+        if not slots:
+            return 0
+        blocks = self.pool.allocate(len(slots))
+        plan.copies_in.extend(zip(slots, blocks, strict=True))
+        request.block_ids.extend(blocks)
+        self.stats.host_hit_tokens += len(slots) * self.block_size
+        return len(slots) * self.block_size
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; False, and nothing changed, when the pool is exhausted."""
+        missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        if missing > self.pool.num_available:
+            return False
+        request.block_ids.extend(self.pool.allocate(missing))
+        return True
+
+    # -- giving blocks back ----------------------------------------------------------------------------------
+
+    def release(self, request: Request) -> None:
+        """Drop all of the request's blocks and host slots. Keyed blocks stay cached."""
+        if request.block_ids:
+            self.pool.release(request.block_ids)
+            request.block_ids = []
+        request.num_published_blocks = 0
+        if request.host_slots:
+            assert self.host_tier is not None
+            self.host_tier.unpin(request.host_slots)
+            request.host_slots = []
+
+    def publish(self, request: Request) -> None:
+        """Make the request's blocks findable that are full, computed and not published yet."""
+        num_full = request.num_computed_tokens // self.block_size
+        if not self.enable_prefix_cache or num_full <= request.num_published_blocks:
+            return
+        self.extend_keys(request)
+        for index in range(request.num_published_blocks, num_full):
+            self.pool.publish(request.block_ids[index], request.block_keys[index])
+        request.num_published_blocks = num_full
+
+    def extend_keys(self, request: Request) -> None:
+        """Compute the keys of all full blocks of known tokens."""
+        keys, size = request.block_keys, self.block_size
+        num_full = request.num_tokens // size
+        if len(keys) >= num_full:
+            return
+        parent = keys[-1] if keys else self._root(request.cache_salt)
+        for index in range(len(keys), num_full):
+            parent = block_key(parent, request.token_ids(index * size, (index + 1) * size))
+            keys.append(parent)
+
+    # -- host tier -------------------------------------------------------------------------------------------
+
+    def swap_out(self, request: Request, plan: StepPlan) -> bool:
+        """Move the computed KV of `request` to the host tier; False when there is no tier or no room."""
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        if self.host_tier is None or num_blocks == 0:
+            return False
+        slots = self.host_tier.reserve([None] * num_blocks)
+        if slots is None:
+            return False
+        plan.copies_out.extend(zip(request.block_ids[:num_blocks], slots, strict=True))
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_published_blocks = 0
+        request.host_slots = slots
+        return True
+
+    def swap_in(self, request: Request, plan: StepPlan) -> None:
+        """Bring swapped KV back into fresh blocks; the caller has checked that they are available."""
+        blocks = self.pool.allocate(len(request.host_slots))
+        plan.copies_in.extend(zip(request.host_slots, blocks, strict=True))
+        request.block_ids = blocks
+        request.host_slots = []
+
+    def offload_evicted(self, plan: StepPlan) -> None:
+        """Plan to keep blocks that this step evicts in the host tier, as far as it has room."""
+        evicted = self.pool.take_evicted()
+        if self.host_tier is None:
+            return
+        kept: list[tuple[BlockId, BlockKey]] = [e for e in evicted if not self.host_tier.contains(e[1])]
+        while kept:
+            slots = self.host_tier.reserve([key for _, key in kept])
+            if slots is not None:
+                plan.copies_out.extend((block, slot) for (block, _), slot in zip(kept, slots, strict=True))
+                plan.offload_slots.extend(slots)
+                return
+            kept = kept[: len(kept) // 2]  # the tier is nearly all pinned: keep what fits
+
+    def finish_copies(self, plan: StepPlan) -> None:
+        """The runner has executed the plan's copies: written slots become findable, read ones unpinned."""
+        if self.host_tier is None:
+            return
+        self.host_tier.commit(plan.offload_slots)
+        self.host_tier.unpin(plan.offload_slots)
+        self.host_tier.unpin([slot for slot, _ in plan.copies_in])
+
+    def _root(self, salt: str) -> BlockKey:
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) > 4096:  # salts come from clients: bounded
+                self._roots = {"": self._roots[""]}
+            root = self._roots[salt] = root_key(self._fingerprint, salt=salt)
+        return root

@@ -1,0 +1,381 @@
+"""Scheduler, KV manager and pool together, against a runner that remembers what was written where."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ContextLengthError, InvalidRequestError
+from engine.engine import Engine
+from engine.kv_manager import KVManager
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduler import Scheduler
+from kvstore.block_pool import BlockPool
+from kvstore.host_tier import HostTierAllocator
+from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
+
+BLOCK = 4
+
+
+class FakeTier(HostTierAllocator):
+    """The allocator without a buffer: the fake runner keeps host slots itself."""
+
+
+def make_engine(
+    num_blocks: int = 32,
+    *,
+    host_slots: int = 0,
+    max_num_seqs: int = 8,
+    budget: int = 16,
+    swap: bool = False,
+    prefix_cache: bool = True,
+    eos: frozenset[int] = frozenset(),
+) -> tuple[Engine, BlockMemoryRunner]:
+    tier = FakeTier(host_slots) if host_slots else None
+    kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=4096, preempt_by_swap=swap
+    )
+    runner = BlockMemoryRunner(BLOCK)
+    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
+
+
+def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work():
+            break
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
+        engine.scheduler.kv.pool.check_integrity()
+    assert not engine.has_work(), "requests are stuck"
+    return tokens
+
+
+def assert_quiet(engine: Engine) -> None:
+    """Nothing is owned any more."""
+    kv = engine.scheduler.kv
+    kv.pool.check_integrity()
+    assert kv.pool.num_used == 0
+    assert engine.scheduler.num_requests == 0
+    if kv.host_tier is not None:
+        kv.host_tier.check_integrity()
+        assert kv.host_tier.num_pinned == 0  # type: ignore[attr-defined]
+
+
+def test_one_request_in_chunks() -> None:
+    engine, runner = make_engine(budget=8)
+    prompt = list(range(1, 22))
+    request = engine.add_request(prompt, SamplingParams(max_tokens=6))
+    steps = []
+    while engine.has_work():
+        before = request.num_computed_tokens
+        engine.step()
+        steps.append(request.num_computed_tokens - before)
+    assert steps == [8, 8, 5, 1, 1, 1, 1, 1]
+    assert request.output_token_ids == expected_tokens(prompt, 6)
+    assert runner.num_computed_tokens == 21 + 5
+    assert_quiet(engine)
+
+
+def test_prefix_cache_computes_only_the_rest() -> None:
+    engine, runner = make_engine()
+    prompt = list(range(1, 18))
+    engine.add_request(prompt, SamplingParams(max_tokens=1))
+    run_all(engine)
+    runner.num_computed_tokens = 0
+    again = engine.add_request(prompt, SamplingParams(max_tokens=3))
+    run_all(engine)
+    assert again.num_cached_tokens == 16
+    assert runner.num_computed_tokens == 1 + 2
+    assert again.output_token_ids == expected_tokens(prompt, 3)
+
+
+def test_whole_prompt_cached_still_computes_its_last_token() -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 17))  # exactly four blocks
+    engine.add_request(prompt, SamplingParams(max_tokens=1))
+    run_all(engine)
+    again = engine.add_request(prompt, SamplingParams(max_tokens=1))
+    run_all(engine)
+    assert again.num_cached_tokens == 12
+
+
+def test_salt_separates_caches() -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 18))
+    engine.add_request(prompt, SamplingParams(max_tokens=1), cache_salt="a")
+    run_all(engine)
+    other = engine.add_request(prompt, SamplingParams(max_tokens=1), cache_salt="b")
+    run_all(engine)
+    assert other.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_preemption_changes_no_token(swap: bool) -> None:
+    engine, _ = make_engine(num_blocks=12, host_slots=24, swap=swap, max_num_seqs=6)
+    prompts = [[100 + i, 200 + i, 300 + i] for i in range(6)]
+    requests = [engine.add_request(p, SamplingParams(max_tokens=20)) for p in prompts]
+    tokens = run_all(engine)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert tokens[request.request_id] == expected_tokens(prompt, 20)
+    assert engine.scheduler.num_preemptions > 0
+    assert_quiet(engine)
+
+
+def test_swap_really_swaps() -> None:
+    engine, runner = make_engine(num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
+    for i in range(4):
+        engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20))
+    statuses = set()
+    while engine.has_work():
+        engine.step()
+        statuses |= {r.status for r in engine.scheduler.requests()}
+    assert RequestStatus.SWAPPED in statuses
+    assert runner.num_computed_tokens == 4 * (5 + 19)  # nothing was computed twice
+    assert_quiet(engine)
+
+
+def test_host_tier_gives_evicted_prefixes_back() -> None:
+    engine, runner = make_engine(num_blocks=8, host_slots=16)
+    first = list(range(1, 18))
+    engine.add_request(first, SamplingParams(max_tokens=1))
+    run_all(engine)
+    engine.add_request(
+        list(range(500, 528)), SamplingParams(max_tokens=1)
+    )  # evicts the first prompt's blocks
+    run_all(engine)
+    runner.num_computed_tokens = 0
+    again = engine.add_request(first, SamplingParams(max_tokens=2))
+    run_all(engine)
+    assert again.num_cached_tokens == 16
+    assert runner.num_computed_tokens == 2
+    assert again.output_token_ids == expected_tokens(first, 2)
+    assert_quiet(engine)
+
+
+def test_priority_runs_first_and_gives_way_last() -> None:
+    engine, _ = make_engine(num_blocks=6, max_num_seqs=4)
+    low = engine.add_request([1] * 8, SamplingParams(max_tokens=12), priority=5)
+    engine.step()
+    high = engine.add_request([2] * 8, SamplingParams(max_tokens=12), priority=0)
+    order = []
+    while engine.has_work():
+        order += [o.request.request_id for o in engine.step() if o.finish_reason]
+    assert order == [high.request_id, low.request_id]
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+    assert low.output_token_ids == expected_tokens([1] * 8, 12)
+
+
+def test_decode_rows_come_first_and_prompts_share_the_budget() -> None:
+    engine, _ = make_engine(budget=8, num_blocks=64)
+    engine.add_request([1, 2], SamplingParams(max_tokens=10))
+    engine.step()
+    engine.add_request(list(range(10, 40)), SamplingParams(max_tokens=2))
+    plan = engine.scheduler.schedule()
+    assert [row.num_new_tokens for row in plan.rows] == [1, 7]
+    assert [row.samples for row in plan.rows] == [True, False]
+
+
+def test_bounds_hold() -> None:
+    engine, _ = make_engine(max_num_seqs=3, budget=10, num_blocks=64)
+    for i in range(10):
+        engine.add_request([i + 1] * 7, SamplingParams(max_tokens=5))
+    while engine.has_work():
+        plan = engine.scheduler.schedule()
+        assert len(plan.rows) <= 3
+        assert plan.num_tokens <= 10
+        engine.scheduler.update(plan, engine._runner.run(plan))
+
+
+def test_ends() -> None:
+    engine, _ = make_engine(eos=frozenset(range(VOCAB_SIZE)))
+    stop = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
+    length = engine.add_request([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    later = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, min_tokens=4))
+    reasons = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.finish_reason:
+                reasons[output.request.request_id] = (
+                    output.finish_reason,
+                    len(output.request.output_token_ids),
+                )
+    assert reasons == {
+        stop.request_id: (FinishReason.STOP, 1),
+        length.request_id: (FinishReason.LENGTH, 3),
+        later.request_id: (FinishReason.STOP, 4),
+    }
+
+
+def test_model_length_ends_a_request() -> None:
+    engine, _ = make_engine(num_blocks=4)  # 16 tokens
+    request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
+    run_all(engine)
+    assert request.num_tokens == 16
+    with pytest.raises(ContextLengthError, match="at most 16"):
+        engine.add_request([1] * 16, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ([], SamplingParams()),
+        ([VOCAB_SIZE], SamplingParams()),
+        ([-1], SamplingParams()),
+        ([1], SamplingParams(allowed_token_ids=(VOCAB_SIZE,))),
+        ([1], SamplingParams(logit_bias=((-1, 1.0),))),
+        ([1], SamplingParams(bad_words=((1, VOCAB_SIZE),))),
+    ],
+)
+def test_token_ids_are_checked(prompt: list[int], params: SamplingParams) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequestError):
+        engine.add_request(prompt, params)
+    assert_quiet(engine)
+
+
+def test_a_failing_row_fails_alone() -> None:
+    engine, runner = make_engine()
+    good = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+    bad = engine.add_request([666, 2], SamplingParams(max_tokens=4))
+    runner.fail_on = {666}
+    errors = {}
+    while engine.has_work():
+        for output in engine.step():
+            if output.error:
+                errors[output.request.request_id] = output.error
+    assert list(errors) == [bad.request_id]
+    assert "RuntimeError" in errors[bad.request_id]
+    assert good.output_token_ids == expected_tokens([1, 2, 3], 4)
+    assert_quiet(engine)
+
+
+def test_replayed_tokens_continue_the_same_stream() -> None:
+    engine, _ = make_engine()
+    whole = expected_tokens([5, 6, 7], 10)
+    request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=10), output_token_ids=whole[:4])
+    assert run_all(engine)[request.request_id] == whole[4:]
+
+
+def test_prefill_only_keeps_its_blocks_until_they_are_released() -> None:
+    engine, _ = make_engine()
+    request = engine.add_request(list(range(1, 10)), SamplingParams(max_tokens=5), prefill_only=True)
+    [output] = engine.step()
+    assert output.finish_reason is FinishReason.PREFILLED
+    blocks = engine.scheduler.detach_blocks(request)
+    pool = engine.scheduler.kv.pool
+    assert len(blocks) == 3
+    assert pool.num_used == 3
+    pool.release(blocks)
+    assert_quiet(engine)
+
+
+def load_request(engine: Engine, runner: BlockMemoryRunner, prompt: list[int], ok: bool) -> Request:
+    """Admit a request whose KV a peer has, and finish its load."""
+    first = expected_tokens(prompt, 1)
+    request = engine.add_request(
+        prompt,
+        SamplingParams(max_tokens=5),
+        output_token_ids=first,
+        kv_source="peer",
+        num_source_tokens=len(prompt),
+    )
+    assert engine.step() == []
+    [job] = engine.scheduler.take_load_jobs()
+    assert (job.source, request.status) == ("peer", RequestStatus.LOADING)
+    for position, block_id in zip(job.positions, job.block_ids, strict=True):
+        cells = prompt[position * BLOCK : (position + 1) * BLOCK]
+        runner.blocks[block_id] = [*cells, *([None] * (BLOCK - len(cells)))] if ok else [None] * BLOCK
+    engine.scheduler.finish_load(request.request_id, ok)
+    return request
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_loaded_kv_is_used_or_recomputed(ok: bool) -> None:
+    engine, runner = make_engine()
+    prompt = list(range(1, 12))
+    request = load_request(engine, runner, prompt, ok)
+    run_all(engine)
+    assert request.output_token_ids == expected_tokens(prompt, 5)
+    assert runner.num_computed_tokens == (4 if ok else len(prompt) + 4)
+    assert_quiet(engine)
+
+
+def test_cached_prefix_is_not_pulled_again() -> None:
+    engine, runner = make_engine()
+    prompt = list(range(1, 12))
+    load_request(engine, runner, prompt, ok=True)
+    run_all(engine)
+    engine.add_request(
+        prompt,
+        SamplingParams(max_tokens=2),
+        output_token_ids=expected_tokens(prompt, 1),
+        kv_source="peer",
+        num_source_tokens=len(prompt),
+    )
+    engine.step()
+    [job] = engine.scheduler.take_load_jobs()
+    assert job.positions == []  # 8 of 11 tokens are cached, the last 3 cost less than a transfer
+    run_all(engine)
+
+
+def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 12))
+    request = engine.add_request(
+        prompt, SamplingParams(max_tokens=5), output_token_ids=[1], kv_source="peer", num_source_tokens=11
+    )
+    engine.step()
+    pool = engine.scheduler.kv.pool
+    assert engine.abort(request.request_id) is request
+    assert pool.num_used == 3
+    assert engine.abort(request.request_id) is None
+    assert engine.scheduler.finish_load(request.request_id, ok=True) is None
+    assert_quiet(engine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    num_blocks=st.integers(6, 20),
+    host_slots=st.integers(0, 16),
+    swap=st.booleans(),
+    budget=st.integers(4, 24),
+    prefix_cache=st.booleans(),
+)
+def test_any_order_of_events_keeps_every_token(
+    data: st.DataObject, num_blocks: int, host_slots: int, swap: bool, budget: int, prefix_cache: bool
+) -> None:
+    """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
+    engine, _ = make_engine(
+        num_blocks, host_slots=host_slots, swap=swap, budget=budget, max_num_seqs=4, prefix_cache=prefix_cache
+    )
+    live: dict[str, tuple[list[int], int]] = {}
+    tokens: dict[str, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
+        if action == "add":
+            family = data.draw(st.integers(0, 2))
+            prompt = [family] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
+            limit = data.draw(st.integers(1, 8))
+            request = engine.add_request(
+                prompt, SamplingParams(max_tokens=limit), priority=data.draw(st.integers(0, 1))
+            )
+            live[request.request_id] = (prompt, limit)
+        elif action == "abort" and live:
+            name = data.draw(st.sampled_from(sorted(live)))
+            engine.abort(name)  # type: ignore[arg-type]
+            del live[name]
+        else:
+            for output in engine.step():
+                tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
+        engine.scheduler.kv.pool.check_integrity()
+    for name, new in run_all(engine).items():
+        tokens.setdefault(name, []).extend(new)
+    for name, (prompt, limit) in live.items():
+        assert tokens[name] == expected_tokens(prompt, limit)
+    assert_quiet(engine)
