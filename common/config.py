@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
         kind = _plain_type(hints[field.name])
         if kind is bool:
-            parser.add_argument(
-                *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(
                 *names,

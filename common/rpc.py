@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -65,13 +66,13 @@ def check_bind(host: str, token: str) -> None:
     )
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class TokenInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
     """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-        async def deny(_request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def deny(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "cluster token missing or wrong")
 
         self._deny = {
@@ -83,9 +84,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = await continuation(details)
         if handler is None or details.method.startswith("/grpc.health."):
             return handler
@@ -103,7 +104,7 @@ class RpcServer:
         check_bind(host, token)
         interceptors = (TokenInterceptor(token),) if token else ()
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = aio_health.HealthServicer()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.host = host
@@ -145,7 +146,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: MiniInferError) -> None:
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: MiniInferError) -> None:
     """End a call with the status that the exception table gives."""
     code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
     await context.abort(code, public_message(error))

@@ -115,7 +115,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self._runner.run(plan)
-        except Exception as error:  # whatever one request made fail must not end the others
+        except Exception as error:
             logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
             if len(plan.rows) == 1:
                 return _failed(plan.rows, error)
@@ -127,7 +127,7 @@ class Engine:
         for index, row in enumerate(rows):
             try:
                 result = self._runner.run(StepPlan(rows=[row]))
-            except Exception as error:  # this row's request fails, with a message that shows no internals
+            except Exception as error:  # noqa: BLE001 - this row's request fails alone, internals not shown
                 result = _failed([row], error)
             merged.token_ids += result.token_ids
             merged.logprobs += result.logprobs

@@ -115,9 +115,7 @@ class Scheduler:
         if request is None or request_id in self._cancelled_loads:
             return None
         if request.status is RequestStatus.LOADING:
-            self._cancelled_loads.add(
-                request_id
-            )  # its blocks are being written: they are freed by finish_load
+            self._cancelled_loads.add(request_id)  # its blocks are being written: they are freed by finish_load
             return request
         self._queue_of(request).remove(request)
         self._finish(request)
@@ -140,13 +138,9 @@ class Scheduler:
     def load(self) -> SchedulerLoad:
         gap = sum(r.num_tokens for r in self._waiting)
         gap += sum(
-            r.num_tokens - r.num_computed_tokens
-            for r in self._running
-            if r.num_tokens - r.num_computed_tokens > 1
+            r.num_tokens - r.num_computed_tokens for r in self._running if r.num_tokens - r.num_computed_tokens > 1
         )
-        return SchedulerLoad(
-            len(self._running), len(self._waiting), len(self._swapped), len(self._loading), gap
-        )
+        return SchedulerLoad(len(self._running), len(self._waiting), len(self._swapped), len(self._loading), gap)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -357,11 +351,9 @@ class Scheduler:
 
     def _end_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = request.params
-        if len(request.output_token_ids) >= params.min_tokens:
-            if token_id in params.stop_token_ids or (
-                not params.ignore_eos and token_id in request.eos_token_ids
-            ):
-                return FinishReason.STOP, token_id
+        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.eos_token_ids)
+        if is_stop and len(request.output_token_ids) >= params.min_tokens:
+            return FinishReason.STOP, token_id
         if len(request.output_token_ids) >= params.max_tokens or request.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH, None
         return None, None

@@ -143,9 +143,7 @@ def test_host_tier_gives_evicted_prefixes_back() -> None:
     first = list(range(1, 18))
     engine.add_request(first, SamplingParams(max_tokens=1))
     run_all(engine)
-    engine.add_request(
-        list(range(500, 528)), SamplingParams(max_tokens=1)
-    )  # evicts the first prompt's blocks
+    engine.add_request(list(range(500, 528)), SamplingParams(max_tokens=1))  # evicts the first prompt's blocks
     run_all(engine)
     runner.num_computed_tokens = 0
     again = engine.add_request(first, SamplingParams(max_tokens=2))
