@@ -42,9 +42,7 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
     return extend_keys([], token_ids, block_size, root)
 
 
-def extend_keys(
-    keys: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
-) -> list[BlockKey]:
+def extend_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:
     """Append to `keys` those of the full blocks of `token_ids` that it lacks; return `keys`.
 
     `keys` holds the first blocks' keys of the same sequence. Costs one hash per new block.

@@ -94,9 +94,7 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Blocks with one reference each and no key. Raises PoolExhausted."""
         if num_blocks > self.num_available:
-            raise PoolExhausted(
-                f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left"
-            )
+            raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left")
         taken: list[BlockId] = []
         for _ in range(num_blocks):
             if self._free:

@@ -9,6 +9,7 @@ agent.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from typing import Protocol
@@ -122,14 +123,14 @@ class LocalHostTier(HostTierAllocator):
     """A host tier of this process alone, over anonymous memory. Raises ConfigError without the memory."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
-        super().__init__(num_slots)
+        num_bytes = num_slots * block_bytes
         try:
-            self._buffer = mmap.mmap(-1, max(num_slots * block_bytes, mmap.PAGESIZE))
+            self._buffer = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
         except (OSError, OverflowError, ValueError) as error:
-            size_gb = num_slots * block_bytes / 2**30
             raise ConfigError(
-                f"no memory for a host tier of {size_gb:.1f} GB: lower --host-tier-gb"
+                f"no memory for a host tier of {num_bytes / 2**30:.1f} GB: lower --host-tier-gb"
             ) from error
+        super().__init__(num_slots)
 
     @property
     def buffer(self) -> mmap.mmap:
@@ -137,7 +138,5 @@ class LocalHostTier(HostTierAllocator):
 
     def close(self) -> None:
         """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
-        try:
+        with contextlib.suppress(BufferError):
             self._buffer.close()
-        except BufferError:
-            return

@@ -66,7 +66,7 @@ def test_local_tier_is_a_host_tier() -> None:
 
 def test_too_much_memory_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="host-tier-gb"):
-        LocalHostTier(1 << 50, 4096)
+        LocalHostTier(1, 1 << 60)
 
 
 class TierMachine(RuleBasedStateMachine):
