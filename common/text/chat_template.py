@@ -1,0 +1,178 @@
+"""Render a model's chat template in a sandbox, so that no message can forge the template's markup.
+
+Templates come from the model's files only. A special token's text inside a message is broken up with a
+character that occurs nowhere in the request; the tokenizer takes it out again after it has found the
+template's own special tokens. Knows nothing of token ids.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.errors import InvalidRequestError, UnsupportedModelError
+
+_PRIVATE_USE_START, _PRIVATE_USE_COUNT = 0xF0000, 0xFFFE
+_END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks assistant text for training; here it means its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise InvalidRequestError(f"the model's chat template refuses these messages: {message}", "messages")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens that it may use by name (`bos_token`, ...)."""
+
+    def __init__(self, source: str, named_tokens: Mapping[str, str], special_texts: Sequence[str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise UnsupportedModelError(f"the model's chat template does not compile: {error}") from None
+        self._named_tokens = dict(named_tokens)
+        self._guard = _MarkupGuard(special_texts)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """The prompt's text, and the break character in it ("" when no message needed one).
+
+        Raises InvalidRequestError when the template cannot be applied to these messages.
+        """
+        if continue_final_message:
+            messages = _mark_end(messages)
+        messages, tools, breaker = self._guard.apply(messages, tools)
+        try:
+            text = self._template.render(
+                **{
+                    **self._named_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            # What a template raises on messages that it was not written for.
+            raise InvalidRequestError(
+                f"the model's chat template cannot be applied to these messages ({type(error).__name__})",
+                "messages",
+            ) from None
+        if continue_final_message:
+            text, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
+            if not mark:
+                raise InvalidRequestError(
+                    "continue_final_message: the model's chat template does not show the final message",
+                    "continue_final_message",
+                )
+        return text, breaker
+
+
+def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    last = messages[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str):
+        raise InvalidRequestError(
+            "continue_final_message needs a final assistant message with text", "continue_final_message"
+        )
+    return [*messages[:-1], {**last, "content": content + _END_OF_FINAL_MESSAGE}]
+
+
+class _MarkupGuard:
+    """Breaks up special tokens' texts inside strings, also those that two neighbouring strings could form."""
+
+    def __init__(self, special_texts: Sequence[str]) -> None:
+        ordered = sorted(special_texts, key=len, reverse=True)
+        self._whole = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._heads = tuple({text[:cut] for text in ordered for cut in range(1, len(text))})
+        self._tails = tuple({text[cut:] for text in ordered for cut in range(1, len(text))})
+
+    def apply(self, messages: Any, tools: Any) -> tuple[Any, Any, str]:
+        """Copies with breaks, and the break character; the arguments themselves when nothing needs one."""
+        strings = list(_strings(messages)) + list(_strings(tools))
+        if self._whole is None or not any(self._needs_break(text) for text in strings):
+            return messages, tools, ""
+        breaker = ""
+        while not breaker or any(breaker in text for text in strings):
+            breaker = chr(_PRIVATE_USE_START + secrets.randbelow(_PRIVATE_USE_COUNT))
+        return self._broken(messages, breaker), self._broken(tools, breaker), breaker
+
+    def _needs_break(self, text: str) -> bool:
+        assert self._whole is not None
+        return text.endswith(self._heads) or text.startswith(self._tails) or bool(self._whole.search(text))
+
+    def _broken(self, value: Any, breaker: str) -> Any:
+        if isinstance(value, str):
+            assert self._whole is not None
+            text = self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
+            head = breaker if value.startswith(self._tails) else ""
+            tail = breaker if value.endswith(self._heads) else ""
+            return head + text + tail
+        if isinstance(value, Mapping):
+            assert self._whole is not None
+            return {
+                self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], key): self._broken(item, breaker)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._broken(item, breaker) for item in value]
+        return value
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

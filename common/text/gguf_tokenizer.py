@@ -1,0 +1,121 @@
+"""Build a `tokenizers.Tokenizer` from the metadata of a GGUF file (`tokenizer.ggml.*`).
+
+Two models: `gpt2`, byte-level BPE with the pre-tokenizer that `tokenizer.ggml.pre` names, and `llama`,
+SentencePiece BPE with byte fallback. Does not read files and knows nothing of chat templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from common.errors import UnsupportedModelError
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def backend_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the file describes. Raises UnsupportedModelError for kinds not known here."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise UnsupportedModelError("the GGUF file has no tokenizer (tokenizer.ggml.tokens)")
+    if kind == "gpt2":
+        backend = _byte_level_bpe(metadata, tokens)
+    elif kind == "llama":
+        backend = _sentencepiece_bpe(metadata, tokens)
+    else:
+        raise UnsupportedModelError(f"GGUF tokenizer {kind!r} is not supported; gpt2 and llama are")
+    _add_special_tokens(backend, metadata, tokens)
+    return backend
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
+    merges = [_split_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    if pre in ("default", "gpt-2"):
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre == "smollm":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif pre in ("llama-bpe", "qwen2"):
+        pattern = _LLAMA3_PATTERN if pre == "llama-bpe" else _QWEN2_PATTERN
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        if pre == "qwen2":
+            backend.normalizer = normalizers.NFC()
+    else:
+        raise UnsupportedModelError(
+            f"GGUF pre-tokenizer {pre!r} is not supported; default, gpt-2, smollm, llama-bpe and qwen2 are"
+        )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    left, separator, right = merge.partition(" ")
+    if not (left and separator and right):
+        raise UnsupportedModelError("the GGUF file has a malformed BPE merge")
+    return left, right
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    """SentencePiece merges the pair whose result scores best; as BPE that is merges sorted by score."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not scores or len(scores) != len(tokens) or not types or len(types) != len(tokens):
+        raise UnsupportedModelError("the GGUF file's SentencePiece tokenizer lacks scores or token types")
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for piece, score, kind in zip(tokens, scores, types, strict=True):
+        if kind != _NORMAL:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-score, vocab[left], vocab[right], left, right))
+    ranked.sort()
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    merges = [(left, right) for *_, left, right in ranked]
+    backend = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    replace = normalizers.Replace(" ", "▁")
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+    else:
+        backend.normalizer = replace
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def _add_special_tokens(backend: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    control = [token for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _UNKNOWN)]
+    defined = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
+    if add_bos and isinstance(bos_id, int) and bos_id < len(tokens):
+        bos = tokens[bos_id]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:0", special_tokens=[(bos, bos_id)]
+        )

@@ -1,0 +1,75 @@
+"""Find stop strings in text that arrives piece by piece. Knows nothing of tokens or of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """The stop string that ended the text."""
+
+    stop: str
+    index: int  # in the list of stop strings
+
+
+class StopStringMatcher:
+    """Passes text through until a stop string is complete; holds back what may become one.
+
+    The match that is complete first ends the text, the longest of those that are complete at the same
+    character. So the result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
+        assert all(stops), "an empty stop string matches everywhere; refuse it before"
+        self._stops = tuple(stops)
+        self._include = include_in_output
+        self._held = ""
+        self.match: StopMatch | None = None
+
+    def push(self, text: str) -> str:
+        """Take more text, return what may be shown now. After a match everything else is dropped."""
+        if self.match is not None:
+            return ""
+        text = self._held + text
+        found = self._earliest(text)
+        if found is not None:
+            start, end, index = found
+            self.match = StopMatch(self._stops[index], index)
+            self._held = ""
+            return text[: end if self._include else start]
+        keep = self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def skip(self, text: str) -> str:
+        """Take text in which stop strings do not count (the first `min_tokens` tokens)."""
+        text, self._held = self._held + text, ""
+        return text
+
+    def flush(self) -> str:
+        """The text has ended without a match: return what was held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def _earliest(self, text: str) -> tuple[int, int, int] | None:
+        best: tuple[int, int, int] | None = None
+        for index, stop in enumerate(self._stops):
+            start = text.find(stop)
+            if start < 0:
+                continue
+            end = start + len(stop)
+            if best is None or end < best[1] or (end == best[1] and start < best[0]):
+                best = (start, end, index)
+        return best
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that is a proper beginning of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
