@@ -10,7 +10,7 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import _async as aio_health
@@ -21,6 +21,11 @@ from common.errors import ConfigError, MiniInferError, mapping_for, public_messa
 
 TOKEN_KEY = "mini-infer-token"
 MAX_MESSAGE_BYTES = 64 << 20
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+else:
+    Context = grpc.aio.ServicerContext
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -72,7 +77,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-        async def deny(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def deny(_request: Any, context: Context) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "cluster token missing or wrong")
 
         self._deny = {
@@ -146,7 +151,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: MiniInferError) -> None:
+async def abort_with(context: Context, error: MiniInferError) -> None:
     """End a call with the status that the exception table gives."""
     code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
     await context.abort(code, public_message(error))

@@ -53,6 +53,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.num_steps = 0
         self.last_step = StepStats()
+        self.last_rows: list[ScheduledRow] = []
         self._runner = runner
         self._names = itertools.count()
 
@@ -103,6 +104,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; empty when nothing could be scheduled."""
         plan = self.scheduler.schedule()
+        self.last_rows = plan.rows
         if plan.is_empty:
             return []
         result = self._run(plan)

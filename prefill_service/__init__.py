@@ -1,0 +1,1 @@
+"""Computes prompts: each Submit ends with its first token and a KvHandle, its KV kept under a lease."""

@@ -1,0 +1,37 @@
+"""The Decode gRPC service over a worker's front. Generates tokens, from a peer's KV or from a prompt that it computes itself (local prefill)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from common.errors import MiniInferError
+from common.rpc import Context, RpcServer, abort_with
+from engine.worker.front import WorkerFront
+from protos import decode_pb2, decode_pb2_grpc
+from protos import types_pb2 as pb
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Thin: everything happens in the front and its rank."""
+
+    def __init__(self, front: WorkerFront) -> None:
+        self._front = front
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.WorkerInfo:
+        return self._front.info
+
+    async def Attach(self, commands: AsyncIterator[pb.Command], context: Context) -> AsyncIterator[pb.StepReport]:
+        try:
+            async for report in self._front.attach(commands, prefill_only=False):
+                yield report
+        except MiniInferError as error:
+            await abort_with(context, error)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
+        self._front.draining = True
+        return pb.DrainReply(num_open_requests=self._front.num_open_requests)
+
+
+def register(server: RpcServer, front: WorkerFront) -> None:
+    name = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, DecodeServicer(front), name)

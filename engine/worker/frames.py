@@ -1,0 +1,99 @@
+"""Messages between a worker's front and its rank: a 4-byte length and msgpack, over a Unix socket pair.
+
+A message is a list whose first entry names it; `Op` and `Event` list the names. Both ends are processes of one
+worker, so a malformed frame is a bug and ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+from typing import Any
+
+import msgpack
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 << 20
+SOCKET_BUFFER_BYTES = 4 << 20  # a step's frame fits, so that the rank need not wait for the front
+
+
+class Op:
+    """Front -> rank."""
+
+    START = "start"  # settings of the rank
+    SUBMIT = "submit"  # id, fields of a request
+    CANCEL = "cancel"  # id
+    RENEW = "renew"  # lease id, epoch, seconds
+    RELEASE = "release"  # lease id, epoch
+    STOP = "stop"
+
+
+class Event:
+    """Rank -> front."""
+
+    READY = "ready"  # what the rank holds
+    FAILED = "failed"  # it cannot start: message
+    STEP = "step"  # everything that one turn of the loop did
+
+
+def pack(message: list[Any]) -> bytes:
+    body: bytes = msgpack.packb(message, use_bin_type=True)
+    return HEADER.pack(len(body)) + body
+
+
+class FrameSocket:
+    """The rank's end: blocking sends, and receives that never wait longer than asked."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: list[Any]) -> None:
+        self._sock.sendall(pack(message))
+
+    def receive(self, timeout_seconds: float) -> list[list[Any]]:
+        """All messages that are here, after waiting for one at most so long. Raises ConnectionError at the end."""
+        messages: list[list[Any]] = []
+        if not self._poll.poll(timeout_seconds * 1000):
+            return messages
+        while True:
+            data = self._sock.recv(1 << 20)
+            if not data:
+                raise ConnectionError("the worker's front is gone")
+            self._buffer += data
+            messages.extend(self._take_complete())
+            if messages and not self._poll.poll(0):
+                return messages
+            if not messages and not self._poll.poll(timeout_seconds * 1000):
+                return messages
+
+    def _take_complete(self) -> list[list[Any]]:
+        messages, start = [], 0
+        while len(self._buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, start)
+            if size > MAX_FRAME_BYTES:
+                raise ConnectionError(f"frame of {size} bytes")
+            end = start + HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            messages.append(msgpack.unpackb(bytes(self._buffer[start + HEADER.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+
+async def read_frame(reader: asyncio.StreamReader) -> list[Any]:
+    """The front's end: one message. Raises asyncio.IncompleteReadError when the rank is gone."""
+    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    if size > MAX_FRAME_BYTES:
+        raise ConnectionError(f"frame of {size} bytes")
+    message: list[Any] = msgpack.unpackb(await reader.readexactly(size))
+    return message

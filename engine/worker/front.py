@@ -1,0 +1,171 @@
+"""A worker's front: routers' Attach streams on one side, the rank's socket on the other. No torch, no scheduling.
+
+Gives each request a name of its own (a router's id is only a label), turns one frame of the rank into one StepReport
+per router, mirrors leases for `KvTransfer`, and watches the rank: when that dies, every stream ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from common.errors import UnavailableError
+from engine.worker.protobuf import failure, submit_fields, token_delta
+from engine.worker.rank_process import RankProcess
+from engine.worker.sessions import Session
+from kvstore.events import EventLog
+from kvstore.service import LeaseMirror
+from protos import types_pb2 as pb
+
+logger = logging.getLogger(__name__)
+LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
+ReportListener = Callable[[dict[str, Any]], None]
+
+
+class WorkerFront:
+    """State of one worker that routers can see."""
+
+    def __init__(self, rank: RankProcess, events: EventLog, leases: LeaseMirror, info: pb.WorkerInfo) -> None:
+        self.info = info
+        self.draining = False
+        self.leases = leases
+        self.last_frame_time = time.monotonic()
+        self.load: dict[str, Any] = {}
+        self._rank = rank
+        self._events = events
+        self._location = {
+            "worker_id": info.worker_id,
+            "kv_address": info.kv_address,
+            "shm_socket": rank.ready["shm_socket"],
+        }
+        self._sessions: set[Session] = set()
+        self._owner: dict[str, tuple[Session, str]] = {}  # the rank's name -> (session, router's id)
+        self._names = itertools.count()
+        self._listeners: list[ReportListener] = []
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._owner)
+
+    def add_listener(self, listener: ReportListener) -> None:
+        """Call `listener` with each frame of the rank (metrics)."""
+        self._listeners.append(listener)
+
+    # -- the router's side -----------------------------------------------------------------------------------
+
+    async def attach(self, commands: AsyncIterator[pb.Command], prefill_only: bool) -> AsyncIterator[pb.StepReport]:
+        """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
+        session = Session()
+        self._sessions.add(session)
+        session.send(pb.StepReport(kv_events=[self._events.snapshot()], load=self._load_report()))
+        reader = asyncio.create_task(self._read_commands(session, commands, prefill_only))
+        try:
+            while (report := await session.reports.get()) is not None:
+                yield report
+        finally:
+            reader.cancel()
+            self._close(session)
+        if session.closed_reason:
+            raise UnavailableError(session.closed_reason)
+
+    async def _read_commands(
+        self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool
+    ) -> None:
+        async for command in commands:
+            if command.HasField("submit"):
+                self._submit(session, command.submit, prefill_only)
+            elif command.HasField("cancel"):
+                self._cancel(session, command.cancel.request_id)
+        session.close("")  # the router has said goodbye
+
+    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
+        if self.draining:
+            refusal = failure(submit.request_id, "UNAVAILABLE", "this worker is draining")
+            session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
+            return
+        if submit.request_id in session.names:
+            refusal = failure(submit.request_id, "INVALID_ARGUMENT", "this request id is in use")
+            session.send(pb.StepReport(failures=[refusal]))
+            return
+        name = f"{submit.request_id[:64]}.{next(self._names)}"
+        session.names[submit.request_id] = name
+        self._owner[name] = (session, submit.request_id)
+        self._rank.submit(name, submit_fields(submit, prefill_only))
+
+    def _cancel(self, session: Session, request_id: str) -> None:
+        name = session.names.pop(request_id, None)
+        if name is not None:
+            del self._owner[name]
+            self._rank.cancel(name)
+
+    def _close(self, session: Session) -> None:
+        self._sessions.discard(session)
+        for request_id in list(session.names):
+            self._cancel(session, request_id)
+
+    def close_sessions(self, reason: str) -> None:
+        """End every stream; routers move their requests elsewhere."""
+        for session in list(self._sessions):
+            session.close(reason)
+
+    # -- the rank's side -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Apply the rank's frames until it is gone. Raises UnavailableError then."""
+        try:
+            async for frame in self._rank.frames():
+                self._apply(frame)
+        finally:
+            self.close_sessions("the worker's engine stopped")
+
+    def _apply(self, frame: dict[str, Any]) -> None:
+        now = self.last_frame_time = time.monotonic()
+        self.load = frame["load"]
+        for lease_id, block_ids, seconds in frame["granted"]:
+            self.leases.grant(lease_id, block_ids, now, seconds)
+        for lease_id in frame["ended_leases"]:
+            self.leases.end(lease_id)
+        reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
+        for fields in frame["deltas"]:
+            owner = self._owner.get(fields[0])
+            if owner is None:
+                continue  # cancelled while the step ran
+            session, request_id = owner
+            reports[session].deltas.append(token_delta(fields, request_id, self._location))
+            if fields[2] is not None:
+                self._forget(fields[0])
+        for name, status, message in frame["failures"]:
+            owner = self._owner.get(name)
+            if owner is not None:
+                reports[owner[0]].failures.append(failure(owner[1], status, message))
+                self._forget(name)
+        self._send(reports, self._events.record(frame["stored"], frame["removed"]), now)
+        for listener in self._listeners:
+            listener(frame)
+
+    def _forget(self, name: str) -> None:
+        session, request_id = self._owner.pop(name)
+        session.names.pop(request_id, None)
+
+    def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent], now: float) -> None:
+        load = self._load_report()
+        for session in list(self._sessions):
+            if session not in reports and not events and now - session.last_report_time < LOAD_INTERVAL_SECONDS:
+                continue
+            report = reports[session]
+            report.step = self.load["num_steps"]
+            report.load.CopyFrom(load)
+            report.kv_events.extend(events)
+            session.last_report_time = now
+            if not session.send(report):
+                logger.warning("a router does not read its reports: closing its stream")
+                session.close("the router does not keep up")
+                self._close(session)
+
+    def _load_report(self) -> pb.LoadReport:
+        return pb.LoadReport(**self.load, draining=self.draining)

@@ -1,0 +1,105 @@
+"""Starts the rank's process and speaks frames with it. Knows nothing of requests or routers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from common.errors import ConfigError, UnavailableError
+from engine.config import EngineConfig
+from engine.worker.config import WorkerConfig
+from engine.worker.frames import SOCKET_BUFFER_BYTES, Event, Op, pack, read_frame
+
+logger = logging.getLogger(__name__)
+STOP_SECONDS = 5.0
+
+
+class RankProcess:
+    """One child process with an engine. `start`, then `frames` until it ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.ready: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls, worker: WorkerConfig, engine: EngineConfig, worker_id: str, run_dir: str) -> RankProcess:
+        """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.worker.rank",
+                f"--fd={theirs.fileno()}",
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
+        rank = cls(process, reader, writer)
+        rank._send(
+            Op.START,
+            {
+                "engine": dataclasses.asdict(engine),
+                "worker_id": worker_id,
+                "run_dir": run_dir,
+                "agent_socket": worker.agent_socket,
+                "cluster_token": worker.cluster_token,
+                "kv_lease_seconds": worker.kv_lease_seconds,
+                "log_level": worker.log_level,
+            },
+        )
+        try:
+            event, body = await read_frame(reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await process.wait()
+            raise ConfigError(f"the engine process ended with status {status} while loading") from None
+        if event == Event.FAILED:
+            await process.wait()
+            raise ConfigError(body)
+        rank.ready = body
+        return rank
+
+    async def frames(self) -> AsyncIterator[dict[str, Any]]:
+        """The rank's reports. Raises UnavailableError when it is gone."""
+        while True:
+            try:
+                _, body = await read_frame(self._reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise UnavailableError("the engine process is gone") from None
+            yield body
+
+    def submit(self, name: str, fields: dict[str, Any]) -> None:
+        self._send(Op.SUBMIT, name, fields)
+
+    def cancel(self, name: str) -> None:
+        self._send(Op.CANCEL, name)
+
+    def renew(self, lease_id: str, epoch: int, lease_seconds: float) -> None:
+        self._send(Op.RENEW, lease_id, epoch, lease_seconds)
+
+    def release(self, lease_id: str, epoch: int) -> None:
+        self._send(Op.RELEASE, lease_id, epoch)
+
+    async def stop(self) -> None:
+        """Ask it to end, then make it end."""
+        if self._process.returncode is None:
+            self._send(Op.STOP)
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            logger.warning("the engine process does not stop: killing it")
+            self._process.kill()
+            await self._process.wait()
+        self._writer.close()
+
+    def _send(self, *message: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(pack(list(message)))

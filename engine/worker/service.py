@@ -1,0 +1,139 @@
+"""Life of a worker process: bind, start the rank, serve, drain on SIGTERM, end.
+
+`run_worker` is all that `python -m prefill_service` and `python -m decode_service` do; they bring their gRPC service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import add_arguments, from_namespace
+from common.errors import ConfigError, MiniInferError, UnavailableError
+from common.logging import setup_logging
+from common.rpc import RpcServer
+from engine.config import EngineConfig
+from engine.worker.config import WorkerConfig
+from engine.worker.front import WorkerFront
+from engine.worker.kv_service import open_kv_service
+from engine.worker.rank_process import RankProcess
+from protos import types_pb2 as pb
+
+VERSION = "0.1.0"
+WATCH_INTERVAL_SECONDS = 0.5
+Register = Callable[[RpcServer, WorkerFront], None]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Both settings classes of one command line."""
+
+    worker: WorkerConfig
+    engine: EngineConfig
+
+
+def parse_settings(role: str, argv: list[str] | None = None) -> WorkerSettings:
+    parser = argparse.ArgumentParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
+    add_arguments(parser.add_argument_group("worker"), WorkerConfig)
+    add_arguments(parser.add_argument_group("engine"), EngineConfig)
+    namespace = parser.parse_args(argv)
+    return WorkerSettings(from_namespace(WorkerConfig, namespace), from_namespace(EngineConfig, namespace))
+
+
+def run_worker(role: str, register: Register, argv: list[str] | None = None) -> int:
+    """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
+    try:
+        settings = parse_settings(role, argv)
+        setup_logging(role, settings.worker.log_level)
+        return asyncio.run(_serve(role, settings, register))
+    except ConfigError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(role: str, settings: WorkerSettings, register: Register) -> int:
+    worker, logger = settings.worker, logging.getLogger(role)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = RpcServer(worker.host, worker.port, worker.cluster_token)
+    worker_id = worker.worker_id or f"{role}-{server.port}"
+    run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
+    began = time.monotonic()
+    try:
+        rank = await RankProcess.start(worker, settings.engine, worker_id, run_dir)
+        try:
+            info = worker_info(role, worker_id, f"{worker.advertise_host or worker.host}:{server.port}", rank.ready)
+            kv = open_kv_service(rank, info)
+            front = WorkerFront(rank, kv.events, kv.leases, info)
+            kv.register(server)
+            register(server, front)
+            await server.start()
+            await server.set_serving(True)
+            logger.info("%s ready on %s in %.1f s", worker_id, server.address, time.monotonic() - began)
+            status = await _watch(server, front, worker, stopping, logger)
+            kv.close()
+        finally:
+            await rank.stop()
+        await server.stop(1.0)
+        return status
+    finally:
+        if not worker.run_dir:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def _watch(
+    server: RpcServer, front: WorkerFront, worker: WorkerConfig, stopping: asyncio.Event, logger: logging.Logger
+) -> int:
+    """Serve until asked to stop (then drain) or until the rank is gone; returns the exit status."""
+    frames = asyncio.create_task(front.run())
+    stalled = False
+    while not stopping.is_set():
+        done, _ = await asyncio.wait([frames, asyncio.ensure_future(stopping.wait())], timeout=WATCH_INTERVAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if frames in done:
+            await server.set_serving(False)
+            logger.error("the engine process is gone: this worker ends")
+            return 1
+        silent = time.monotonic() - front.last_frame_time > worker.stall_seconds
+        if silent != stalled:
+            stalled = silent
+            await server.set_serving(not stalled)
+            logger.warning("engine %s", "makes no progress: out of service" if stalled else "is back: in service")
+            if stalled:
+                front.close_sessions("the engine makes no progress")
+    await _drain(server, front, worker.drain_grace_seconds, logger)
+    frames.cancel()
+    return 0
+
+
+async def _drain(server: RpcServer, front: WorkerFront, grace_seconds: float, logger: logging.Logger) -> None:
+    """Take no more requests; let open ones and leases of this worker end, within the grace period."""
+    await server.set_serving(False)
+    front.draining = True
+    logger.info("draining: %d requests, %d leases", front.num_open_requests, front.leases.num_leases)
+    deadline = time.monotonic() + grace_seconds
+    while (front.num_open_requests or front.leases.num_leases) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    front.close_sessions("the worker has stopped")
+    await asyncio.sleep(0.1)  # let the last reports leave
+
+
+def worker_info(role: str, worker_id: str, kv_address: str, ready: dict[str, Any]) -> pb.WorkerInfo:
+    """What Describe answers."""
+    return pb.WorkerInfo(
+        worker_id=worker_id,
+        role=role,
+        version=VERSION,
+        kv_address=kv_address,
+        **{name: value for name, value in ready.items() if name in pb.WorkerInfo.DESCRIPTOR.fields_by_name},
+    )
