@@ -27,7 +27,7 @@ def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequ
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+def add_arguments(parser: argparse._ActionsContainer, cls: type[Any]) -> None:
     """One flag per field of `cls`. Absent flags stay absent, so that the environment can fill them."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):

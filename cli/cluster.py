@@ -1,0 +1,131 @@
+"""Which services make a local cluster, and with which flags. Pure: settings in, `ServiceSpec`s out.
+
+Knows the settings classes of all services; starts nothing and picks no port.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.child import child_command
+from cli.supervisor import ServiceSpec
+from common.config import ENV_PREFIX, setting, to_argv
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.worker.config import WorkerConfig
+from kvstore.config import AgentConfig
+from router.config import RouterConfig
+
+LOOPBACK = "127.0.0.1"
+SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Start a whole cluster on this machine: router, prefill and decode workers, node agent."""
+
+    prefill: int = setting(1, "prefill workers; 0: decode workers compute prompts too")
+    decode: int = setting(1, "decode workers")
+    tp: int = setting(1, "GPUs of one worker, tensor parallel")
+    ep: int = setting(1, "GPUs of one worker, expert parallel")
+    dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
+    use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs; without effect on a CPU")
+    verbose: bool = setting(False, "show the services' logs while they start")
+
+    def __post_init__(self) -> None:
+        if self.prefill < 0 or self.decode < 1:
+            raise ConfigError(
+                f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
+                "(it computes prompts too when there is no prefill worker)"
+            )
+        for flag, value in (("--tp", self.tp), ("--ep", self.ep)):
+            if value != 1:
+                raise ConfigError(f"{flag} {value}: one GPU per worker for now; use {flag} 1 and more workers")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The settings of all services of one cluster, as the user gave them."""
+
+    serve: ServeConfig
+    router: RouterConfig
+    worker: WorkerConfig
+    engine: EngineConfig
+    agent: AgentConfig
+
+    @property
+    def num_workers(self) -> int:
+        return self.serve.prefill + self.serve.decode
+
+
+def threads_per_worker(num_threads: int, num_cores: int, num_workers: int) -> int:
+    """CPU threads of each engine: what the user asked for, else an equal share, at least one."""
+    return num_threads or max(1, num_cores // num_workers)
+
+
+def plan_cluster(
+    config: ClusterConfig, ports: Sequence[int], run_dir: Path, num_cores: int, env: Mapping[str, str], token: str
+) -> list[ServiceSpec]:
+    """The services of the cluster. `ports`: one free port for the agent and for each worker, in this order."""
+    secrets = {"cluster_token": token, "api_key": config.router.api_key}
+    agent_port, *worker_ports = ports
+    agent_socket = run_dir / "agent.sock"
+    engine = dataclasses.replace(
+        config.engine, num_threads=threads_per_worker(config.engine.num_threads, num_cores, config.num_workers)
+    )
+
+    def spec(name: str, module: str, settings: Sequence[Any], health: str, **stages: Any) -> ServiceSpec:
+        argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
+        return ServiceSpec(name, child_command(module, argv), health, env=_child_env(env, secrets), **stages)
+
+    agent = dataclasses.replace(config.agent, host=LOOPBACK, port=agent_port, socket=str(agent_socket))
+    services = [spec("agent", "kvstore", [agent], f"{LOOPBACK}:{agent_port}", stage=0, stop_stage=2)]
+    grace = config.worker.drain_grace_seconds + 5.0
+    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
+    roles = ["prefill"] * config.serve.prefill + ["decode"] * config.serve.decode
+    for role, port in zip(roles, worker_ports, strict=True):
+        name = f"{role}-{len(addresses[role])}"
+        address = f"{LOOPBACK}:{port}"
+        addresses[role].append(address)
+        worker = dataclasses.replace(
+            config.worker,
+            host=LOOPBACK,
+            port=port,
+            worker_id=name,
+            advertise_host="",
+            run_dir=str(run_dir),
+            agent_socket=str(agent_socket),
+        )
+        services.append(
+            spec(name, f"{role}_service", [worker, engine], address, stage=1, stop_stage=1, grace_seconds=grace)
+        )
+    router = dataclasses.replace(
+        config.router, prefill=",".join(addresses["prefill"]), decode=",".join(addresses["decode"])
+    )
+    host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
+    services.append(
+        spec(
+            "router", "router", [router], f"http://{host}:{router.port}/readyz",
+            stage=1, stop_stage=0, grace_seconds=grace,
+        )
+    )  # fmt: skip
+    return services
+
+
+def _without_secrets(settings: Any) -> Any:
+    names = {field.name for field in dataclasses.fields(settings)} & set(SECRETS)
+    return dataclasses.replace(settings, **dict.fromkeys(names, ""))
+
+
+def _child_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Our own settings are on the command line by now; left in the environment they would override defaults."""
+    kept = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
+    root = str(Path(__file__).resolve().parent.parent)
+    kept["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])
+    kept["PYTHONUNBUFFERED"] = "1"
+    return kept | {ENV_PREFIX + name.upper(): value for name, value in secrets.items() if value}

@@ -1,0 +1,112 @@
+"""From the times of single requests to a summary: percentiles, throughput, goodput. Pure, standard library only.
+
+TTFT: request sent to first chunk. ITL: gap between two chunks of one request. TPOT: time after the first token
+over the tokens after it. E2E: request sent to last byte. Goodput: requests a second that met every objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as the client saw it. Times are seconds on one clock, from the start of the run."""
+
+    scheduled: float  # when the workload wanted it sent
+    sent: float
+    chunk_times: list[float] = field(default_factory=list)
+    end: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
+
+    @property
+    def ttft(self) -> float:
+        return self.chunk_times[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for fewer than two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """A request is good when its TTFT and the 99th percentile of its gaps stay below these; 0: no objective."""
+
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+
+    def met_by(self, record: RequestRecord) -> bool:
+        if record.error or not record.chunk_times:
+            return False
+        if self.ttft_ms and record.ttft * 1e3 > self.ttft_ms:
+            return False
+        return not (self.itl_ms and record.gaps and percentile(record.gaps, 0.99) * 1e3 > self.itl_ms)
+
+
+def percentile(values: Sequence[float], quantile: float) -> float:
+    """Linear interpolation between the closest ranks, as numpy's default. `values` must not be empty."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * quantile
+    low = math.floor(position)
+    high = math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution_ms(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles of seconds, in milliseconds; None without values."""
+    if not values:
+        return None
+    shown = {"mean": sum(values) / len(values) * 1e3}
+    for quantile in QUANTILES:
+        shown[f"p{quantile * 100:g}"] = percentile(values, quantile) * 1e3
+    return shown | {"max": max(values) * 1e3}
+
+
+def summarize(records: Sequence[RequestRecord], duration_seconds: float, objectives: Objectives) -> dict[str, Any]:
+    """Everything that a report needs, as plain JSON values. `duration_seconds`: first send to last byte."""
+    done = [record for record in records if not record.error]
+    streamed = [record for record in done if record.chunk_times]
+    duration = max(duration_seconds, 1e-9)
+    prompt_tokens = sum(record.num_prompt_tokens for record in done)
+    output_tokens = sum(record.num_output_tokens for record in done)
+    num_good = sum(objectives.met_by(record) for record in records)
+    return {
+        "num_requests": len(records),
+        "num_completed": len(done),
+        "errors": dict(Counter(record.error for record in records if record.error)),
+        "duration_seconds": duration_seconds,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(record.num_cached_tokens for record in done),
+        "output_tokens": output_tokens,
+        "requests_per_second": len(done) / duration,
+        "input_tokens_per_second": prompt_tokens / duration,
+        "output_tokens_per_second": output_tokens / duration,
+        "ttft_ms": distribution_ms([record.ttft for record in streamed]),
+        "itl_ms": distribution_ms([gap for record in streamed for gap in record.gaps]),
+        "tpot_ms": distribution_ms([tpot for record in streamed if (tpot := record.tpot) is not None]),
+        "e2e_ms": distribution_ms([record.e2e for record in done]),
+        "send_delay_ms": distribution_ms([record.sent - record.scheduled for record in records]),
+        "slo": {"ttft_ms": objectives.ttft_ms, "itl_ms": objectives.itl_ms},
+        "good_requests_per_second": num_good / duration,
+        "good_fraction": num_good / len(records) if records else 0.0,
+    }

@@ -1,0 +1,172 @@
+"""What to send and when: random prompts or a recorded trace, as a list of `PlannedRequest`. Pure and seeded.
+
+A prompt is made of units: words, each about one token of a usual vocabulary, or token ids when the size of the
+vocabulary is given. Equal blocks of a trace become equal units at the same positions, so that prefixes which
+were shared when the trace was recorded are shared again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from common.errors import ConfigError
+
+TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of a Mooncake trace stands for
+FIRST_TOKEN_ID = 3  # below: special tokens in most vocabularies
+
+# Frequent English words; one token each, with the space before it, in usual vocabularies.
+WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word "
+    "but not what all were we when your can said there use an each which she do how their if will up other about "
+    "out many then them these so some her would make like him into time has look two more write go see number no "
+    "way could people my than first water been call who oil its now find long down day did get come made may part"
+).split()
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request: when (seconds after the start; closed loops ignore it), what, and how many tokens back."""
+
+    at_seconds: float
+    prompt: Prompt
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request. `block_ids`: equal ids at equal positions are equal tokens; empty: unknown."""
+
+    at_seconds: float
+    num_input_tokens: int
+    num_output_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+class PromptMaker:
+    """Makes prompts of a given length. `vocab_size` 0: text; else lists of token ids below it."""
+
+    def __init__(self, vocab_size: int = 0) -> None:
+        if vocab_size and vocab_size <= FIRST_TOKEN_ID:
+            raise ConfigError(f"--vocab-size {vocab_size}: too small to draw token ids from")
+        self._vocab_size = vocab_size
+
+    def random(self, rng: random.Random, length: int) -> Prompt:
+        """A prompt that shares no prefix with another one, up to chance."""
+        return self._join(self._units(rng, length))
+
+    def from_blocks(self, row: TraceRow, row_number: int, block_tokens: int, seed: int) -> Prompt:
+        """The prompt of a trace row: block by block from its id, the rest from the row's own noise."""
+        units: list[int] = []
+        for block_id in row.block_ids:
+            units += self._units(random.Random(f"{seed}/block/{block_id}"), block_tokens)
+        missing = row.num_input_tokens - len(units)
+        if missing > 0:
+            units += self._units(random.Random(f"{seed}/row/{row_number}"), missing)
+        return self._join(units[: row.num_input_tokens])
+
+    def _units(self, rng: random.Random, length: int) -> list[int]:
+        if self._vocab_size:
+            return rng.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=length)
+        return rng.choices(range(len(WORDS)), k=length)
+
+    def _join(self, units: list[int]) -> Prompt:
+        return units if self._vocab_size else " ".join(WORDS[unit] for unit in units)
+
+
+def parse_range(text: str, flag: str) -> tuple[int, int]:
+    """`"128"` or `"100-1024"`, both ends included. Raises ConfigError."""
+    low, _, high = text.partition("-")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: give a number, or a range such as 100-1024") from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise ConfigError(f"{flag} {text!r}: give at least 1, the smaller number first")
+    return bounds
+
+
+def random_workload(
+    maker: PromptMaker,
+    num_requests: int,
+    input_range: tuple[int, int],
+    output_range: tuple[int, int],
+    request_rate: float,
+    seed: int,
+) -> list[PlannedRequest]:
+    """Independent requests; `request_rate` a second with exponential gaps (Poisson), 0: all at once."""
+    rng = random.Random(seed)
+    at_seconds = 0.0
+    planned = []
+    for _ in range(num_requests):
+        prompt = maker.random(rng, rng.randint(*input_range))
+        planned.append(PlannedRequest(at_seconds, prompt, rng.randint(*output_range)))
+        if request_rate > 0:
+            at_seconds += rng.expovariate(request_rate)
+    return planned
+
+
+def trace_workload(
+    maker: PromptMaker, rows: Sequence[TraceRow], rate_scale: float, length_scale: float, seed: int
+) -> list[PlannedRequest]:
+    """A trace replayed `rate_scale` times as fast, with all lengths (blocks too) multiplied by `length_scale`."""
+    block_tokens = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
+    planned = []
+    for number, row in enumerate(rows):
+        scaled = TraceRow(
+            row.at_seconds / rate_scale,
+            max(1, round(row.num_input_tokens * length_scale)),
+            max(1, round(row.num_output_tokens * length_scale)),
+            row.block_ids,
+        )
+        prompt = maker.from_blocks(scaled, number, block_tokens, seed)
+        planned.append(PlannedRequest(scaled.at_seconds, prompt, scaled.num_output_tokens))
+    return planned
+
+
+def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0) -> list[TraceRow]:
+    """Rows of a Mooncake JSONL or an Azure CSV trace, from its first one on. 0: no limit. Raises ConfigError."""
+    reader = _read_azure if path.suffix == ".csv" else _read_mooncake
+    rows: list[TraceRow] = []
+    limit = duration_seconds or math.inf
+    try:
+        for row in reader(path):
+            if row.at_seconds >= limit or (max_requests and len(rows) >= max_requests):
+                break
+            rows.append(row)
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--trace {path}, row {len(rows) + 1}: not a row of a Mooncake or Azure trace") from error
+    if not rows:
+        raise ConfigError(f"--trace {path}: no rows")
+    return rows
+
+
+def _read_mooncake(path: Path) -> Iterator[TraceRow]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield TraceRow(
+                row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), tuple(row["hash_ids"])
+            )
+
+
+def _read_azure(path: Path) -> Iterator[TraceRow]:
+    begin: datetime | None = None
+    with path.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            # Seven decimals in the file, six in Python.
+            moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            begin = begin or moment
+            yield TraceRow(
+                (moment - begin).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            )

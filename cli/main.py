@@ -1,0 +1,73 @@
+"""`mini-infer COMMAND`: picks the command and turns its errors into one line and an exit code.
+
+Knows the commands by name only; each one's module is imported when it is run, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from common.errors import MiniInferError
+
+# name -> (module with `run(argv) -> exit code`, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("cli.serve", "start a whole cluster on this machine"),
+    "chat": ("cli.chat", "talk to a model in the terminal"),
+    "demo": ("cli.demo", "a short tour: streaming, batching, prefix cache, cancellation"),
+    "bench": ("cli.bench", "load an OpenAI-compatible server and measure it"),
+}
+
+
+def usage() -> str:
+    """The help text of the program itself."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "usage: mini-infer COMMAND [options]\n\n" + "\n".join(lines) + "\n\nmini-infer COMMAND --help tells more."
+
+
+def run_command(name: str, argv: Sequence[str]) -> int:
+    """Run one command; its exit code. A MiniInferError becomes one line on stderr."""
+    try:
+        result: int = importlib.import_module(COMMANDS[name][0]).run(list(argv))
+        return result
+    except MiniInferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `mini-infer bench | head`: whoever read us has seen enough
+        sys.stderr.close()
+        return 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `mini-infer`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(f"error: no command {arguments[0]!r}: choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return run_command(arguments[0], arguments[1:])
+
+
+def serve() -> int:
+    """Entry point of `mini-infer-serve`."""
+    return run_command("serve", sys.argv[1:])
+
+
+def chat() -> int:
+    """Entry point of `mini-infer-chat`."""
+    return run_command("chat", sys.argv[1:])
+
+
+def demo() -> int:
+    """Entry point of `mini-infer-demo`."""
+    return run_command("demo", sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What `mini-infer serve` shows while its services start: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {"starting": "yellow", "ready": "green", "stopped": "red"}
+
+
+class StartDisplay:
+    """Context manager. Log lines and states come in any order; after it ends, both are plain lines."""
+
+    def __init__(self, names: list[str], show_logs: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._show_logs = show_logs
+        self._width = max(len(name) for name in [*names, "serve"])
+        self._begin = time.monotonic()
+        self._states: dict[str, tuple[str, float]] = {name: ("waiting", self._begin) for name in names}
+        self._live: Live | None = None
+
+    def __enter__(self) -> StartDisplay:
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._show_logs = True
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    def line(self, name: str, text: str) -> None:
+        """One line of a service's log."""
+        if not self._show_logs:
+            return
+        if self._live is not None:
+            self._console.print(Text(f"{name:<{self._width}} | {text}"), soft_wrap=True)
+        else:
+            sys.stderr.write(f"{name:<{self._width}} | {text}\n")
+
+    def state(self, name: str, state: str) -> None:
+        """A service changed its state."""
+        self._states[name] = (state, time.monotonic())
+        if self._live is None:
+            sys.stderr.write(f"{'serve':<{self._width}} | {name}: {state}\n")
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        for name, (state, since) in self._states.items():
+            end = since if state == "ready" else now
+            table.add_row(name, Text(state, _STYLES.get(state, "dim")), Text(f"{end - self._begin:5.1f} s", "dim"))
+        return table

@@ -1,0 +1,198 @@
+"""`mini-infer serve`: a whole cluster on this machine as child processes, from one command to Ctrl-C.
+
+Turns flags and environment into a `ClusterConfig`, checks what can be checked before anything starts, and
+hands the plan to the supervisor. Knows nothing of HTTP, models or tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cli.cluster import LOOPBACK, ClusterConfig, ServeConfig, plan_cluster
+from cli.progress import StartDisplay
+from cli.run_directory import RunDirectory
+from cli.supervisor import Supervisor
+from common.config import ENV_PREFIX, add_arguments, from_namespace
+from common.errors import ConfigError
+from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
+from engine.config import EngineConfig
+from engine.worker.config import WorkerConfig
+from kvstore.config import AgentConfig
+from router.config import RouterConfig
+
+T = TypeVar("T")
+
+# Fields that the cluster sets itself, or that mean something else on this command line.
+ROUTER_OWN = ("prefill", "decode", "cluster_token", "model")
+WORKER_OWN = ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port")
+AGENT_OWN = ("host", "port", "socket", "run_dir", "cluster_token")
+QUANT_MODE_HELP = {
+    "w8a8": "int8-weight (int8 weights, activations stay in --dtype)",
+    "w8a16": "int8-weight",
+    "int8": "int8-weight",
+    "fp16": "none, with --dtype float16",
+}
+FAILED_START_GRACE_SECONDS = 3.0
+
+
+def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
+    """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
+    parser = argparse.ArgumentParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
+    # A later group takes over the flags that it shares with an earlier one.
+    for title, cls in (
+        ("node agent", AgentConfig),
+        ("workers", WorkerConfig),
+        ("engine of each worker", EngineConfig),
+        ("router and HTTP gateway", RouterConfig),
+        ("cluster", ServeConfig),
+    ):
+        add_arguments(parser.add_argument_group(title), cls)
+    return parser
+
+
+def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
+    """Flags first, then MINI_INFER_* variables, then defaults. Raises ConfigError."""
+    known_modes = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
+    check_quant_mode([*argv], env, known_modes)
+    namespace = build_parser().parse_args(argv)
+    serve = from_namespace(ServeConfig, namespace, env)
+    engine = from_namespace(EngineConfig, namespace, env)
+    if serve.dry_run:
+        engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
+    router = dataclasses.replace(_without(RouterConfig, ROUTER_OWN, namespace, env), model=engine.model)
+    return ClusterConfig(
+        serve=serve,
+        router=router,
+        worker=_without(WorkerConfig, WORKER_OWN, namespace, env),
+        engine=engine,
+        agent=_without(AgentConfig, AGENT_OWN, namespace, env),
+    )
+
+
+def check_quant_mode(argv: Sequence[str], env: dict[str, str], known: Sequence[str]) -> None:
+    """A mode of other programs gets an answer that names ours. Raises ConfigError."""
+    modes = [env.get(ENV_PREFIX + "QUANT_MODE", "")]
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        if flag == "--quant-mode":
+            modes.append(value)
+        elif flag.startswith("--quant-mode="):
+            modes.append(flag.partition("=")[2])
+    mode = modes[-1] or modes[0]
+    if mode and mode not in known:
+        instead = f"use {QUANT_MODE_HELP[mode]}" if mode in QUANT_MODE_HELP else f"choose one of {', '.join(known)}"
+        raise ConfigError(f"--quant-mode {mode} is not available: {instead}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError when nobody can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} can't be used ({os.strerror(error.errno or 0).lower()}): stop what listens "
+                "there, or choose another with --port"
+            ) from error
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different loopback ports that nobody listens on right now."""
+    probes = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
+    try:
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether the workers will run on a GPU; asked of the driver's device file, because importing torch takes seconds."""
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
+    config = parse_config(argv, dict(os.environ))
+    check_port(config.router.host, config.router.port)
+    model = resolve_model(config.engine.model)
+    if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
+        print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
+    with RunDirectory() as run_dir:
+        specs = plan_cluster(
+            config,
+            ports=free_ports(1 + config.num_workers),
+            run_dir=run_dir,
+            num_cores=len(os.sched_getaffinity(0)),
+            env=os.environ,
+            token=config.worker.cluster_token or secrets.token_hex(16),
+        )
+        display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
+        supervisor = Supervisor(specs, display.line, display.state)
+        asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
+    return 0
+
+
+def ready_message(config: ClusterConfig, model_name: str) -> str:
+    """Where the cluster listens, and a line to try."""
+    name = config.router.served_model_name or model_name
+    host = LOOPBACK if config.router.host in ("0.0.0.0", "") else config.router.host
+    url = f"http://{host}:{config.router.port}"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
+    workers = f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+    return (
+        f"{name} on {url} ({workers})\n"
+        f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
+        "stop with Ctrl-C"
+    )
+
+
+async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) -> None:
+    stopping = asyncio.Event()
+    starting: asyncio.Task[None] | None = None
+
+    def on_signal() -> None:
+        if stopping.is_set():  # asked twice: now
+            supervisor.kill()
+        stopping.set()
+        if starting is not None:
+            starting.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    grace_seconds = FAILED_START_GRACE_SECONDS
+    try:
+        with display:
+            starting = asyncio.create_task(supervisor.start())
+            await asyncio.wait([starting])
+        if not starting.cancelled():
+            starting.result()
+            grace_seconds = float("inf")
+            print(f"ready in {display.elapsed_seconds:.1f} s: {message}", flush=True)
+            await supervisor.run(stopping)
+            print("stopping: open requests may finish; Ctrl-C again ends them", file=sys.stderr)
+    finally:
+        await supervisor.stop(grace_seconds)
+
+
+def _without(cls: type[T], names: Sequence[str], namespace: argparse.Namespace, env: dict[str, str]) -> T:
+    """`cls` from flags and environment, with the fields in `names` left at their defaults."""
+    flags: dict[str, Any] = {name: value for name, value in vars(namespace).items() if name not in names}
+    variables = {ENV_PREFIX + name.upper() for name in names}
+    return from_namespace(
+        cls, argparse.Namespace(**flags), {name: value for name, value in env.items() if name not in variables}
+    )
