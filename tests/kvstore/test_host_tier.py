@@ -113,9 +113,7 @@ class TierMachine(RuleBasedStateMachine):
     def pins_match(self) -> None:
         self.tier.check_integrity()
         for slot in range(self.num_slots):
-            assert self.tier.num_pins(HostSlot(slot)) == sum(
-                slots.count(HostSlot(slot)) for slots in self.held
-            )
+            assert self.tier.num_pins(HostSlot(slot)) == sum(slots.count(HostSlot(slot)) for slots in self.held)
 
     def teardown(self) -> None:
         for slots in self.held:

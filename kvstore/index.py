@@ -1,0 +1,175 @@
+"""The router's prefix index: which worker holds which block, and how sure we are of it.
+
+A mirror of the workers' caches, fed by their numbered events. Per worker it is
+
+    EXACT      every event was seen since a snapshot (or since the worker's first event)
+    DEGRADED   a number was skipped: still used, but the caller should get a new snapshot
+    FALLBACK   no usable events: approximated by what the router itself sent there (`record_sent`)
+
+A wrong index costs time, never correctness: workers look up their own cache again. Pure, standard library
+only; knows keys and worker ids, nothing of tokens, load or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvstore.types import BlockKey, WorkerId
+
+
+class IndexState(Enum):
+    EXACT = "exact"
+    DEGRADED = "degraded"
+    FALLBACK = "fallback"
+
+
+@dataclass(slots=True)
+class _Worker:
+    bit: int  # this worker's bit in the masks
+    state: IndexState = IndexState.FALLBACK
+    sequence: int | None = None  # last event that was applied; None: never heard of an event
+    keys: dict[BlockKey, None] = field(default_factory=dict)  # oldest first
+
+
+class PrefixIndex:
+    """Block key -> set of workers, as a bit mask, so that a match of 1,000 keys is 1,000 dictionary reads.
+
+    At most `max_keys_per_worker` keys per worker: one that reports more turns FALLBACK, and its oldest keys
+    are forgotten.
+    """
+
+    def __init__(self, max_keys_per_worker: int = 1 << 20) -> None:
+        self._max_keys = max_keys_per_worker
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._by_bit: dict[int, WorkerId] = {}
+        self._mask: dict[BlockKey, int] = {}
+
+    @property
+    def num_keys(self) -> int:
+        """Distinct keys known anywhere."""
+        return len(self._mask)
+
+    def num_worker_keys(self, worker: WorkerId) -> int:
+        entry = self._workers.get(worker)
+        return len(entry.keys) if entry else 0
+
+    def state(self, worker: WorkerId) -> IndexState:
+        """FALLBACK also for a worker that was never heard of."""
+        entry = self._workers.get(worker)
+        return entry.state if entry else IndexState.FALLBACK
+
+    def matches(self, keys: Sequence[BlockKey]) -> dict[WorkerId, int]:
+        """Number of leading blocks of `keys` that each worker holds; workers without the first are absent."""
+        result: dict[WorkerId, int] = {}
+        masks = self._mask
+        alive = masks.get(keys[0], 0) if keys else 0
+        if not alive:
+            return result
+        for count, key in enumerate(keys):
+            still = alive & masks.get(key, 0)
+            if still != alive:
+                self._settle(alive & ~still, count, result)
+                alive = still
+                if not alive:
+                    return result
+        self._settle(alive, len(keys), result)
+        return result
+
+    def apply(
+        self, worker: WorkerId, sequence: int, stored: Iterable[BlockKey] = (), removed: Iterable[BlockKey] = ()
+    ) -> bool:
+        """One event; one seen before is ignored. False, until a snapshot comes: numbers were skipped."""
+        entry = self._entry(worker)
+        if entry.sequence is None:
+            if sequence == 1:  # before its first event it had nothing: what we guessed was wrong
+                self._forget_all(entry)
+            entry.state = IndexState.EXACT if sequence == 1 else IndexState.DEGRADED
+        elif sequence <= entry.sequence:
+            return entry.state is not IndexState.DEGRADED
+        elif sequence != entry.sequence + 1 and entry.state is IndexState.EXACT:
+            entry.state = IndexState.DEGRADED
+        entry.sequence = sequence
+        for key in removed:
+            self._remove(entry, key)
+        for key in stored:
+            self._add(entry, key)
+        self._trim(entry)
+        return entry.state is not IndexState.DEGRADED
+
+    def snapshot(self, worker: WorkerId, sequence: int, keys: Sequence[BlockKey]) -> None:
+        """Replace all that is known of `worker`; events go on at `sequence` + 1."""
+        entry = self._entry(worker)
+        self._forget_all(entry)
+        entry.sequence = sequence
+        entry.state = IndexState.EXACT
+        for key in keys:
+            self._add(entry, key)
+        self._trim(entry)
+
+    def use_fallback(self, worker: WorkerId) -> None:
+        """Approximate from now on (no events, or no snapshot to be had). A snapshot makes it EXACT again."""
+        self._entry(worker).state = IndexState.FALLBACK
+
+    def record_sent(self, worker: WorkerId, keys: Sequence[BlockKey]) -> None:
+        """The router sent a prompt with these keys there; believed only in FALLBACK."""
+        entry = self._entry(worker)
+        if entry.state is not IndexState.FALLBACK:
+            return
+        for key in reversed(keys):  # the tail is the oldest, and forgotten first
+            entry.keys.pop(key, None)
+            self._add(entry, key)
+        self._trim(entry)
+
+    def remove_worker(self, worker: WorkerId) -> None:
+        entry = self._workers.pop(worker, None)
+        if entry is not None:
+            self._forget_all(entry)
+            del self._by_bit[entry.bit]
+
+    # --- inner -------------------------------------------------------------------------------------------
+
+    def _entry(self, worker: WorkerId) -> _Worker:
+        entry = self._workers.get(worker)
+        if entry is None:
+            bit = 1
+            while bit in self._by_bit:
+                bit <<= 1
+            entry = self._workers[worker] = _Worker(bit)
+            self._by_bit[bit] = worker
+        return entry
+
+    def _settle(self, gone: int, count: int, result: dict[WorkerId, int]) -> None:
+        while gone:
+            bit = gone & -gone
+            result[self._by_bit[bit]] = count
+            gone ^= bit
+
+    def _add(self, entry: _Worker, key: BlockKey) -> None:
+        entry.keys[key] = None
+        self._mask[key] = self._mask.get(key, 0) | entry.bit
+
+    def _remove(self, entry: _Worker, key: BlockKey) -> None:
+        if key in entry.keys:
+            del entry.keys[key]
+            self._unmask(entry, key)
+
+    def _unmask(self, entry: _Worker, key: BlockKey) -> None:
+        rest = self._mask[key] & ~entry.bit
+        if rest:
+            self._mask[key] = rest
+        else:
+            del self._mask[key]
+
+    def _forget_all(self, entry: _Worker) -> None:
+        for key in entry.keys:
+            self._unmask(entry, key)
+        entry.keys.clear()
+
+    def _trim(self, entry: _Worker) -> None:
+        excess = len(entry.keys) - self._max_keys
+        if excess > 0:
+            entry.state = IndexState.FALLBACK
+            for key in list(entry.keys)[:excess]:
+                self._remove(entry, key)

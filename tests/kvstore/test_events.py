@@ -1,0 +1,39 @@
+"""The event log's numbers, its snapshot, and what it refuses from a peer."""
+
+import pytest
+
+from common.errors import TransferError
+from kvstore.block_hash import block_keys, root_key
+from kvstore.events import CacheEvent, EventLog, from_proto, to_proto
+from protos import types_pb2
+
+KEYS = block_keys(range(6), 1, root_key("model"))
+
+
+def test_numbers_are_consecutive_and_a_snapshot_takes_none() -> None:
+    log = EventLog()
+    assert log.append([], []) == []
+    assert log.append(KEYS[:2], []) == [CacheEvent(1, "stored", tuple(KEYS[:2]))]
+    assert log.append([KEYS[2]], [KEYS[0]]) == [
+        CacheEvent(2, "removed", (KEYS[0],)),
+        CacheEvent(3, "stored", (KEYS[2],)),
+    ]
+    assert log.snapshot() == CacheEvent(3, "snapshot", (KEYS[1], KEYS[2]))
+    assert log.append([KEYS[3]], [])[0].sequence == 4
+    assert log.num_keys == 3
+
+
+def test_events_survive_the_wire() -> None:
+    log = EventLog()
+    for event in [*log.append(KEYS, []), *log.append([], KEYS[:1]), log.snapshot(), CacheEvent(0, "snapshot", ())]:
+        message = types_pb2.KvEvent.FromString(to_proto(event).SerializeToString())
+        assert from_proto(message) == event
+
+
+def test_malformed_events_are_refused() -> None:
+    for message in [
+        types_pb2.KvEvent(sequence=1),
+        types_pb2.KvEvent(sequence=1, stored=types_pb2.BlockKeys(keys=[b"short"])),
+    ]:
+        with pytest.raises(TransferError):
+            from_proto(message)
