@@ -1,0 +1,65 @@
+"""The inputs of one forward pass, laid out from a plan's rows: flat tokens, and where each row's begin.
+
+Plain Python lists and one numpy array; no torch, no device. Decode rows (one new token) come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import Request, ScheduledRow
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """Rows of one step, their tokens one after the other.
+
+    inputs: int64 [4, num_tokens]: token id, position, pool block that takes its KV, offset in that block.
+    query_starts: index of each row's first token, and num_tokens at the end.
+    seq_lens: tokens each row's last query sees, itself included.
+    """
+
+    requests: list[Request]
+    inputs: NDArray[np.int64]
+    query_starts: list[int]
+    seq_lens: list[int]
+    num_decode_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+
+def build_batch(rows: Sequence[ScheduledRow], block_size: int) -> StepBatch:
+    """Flatten `rows`. Their requests must own blocks for all tokens up to the row's end."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    query_starts = [0]
+    num_decode_rows = 0
+    for row in rows:
+        start, stop = row.start, row.start + row.num_new_tokens
+        block_ids = row.request.block_ids
+        token_ids += row.request.token_ids(start, stop)
+        if row.num_new_tokens == 1:
+            positions.append(start)
+            blocks.append(block_ids[start // block_size])
+            num_decode_rows += len(query_starts) == num_decode_rows + 1
+        else:
+            positions += range(start, stop)
+            blocks += [block_ids[position // block_size] for position in range(start, stop)]
+        query_starts.append(len(token_ids))
+    inputs = np.empty((4, len(token_ids)), dtype=np.int64)
+    inputs[0], inputs[1], inputs[2] = token_ids, positions, blocks
+    np.remainder(inputs[1], block_size, out=inputs[3])
+    return StepBatch(
+        requests=[row.request for row in rows],
+        inputs=inputs,
+        query_starts=query_starts,
+        seq_lens=[row.start + row.num_new_tokens for row in rows],
+        num_decode_rows=num_decode_rows,
+    )

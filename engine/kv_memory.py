@@ -1,0 +1,99 @@
+"""The KV pool as a tensor: its geometry, its size, views over memory, and copies to and from host slots.
+
+Who owns which block is decided elsewhere (`engine/kv_manager.py`); here are only bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+from kvstore.types import BlockId, HostSlot, PoolGeometry
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def pool_geometry(
+    model_config: ModelConfig, engine_config: EngineConfig, fingerprint: str, dtype: torch.dtype
+) -> PoolGeometry:
+    """Shape of this engine's pool. Raises ConfigError when one sequence of full length would not fit."""
+    geometry = PoolGeometry(
+        num_blocks=1,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        block_size=engine_config.block_size,
+        head_dim=model_config.head_dim,
+        dtype=DTYPE_NAMES[dtype],
+        fingerprint=fingerprint,
+    )
+    return replace(geometry, num_blocks=num_blocks_for(geometry, engine_config))
+
+
+def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:
+    """Blocks that the settings ask for: a number, or as many as `kv_cache_gb` (10^9 bytes) holds."""
+    if engine_config.num_gpu_blocks:
+        return engine_config.num_gpu_blocks
+    num_blocks = int(engine_config.kv_cache_gb * 1e9) // geometry.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"--kv-cache-gb {engine_config.kv_cache_gb} holds no block of {geometry.block_bytes / 1e9:.3f} GB"
+        )
+    return num_blocks
+
+
+def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:
+    """A zeroed pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    shape = (geometry.num_blocks, *geometry.block_shape)
+    return torch.zeros(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
+
+
+def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
+    """The pool as a view of a writable buffer (a memory map of `geometry.pool_bytes` or more)."""
+    dtype = TORCH_DTYPES[geometry.dtype]
+    count = geometry.pool_bytes // dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=dtype, count=count)
+    return flat.view(geometry.num_blocks, *geometry.block_shape)
+
+
+def host_buffer_over(buffer: Any, num_slots: int, block_bytes: int) -> Tensor:
+    """Host slots uint8 [num_slots, block_bytes] as a view of a writable buffer."""
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_slots * block_bytes).view(num_slots, block_bytes)
+
+
+def as_bytes(pool: Tensor) -> Tensor:
+    """The pool as uint8 [num_blocks, block_bytes], sharing memory."""
+    return pool.view(pool.shape[0], -1).view(torch.uint8)
+
+
+def copy_out(pool: Tensor, host_buffer: Tensor, copies: Sequence[tuple[BlockId, HostSlot]]) -> None:
+    """Copy pool blocks to host slots."""
+    blocks = as_bytes(pool)
+    for block_id, slot, count in merged_runs(copies):
+        host_buffer[slot : slot + count].copy_(blocks[block_id : block_id + count])
+
+
+def copy_in(pool: Tensor, host_buffer: Tensor, copies: Sequence[tuple[HostSlot, BlockId]]) -> None:
+    """Copy host slots to pool blocks."""
+    blocks = as_bytes(pool)
+    for slot, block_id, count in merged_runs(copies):
+        blocks[block_id : block_id + count].copy_(host_buffer[slot : slot + count])
+
+
+def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count) of stretches where both sides ascend by one: one copy each."""
+    index = 0
+    while index < len(pairs):
+        source, target = pairs[index]
+        count = 1
+        while index + count < len(pairs) and pairs[index + count] == (source + count, target + count):
+            count += 1
+        yield source, target, count
+        index += count

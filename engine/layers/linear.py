@@ -1,0 +1,62 @@
+"""Linear maps: plain, and with int8 weights for small batches on a CPU.
+
+A model is built with `Linear`; `engine/quantize.py` swaps what it wants for other maps with the same call.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class LinearMap(Protocol):
+    """[..., in] -> [..., out]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Linear:
+    """y = x W^T + b."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight  # (out, in)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Int8Linear:
+    """Int8 weights with one scale per output row for few rows of x, their dequantized copy for many.
+
+    Both paths are the same function up to rounding, so a sequence may cross from one to the other. On two cores with
+    avx512_bf16, [49152, 576]: int8 against bf16 takes 0.87 / 1.86 ms at 1 row, 1.8 / 2.1 at 8, 3.5 / 2.5 at 16.
+    """
+
+    MAX_INT8_ROWS = 8
+
+    __slots__ = ("bias", "scales", "weight", "weight_int8")
+
+    def __init__(self, weight_int8: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight_int8 = weight_int8  # (out, in) int8
+        self.scales = scales  # (out,) in the dtype of x
+        self.weight = weight  # (out, in) in the dtype of x: weight_int8 * scales
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.MAX_INT8_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        y = torch.ops.aten._weight_int8pack_mm(x, self.weight_int8, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to 255 levels: int8 [out, in], scales [out] in the dtype of `weight`."""
+    scales = (weight.abs().amax(dim=1).float() / 127.0).clamp_min(1e-12).to(weight.dtype)
+    rounded = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
+    return rounded.to(torch.int8), scales

@@ -1,0 +1,39 @@
+"""Compare what a model needs with what a checkpoint has, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from common.errors import ConfigError
+
+# Stored by some tools, recomputed here.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+MAX_NAMES = 5
+
+Shape = tuple[int, ...]
+
+
+def check_weights(needed: Mapping[str, Shape], found: Mapping[str, Shape], tied: bool) -> None:
+    """Raise ConfigError that names missing, unexpected and wrongly shaped weights."""
+    ignored = {"lm_head.weight"} if tied else set()
+    missing = [name for name in needed if name not in found]
+    unexpected = [
+        name for name in found if name not in needed and name not in ignored and not name.endswith(IGNORED_SUFFIXES)
+    ]
+    wrong = [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in needed.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    problems = [
+        f"{title}: {_listed(names)}"
+        for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+        if names
+    ]
+    if problems:
+        raise ConfigError("the weights do not fit the model's config; " + "; ".join(problems))
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + rest

@@ -1,0 +1,147 @@
+"""From model files and settings to a model in memory, with the fingerprint that names it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from common.model_files import ModelFiles
+from engine.config import EngineConfig
+from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
+from engine.layers.decoder import DecoderModel
+from engine.layers.weights import ShapeRecorder, WeightSource
+from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.fingerprint import fingerprint
+from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
+from engine.loader.safetensors import SafetensorsWeights
+from engine.models.config import (
+    ModelConfig,
+    architecture_of,
+    config_from_gguf,
+    config_from_hf,
+    read_hf_config,
+)
+from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.quantize import quantize_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `fingerprint` is equal where weights, config, dtype and quantization are."""
+
+    model: DecoderModel
+    config: ModelConfig
+    fingerprint: str
+    dtype: torch.dtype
+    quant_mode: str
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the files give: the config, the weights, and what identifies them."""
+
+    config: ModelConfig
+    family: ModelFamily
+    weights: WeightSource
+    shapes: Mapping[str, Shape] | None  # None: any weight can be made
+    identity: dict[str, Any]
+    files: list[Path]
+
+
+def resolve_device(engine_config: EngineConfig) -> torch.device:
+    """`auto`: a GPU when there is one. Raises ConfigError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if engine_config.device == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
+    if engine_config.device == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(files: ModelFiles, engine_config: EngineConfig) -> torch.dtype:
+    """`auto`: bfloat16, but float32 for the dry-run model."""
+    if engine_config.dtype != "auto":
+        return TORCH_DTYPES[engine_config.dtype]
+    return torch.float32 if files.kind == "dry-run" else torch.bfloat16
+
+
+def resolve_quant_mode(engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """`auto`: int8 weights on a CPU with bfloat16, else none. Raises ConfigError for what has no kernel."""
+    fits = device.type == "cpu" and dtype == torch.bfloat16
+    if engine_config.quant_mode == "auto":
+        return "int8-weight" if fits else "none"
+    if engine_config.quant_mode == "int8-weight" and not fits:
+        raise ConfigError("--quant-mode int8-weight needs --device cpu and --dtype bfloat16; use --quant-mode none")
+    return engine_config.quant_mode
+
+
+def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.device | None = None) -> LoadedModel:
+    """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do."""
+    started = time.perf_counter()
+    device = device or resolve_device(engine_config)
+    dtype = resolve_dtype(files, engine_config)
+    quant_mode = resolve_quant_mode(engine_config, dtype, device)
+    with torch.inference_mode():
+        source = _open(files, engine_config, dtype, device)
+        if source.shapes is not None:
+            needed = ShapeRecorder()
+            source.family.build(source.config, needed)
+            check_weights(needed.shapes, source.shapes, source.config.tie_word_embeddings)
+        model = source.family.build(source.config, source.weights)
+        quantize_model(model, quant_mode)
+    identity = {
+        "config": source.config,
+        "dtype": DTYPE_NAMES[dtype],
+        "quant_mode": quant_mode,
+        **source.identity,
+    }
+    name = fingerprint(identity, source.files)
+    logger.info(
+        "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
+    )
+    return LoadedModel(model, source.config, name, dtype, quant_mode, device)
+
+
+def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
+    if files.kind == "dry-run":
+        family = family_of(DRY_RUN_CONFIG.architecture)
+        weights = RandomWeights(dtype, device, DRY_RUN_STD)
+        return _Source(DRY_RUN_CONFIG, family, weights, None, {"random": SEED, "std": DRY_RUN_STD}, [])
+    if files.kind == "gguf":
+        return _open_gguf(files.path, engine_config, dtype, device)
+    raw = read_hf_config(files.path)
+    family = family_of(architecture_of(raw))
+    config = family.adapt_config(config_from_hf(raw), raw)
+    if engine_config.load_format == "dummy":
+        return _random(family, config, dtype, device)
+    tensors = SafetensorsWeights(files.path, dtype, device)
+    return _Source(config, family, tensors, tensors.shapes, {}, tensors.files)
+
+
+def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
+    file = GgufFile(path)
+    family = family_of_gguf(str(file.metadata.get("general.architecture")))
+    config = config_from_gguf(file.metadata, family.architecture, OUTPUT_WEIGHT in file.tensors)
+    if ROPE_FACTORS in file.tensors:
+        rope = replace(config.rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
+        config = replace(config, rope=rope)
+    config = family.adapt_config(config, file.metadata)
+    if engine_config.load_format == "dummy":
+        return _random(family, config, dtype, device)
+    weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
+    return _Source(config, family, weights, weights.shapes, {}, [path])
+
+
+def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> _Source:
+    return _Source(config, family, RandomWeights(dtype, device), None, {"random": SEED, "std": STD}, [])

@@ -1,0 +1,49 @@
+"""Random weights: for benchmarks of models whose files are not at hand, and the tiny model of `--dry-run`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.loader.checkpoint import Shape
+from engine.models.config import ModelConfig, RopeConfig
+
+SEED = 20240
+STD = 0.02
+
+# Byte tokens 0 to 255, then begin and end of sequence and the two role markers of the byte tokenizer.
+DRY_RUN_CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=320,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position_embeddings=2048,
+    bos_token_id=256,
+    eos_token_ids=(257,),
+)
+# With 0.02 the residual stream is the embedding alone and greedy output repeats one token.
+DRY_RUN_STD = 0.3
+
+
+class RandomWeights:
+    """Normal weights with standard deviation `std`, norms 1, biases 0; the same for the same seed and device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, std: float = STD, seed: int = SEED) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._std = std
+        self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return weight.normal_(0.0, self._std, generator=self._generator)

@@ -1,0 +1,1 @@
+"""Model families over the layers of `engine/layers`; `families.py` lists them."""

@@ -1,0 +1,252 @@
+"""What the engine needs to know about a decoder model, from a Hugging Face `config.json` or from GGUF metadata.
+
+Both spellings of transformers' files are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`). This
+module knows no family: what one family spells differently is corrected by its entry in `engine/models/registry.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from common.errors import ConfigError, UnsupportedModelError
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: its base and how the frequencies are stretched beyond the trained context."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 0  # llama3, yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn
+    frequency_factors: tuple[float, ...] = ()  # factors: what GGUF files store per frequency instead of a formula
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a dense decoder with grouped-query attention and a gated MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # q, k and v
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def context_length(self, max_model_len: int) -> int:
+        """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.
+
+        Attention here always spans the whole sequence, which equals windowed attention only up to the window.
+        Raises ConfigError when `max_model_len` is beyond that.
+        """
+        limit = self.max_position_embeddings
+        what = f"the model's {limit} positions"
+        if self.sliding_window is not None and self.sliding_window < limit:
+            limit = self.sliding_window
+            what = f"the model's sliding window of {limit} tokens, which is not supported beyond its first window"
+        if max_model_len > limit:
+            raise ConfigError(f"--max-model-len {max_model_len} exceeds {what}: choose at most {limit}")
+        return max_model_len or limit
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """`config.json`, with the end-of-sequence ids of `generation_config.json` when that file names any."""
+    raw = _read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        eos = _read_json(generation).get("eos_token_id")
+        if eos is not None:
+            raw["eos_token_id"] = eos
+    return raw
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Translate a Hugging Face config. Raises UnsupportedModelError or ConfigError with the field's name."""
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"weights are quantized with {method!r}, which is not supported: use the unquantized model or a GGUF file"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
+    num_heads = _positive(raw, "num_attention_heads")
+    hidden_size = _positive(raw, "hidden_size")
+    eos = raw.get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    max_position = _positive(raw, "max_position_embeddings")
+    config = ModelConfig(
+        architecture=architecture_of(raw),
+        vocab_size=_positive(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=_positive(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+        intermediate_size=_positive(raw, "intermediate_size"),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope_from_hf(raw, max_position),
+        max_position_embeddings=max_position,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        sliding_window=_sliding_window(raw),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(int(token) for token in eos_ids),
+    )
+    check_config(config)
+    return config
+
+
+def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_weight: bool) -> ModelConfig:
+    """Translate GGUF metadata (`{arch}.block_count`, ...). Raises UnsupportedModelError."""
+    arch = str(metadata["general.architecture"])
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is None:
+            raise ConfigError(f"the GGUF file lacks the metadata key {arch}.{key}")
+        return value
+
+    num_heads, hidden_size = int(get("attention.head_count")), int(get("embedding_length"))
+    head_dim = int(get("attention.key_length", hidden_size // num_heads))
+    if (
+        int(get("attention.value_length", head_dim)) != head_dim
+        or int(get("rope.dimension_count", head_dim)) != head_dim
+    ):
+        raise UnsupportedModelError("keys, values and rotary embedding of different widths are not supported")
+    vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=int(vocab),
+        hidden_size=hidden_size,
+        num_layers=int(get("block_count")),
+        num_heads=num_heads,
+        num_kv_heads=int(get("attention.head_count_kv", num_heads)),
+        head_dim=head_dim,
+        intermediate_size=int(get("feed_forward_length")),
+        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        rope=_rope_from_gguf(metadata, arch),
+        max_position_embeddings=int(get("context_length")),
+        tie_word_embeddings=not has_output_weight,
+        sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
+    )
+    check_config(config)
+    return config
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The class name that `architectures` gives. Raises UnsupportedModelError without one."""
+    names = raw.get("architectures") or []
+    if not names:
+        raise UnsupportedModelError("config.json names no architecture (field 'architectures')")
+    return str(names[0])
+
+
+def check_config(config: ModelConfig) -> None:
+    """Refuse shapes that do not fit together."""
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads")
+    if config.head_dim % 2:
+        raise ConfigError(f"head_dim {config.head_dim} is odd, rotary embedding needs pairs")
+
+
+def _rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (known: {', '.join(ROPE_KINDS)})")
+    if float(raw.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UnsupportedModelError("partial rotary embedding is not supported")
+    if values.get("mscale") or values.get("mscale_all_dim"):
+        raise UnsupportedModelError("yarn with mscale is not supported")
+    attention_factor = values.get("attention_factor")
+    return RopeConfig(
+        theta=float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        kind=cast(RopeKind, kind),
+        factor=float(values.get("factor") or 1.0),
+        low_freq_factor=float(values.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(values.get("high_freq_factor") or 4.0),
+        original_max_position=int(values.get("original_max_position_embeddings") or max_position),
+        beta_fast=float(values.get("beta_fast") or 32.0),
+        beta_slow=float(values.get("beta_slow") or 1.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        truncate=bool(values.get("truncate", True)),
+    )
+
+
+def _rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(f"rope scaling {kind!r} in a GGUF file is not supported")
+    return RopeConfig(
+        theta=float(metadata.get(f"{arch}.rope.freq_base", 10000.0)),
+        kind="default" if kind == "none" else cast(RopeKind, kind),
+        factor=float(metadata.get(f"{arch}.rope.scaling.factor", 1.0)),
+        original_max_position=int(
+            metadata.get(f"{arch}.rope.scaling.original_context_length") or metadata[f"{arch}.context_length"]
+        ),
+    )
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """The window, when any layer uses one."""
+    window = raw.get("sliding_window")
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    if window is None or not raw.get("use_sliding_window", True):
+        return None
+    return int(window)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.name} does not hold a JSON object")
+    return value
+
+
+def _positive(raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value

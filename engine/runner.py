@@ -1,0 +1,139 @@
+"""Executes a plan: copies, one forward pass over all rows, one draw per sampling row.
+
+Knows tensors, not queues: what runs, and which blocks it owns, was decided by the scheduler. A row whose logits
+cannot be drawn from fails alone; an exception of the forward pass itself propagates.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.attention import AttentionBackend, PoolAttention
+from engine.batch import build_batch
+from engine.config import EngineConfig
+from engine.kv_memory import copy_in, copy_out
+from engine.loader import LoadedModel
+from engine.logprobs import token_logprobs
+from engine.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from engine.sampler import LogitsHook, Sampler
+from kvstore.types import BlockId
+
+logger = logging.getLogger(__name__)
+
+PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
+
+
+class ModelRunner:
+    """One model over one KV pool.
+
+    kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+    host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
+    ) -> None:
+        model_config = loaded.config
+        expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
+        if kv_pool.shape[1:] != expected or kv_pool.dtype != loaded.dtype:
+            raise ConfigError(
+                f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
+                f"the model needs {list(expected)} {loaded.dtype}"
+            )
+        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
+        self._model = loaded.model
+        self._device = loaded.device
+        self._pool = kv_pool
+        self._host_buffer = host_buffer
+        self._block_size = config.block_size
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._backend: AttentionBackend = PoolAttention(kv_pool)
+        self._sampler = Sampler()
+        if loaded.device.type == "cpu" and config.num_threads:
+            torch.set_num_threads(config.num_threads)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do everything in `plan`, in its order, and return the sampled tokens."""
+        self._copy(plan)
+        rows = plan.rows
+        result = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
+        if not rows:
+            return result
+        batch = build_batch(rows, self._block_size)
+        inputs = torch.from_numpy(batch.inputs).to(self._device)
+        metadata = self._backend.prepare(batch, inputs)
+        hidden = self._model.forward(inputs[0], inputs[1], self._backend, metadata)
+        self._add_prompt_logprobs(rows, batch.query_starts, hidden, result)
+        self._add_samples(rows, batch.query_starts, hidden, result)
+        return result
+
+    def warmup(self) -> None:
+        """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.
+
+        Uses the pool's first blocks; call it before they hold anything.
+        """
+        for num_tokens in (1, min(self._max_num_batched_tokens, self._pool.shape[0] * self._block_size)):
+            num_blocks = -(-num_tokens // self._block_size)
+            request = Request(RequestId("warmup"), [0] * num_tokens, SamplingParams(max_tokens=1, temperature=0.0))
+            request.block_ids = [BlockId(index) for index in range(num_blocks)]
+            self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
+
+    def _copy(self, plan: StepPlan) -> None:
+        if not (plan.copies_out or plan.copies_in):
+            return
+        assert self._host_buffer is not None, "a plan copies to host slots that do not exist"
+        copy_out(self._pool, self._host_buffer, plan.copies_out)
+        copy_in(self._pool, self._host_buffer, plan.copies_in)
+
+    def _add_samples(
+        self, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+    ) -> None:
+        """Draw a token for each sampling row."""
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        if not sampling:
+            return
+        if len(sampling) == len(rows) == hidden.shape[0]:
+            last_hidden = hidden
+        else:
+            last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
+        drawn = self._sampler.sample(self._model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
+        for place, index in enumerate(sampling):
+            if place in drawn.errors:
+                result.errors[index] = drawn.errors[place]
+                continue
+            result.token_ids[index].append(drawn.token_ids[place])
+            entry = drawn.logprobs[place]
+            if entry is not None:
+                result.logprobs[index].append(entry)
+
+    def _add_prompt_logprobs(
+        self, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+    ) -> None:
+        for index, row in enumerate(rows):
+            count = row.request.params.prompt_logprobs
+            if count is not None and row.start + 1 < row.request.num_prompt_tokens:
+                own = hidden[query_starts[index] : query_starts[index + 1]]
+                result.prompt_logprobs[index] = self._prompt_logprobs(row, own, count)
+
+    def _prompt_logprobs(self, row: ScheduledRow, hidden: Tensor, count: int) -> list[TokenLogprobs]:
+        """Position p's hidden state predicts the prompt's token p + 1."""
+        targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.num_new_tokens + 1]
+        found: list[TokenLogprobs] = []
+        for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            part = targets[first : first + PROMPT_LOGPROB_ROWS]
+            logits = self._model.logits(hidden[first : first + len(part)])
+            found += token_logprobs(logits, part, [count] * len(part))
+        return found

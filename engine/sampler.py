@@ -1,0 +1,188 @@
+"""From logits to tokens: one draw per row, each with its own parameters and its own noise.
+
+Order: changes of `engine/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T + Gumbel noise.
+Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort. Rows are
+independent: a row that cannot be drawn from gets an error, the others their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.logits import apply_params, changes_logits
+from engine.logprobs import token_logprobs
+from engine.request import Request, RequestId, SamplingParams, ScheduledRow, TokenLogprobs
+from kernels.gumbel import exponential_noise, noise_key
+
+LogitsHook = Callable[[Request, Tensor], None]  # changes a row of logits (vocab,) in place; for grammars
+
+NUM_CANDIDATES = 1024  # first try of truncated sampling: the likeliest tokens only
+ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """One entry per row; -1 where `errors` says why."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Draws tokens. Keeps nothing between calls."""
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[ScheduledRow], hooks: Mapping[RequestId, LogitsHook] | None = None
+    ) -> SampledTokens:
+        """logits: (len(rows), vocab) of the rows' last positions, left unchanged."""
+        if not hooks and all(_is_plain_greedy(row.request.params) for row in rows):
+            best, token_ids = logits.max(dim=-1)
+            return _checked(token_ids.tolist(), best.tolist(), logits, rows)
+        original = logits.float()
+        changed = _changed_logits(original, rows, hooks or {})
+        best, greedy = changed.max(dim=-1)
+        token_ids = greedy
+        drawn = [index for index, row in enumerate(rows) if row.request.params.temperature > 0]
+        if drawn:
+            token_ids = greedy.clone()
+            token_ids[drawn] = _draw(changed[drawn], [rows[index] for index in drawn])
+        return _checked(token_ids.tolist(), best.tolist(), original, rows)
+
+
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0 and params.logprobs is None and not changes_logits(params)
+
+
+def _changed_logits(logits: Tensor, rows: Sequence[ScheduledRow], hooks: Mapping[RequestId, LogitsHook]) -> Tensor:
+    """A copy with every row's parameters and hook applied, or `logits` itself when none asks for anything."""
+    touched = [
+        index
+        for index, row in enumerate(rows)
+        if changes_logits(row.request.params) or row.request.request_id in hooks
+    ]
+    if not touched:
+        return logits
+    changed = logits.clone()
+    for index in touched:
+        request = rows[index].request
+        apply_params(changed[index], request)
+        if request.request_id in hooks:
+            hooks[request.request_id](request, changed[index])
+    return changed
+
+
+def _checked(
+    token_ids: list[int], best: list[float], original: Tensor, rows: Sequence[ScheduledRow]
+) -> SampledTokens:
+    """Turn rows without a finite best logit into errors, and add the log-probabilities that were asked for."""
+    result = SampledTokens(token_ids, [None] * len(rows))
+    for index, value in enumerate(best):
+        if not -1e30 < value < 1e30:  # also false for NaN
+            nothing_left = value == float("-inf")
+            result.errors[index] = (
+                "no token is allowed at this position" if nothing_left else "the model's output is not finite"
+            )
+            result.token_ids[index] = -1
+    asking = [
+        index
+        for index, row in enumerate(rows)
+        if row.request.params.logprobs is not None and index not in result.errors
+    ]
+    if asking:
+        counts = [rows[index].request.params.logprobs or 0 for index in asking]
+        found = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
+        for index, entry in zip(asking, found, strict=True):
+            result.logprobs[index] = entry
+    return result
+
+
+def _draw(logits: Tensor, rows: Sequence[ScheduledRow]) -> Tensor:
+    """Random rows only: logits (n, vocab) -> token ids (n,)."""
+    device = logits.device
+    params = [row.request.params for row in rows]
+    temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=device)[:, None]
+    # Subtracting the maximum first keeps tiny temperatures finite.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+    keys = torch.tensor(
+        [noise_key(row.request.params.seed or 0, row.start + row.num_new_tokens) for row in rows],
+        dtype=torch.int32,
+        device=device,
+    )
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+    whole, truncated = [], []
+    for index, param in enumerate(params):
+        (truncated if _truncates(param) else whole).append(index)
+    if truncated:
+        token_ids[truncated] = _draw_truncated(scaled[truncated], keys[truncated], [params[i] for i in truncated])
+    if whole:
+        token_ids[whole] = _draw_whole(scaled[whole], keys[whole])
+    return token_ids
+
+
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _draw_whole(scaled: Tensor, keys: Tensor) -> Tensor:
+    """Scaled logits (n, vocab), keys (n, 2) -> token ids (n,), every token being a candidate."""
+    all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
+    winners = [
+        (part - exponential_noise(part_keys, all_ids).log_()).argmax(dim=-1)
+        for part, part_keys in zip(scaled.split(ROWS_AT_ONCE), keys.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.cat(winners)
+
+
+def _draw_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Like `_draw_whole`, among the tokens that top-k, top-p and min-p leave.
+
+    Tries the `NUM_CANDIDATES` likeliest tokens first: sorting whole rows costs milliseconds. A row whose threshold
+    lies at or below the last of them is done again with all tokens.
+    """
+    vocab_size = scaled.shape[1]
+    num_candidates = min(vocab_size, NUM_CANDIDATES)
+    values, ids = scaled.topk(num_candidates, dim=-1)
+    thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
+    scores = values - exponential_noise(keys, ids.int()).log_()
+    scores.masked_fill_(values < thresholds, float("-inf"))
+    token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    if num_candidates == vocab_size:
+        return token_ids
+    again = (values[:, -1:] >= thresholds)[:, 0].nonzero()[:, 0].tolist()
+    for index in again:
+        row = scaled[index : index + 1]
+        ordered = row.sort(dim=-1, descending=True).values
+        threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), params[index : index + 1])
+        kept = row.masked_fill(row < threshold, float("-inf"))
+        token_ids[index] = _draw_whole(kept, keys[index : index + 1])[0]
+    return token_ids
+
+
+def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Smallest scaled logit that each row keeps (n, 1).
+
+    values: (n, k) in falling order; normalizer: (n, 1) log-sum of the whole row. A row whose `values` end before its
+    threshold is reached gets a threshold at or below its last value.
+    """
+    device = values.device
+    num_values = values.shape[1]
+    top_k = torch.tensor([param.top_k or num_values for param in params], device=device).clamp_(max=num_values)
+    has_top_k = torch.tensor([param.top_k > 0 for param in params], device=device)[:, None]
+    top_p = torch.tensor([param.top_p for param in params], device=device)[:, None]
+    min_p = torch.tensor([param.min_p for param in params], device=device)[:, None]
+    kth = values.gather(1, top_k[:, None] - 1)
+    floor = torch.where(has_top_k, kth, float("-inf"))
+    survives = values >= floor
+    # top-p counts mass after top-k: normalize over what top-k left.
+    mass = torch.where(survives, (values - normalizer).exp(), 0.0)
+    total = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
+    reached = mass.cumsum(dim=-1) >= top_p * total
+    first = torch.where(reached.any(dim=-1, keepdim=True), reached.int().argmax(dim=-1, keepdim=True), num_values - 1)
+    by_mass = torch.where(top_p < 1.0, values.gather(1, first), float("-inf"))
+    by_ratio = values[:, :1] + min_p.log()  # log 0 = -inf: off
+    return torch.maximum(torch.maximum(floor, by_mass), by_ratio)

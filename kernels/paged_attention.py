@@ -1,0 +1,42 @@
+"""Attention over a paged KV pool, in plain torch: what every faster implementation must equal.
+
+For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def write_kv(pool: Tensor, layer: int, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """Store kv (num_tokens, 2, num_kv_heads, head_dim) at [block_ids[t], layer, :, :, offsets[t]] of the pool.
+
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+    """
+    pool[:, layer].permute(0, 3, 1, 2, 4).index_put_((block_ids, offsets), kv)
+
+
+def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tensor:
+    """K and V of one sequence, copied out of its blocks: (2, num_kv_heads, seq_len, head_dim)."""
+    blocks = pool[block_ids, layer]  # (n, 2, heads, block_size, head_dim)
+    return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+
+
+def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
+    """Causal attention of a sequence's last queries.
+
+    q: (num_queries, num_heads, head_dim), the last `num_queries` positions of the sequence.
+    kv: (2, num_kv_heads, seq_len, head_dim). Returns (num_queries, num_heads, head_dim).
+    """
+    num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, seq_len = kv.shape[1], kv.shape[2]
+    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)
+    visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
+    grouped = q.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
+    out = functional.scaled_dot_product_attention(
+        grouped, kv[0][:, None].expand(-1, grouped.shape[1], -1, -1), kv[1][:, None].expand(-1, grouped.shape[1], -1, -1),
+        attn_mask=visible,
+    )  # fmt: skip
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
