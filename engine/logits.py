@@ -42,8 +42,9 @@ def apply_params(row: Tensor, request: Request) -> None:
     if forbidden:
         row[torch.tensor(forbidden, device=row.device)] = MINUS_INFINITY
     if params.logit_bias:
-        ids, values = zip(*params.logit_bias, strict=True)
-        row.index_add_(0, torch.tensor(ids, device=row.device), torch.tensor(values, device=row.device))
+        biased = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
+        biases = torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
+        row.index_add_(0, biased, biases)
     if params.repetition_penalty != 1.0:
         _penalize_repetition(row, request)
     if (params.frequency_penalty or params.presence_penalty) and request.output_token_ids:

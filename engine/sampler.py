@@ -114,7 +114,8 @@ def _draw(logits: Tensor, rows: Sequence[ScheduledRow]) -> Tensor:
         device=device,
     )
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
-    whole, truncated = [], []
+    whole: list[int] = []
+    truncated: list[int] = []
     for index, param in enumerate(params):
         (truncated if _truncates(param) else whole).append(index)
     if truncated:
@@ -133,7 +134,7 @@ def _draw_whole(scaled: Tensor, keys: Tensor) -> Tensor:
     all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
     winners = [
         (part - exponential_noise(part_keys, all_ids).log_()).argmax(dim=-1)
-        for part, part_keys in zip(scaled.split(ROWS_AT_ONCE), keys.split(ROWS_AT_ONCE), strict=True)
+        for part, part_keys in zip(torch.split(scaled, ROWS_AT_ONCE), torch.split(keys, ROWS_AT_ONCE), strict=True)
     ]
     return torch.cat(winners)
 

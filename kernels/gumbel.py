@@ -1,7 +1,7 @@
 """Counter-based sampling noise: exponential variates as a pure function of (seed, position, token id).
 
-The token that minimizes E_i / p_i, with E_i exponential, is distributed like p; -log E_i is Gumbel noise. Because each
-E_i depends on nothing but its three numbers, a draw is the same in any batch, chunking, worker or device.
+The token that minimizes E_i / p_i, with E_i exponential, is distributed like p; -log E_i is Gumbel noise. Because
+each E_i depends on nothing but its three numbers, a draw is the same in any batch, chunking, worker or device.
 
 (seed, position) is hashed to two 32-bit keys on the host (splitmix64); each token id is mixed with them by two rounds
 of xor-shift and multiply in wrapping int32 arithmetic, which CPUs and GPUs do alike.

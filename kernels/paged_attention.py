@@ -35,8 +35,6 @@ def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)
     visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
     grouped = q.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    out = functional.scaled_dot_product_attention(
-        grouped, kv[0][:, None].expand(-1, grouped.shape[1], -1, -1), kv[1][:, None].expand(-1, grouped.shape[1], -1, -1),
-        attn_mask=visible,
-    )  # fmt: skip
+    keys, values = kv[:, :, None].expand(-1, -1, grouped.shape[1], -1, -1)
+    out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)

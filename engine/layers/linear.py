@@ -51,7 +51,7 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.MAX_INT8_ROWS:
             return functional.linear(x, self.weight, self.bias)
-        y = torch.ops.aten._weight_int8pack_mm(x, self.weight_int8, self.scales)
+        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight_int8, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
 

@@ -65,7 +65,7 @@ class GgufFile:
             raise UnsupportedModelError(
                 f"tensor {name} has type {quantization.name}, which is not supported"
             ) from error
-        values = np.require(values, np.float32, "CW")  # plain types come as read-only views of the file
+        values = np.require(values, np.float32, ["C", "W"])  # plain types come as read-only views of the file
         return torch.from_numpy(values.reshape(tensor.shape))
 
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
