@@ -2,8 +2,8 @@
 
 import sys
 
-from engine.worker.service import run_worker
 from decode_service.server import register
+from engine.worker.service import run_worker
 
 
 def main() -> int:

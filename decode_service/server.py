@@ -1,4 +1,4 @@
-"""The Decode gRPC service over a worker's front. Generates tokens, from a peer's KV or from a prompt that it computes itself (local prefill)."""
+"""The Decode gRPC service over a worker's front."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -63,25 +62,16 @@ class EngineParts:
     quantization: str
 
 
-def choose_device(name: str) -> torch.device:
-    """Raises ConfigError when a GPU is asked for and there is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU; use --device cpu, or install a CUDA build of torch")
-    return torch.device(name)
-
-
 def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EngineParts:
     """Load the model and build its engine. Raises ConfigError with what to do."""
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader import load_model
+    from engine.loader.load import load_model, resolve_device
     from engine.runner import ModelRunner
 
     began = time.monotonic()
     memory = memory or PrivatePoolMemory()
     files = resolve_model(config.model)
-    device = choose_device(config.device)
+    device = resolve_device(config)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(files, config, device)
@@ -118,10 +108,10 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EnginePa
         "%s on %s: %s, %d KV blocks of %d tokens (%.2f GB), ready in %.1f s",
         files.name,
         device,
-        loaded.quantization,
+        loaded.quant_mode,
         geometry.num_blocks,
         geometry.block_size,
         geometry.pool_bytes / 2**30,
         time.monotonic() - began,
     )
-    return EngineParts(engine, files, loaded.config, geometry, str(device), loaded.quantization)
+    return EngineParts(engine, files, loaded.config, geometry, str(device), loaded.quant_mode)

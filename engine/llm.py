@@ -1,7 +1,7 @@
 """The in-process Python API: one engine, no services.
 
-    from engine import LLM, SamplingParams
-    LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
+from engine import LLM, SamplingParams
+LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Prefill gRPC service over a worker's front. Computes prompts: each Submit ends with its first token and a KvHandle, its KV kept under a lease."""
+"""The Prefill gRPC service over a worker's front."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from kvstore.service import LeaseMirror
+
 from common.errors import UnavailableError
 from engine.worker.protobuf import failure, submit_fields, token_delta
 from engine.worker.rank_process import RankProcess
 from engine.worker.sessions import Session
-from kvstore.events import EventLog
-from kvstore.service import LeaseMirror
+from kvstore.events import EventLog, to_proto
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class WorkerFront:
         """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
         session = Session()
         self._sessions.add(session)
-        session.send(pb.StepReport(kv_events=[self._events.snapshot()], load=self._load_report()))
+        session.send(pb.StepReport(kv_events=[to_proto(self._events.snapshot())], load=self._load_report()))
         reader = asyncio.create_task(self._read_commands(session, commands, prefill_only))
         try:
             while (report := await session.reports.get()) is not None:
@@ -73,9 +74,7 @@ class WorkerFront:
         if session.closed_reason:
             raise UnavailableError(session.closed_reason)
 
-    async def _read_commands(
-        self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool
-    ) -> None:
+    async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool) -> None:
         async for command in commands:
             if command.HasField("submit"):
                 self._submit(session, command.submit, prefill_only)
@@ -144,7 +143,8 @@ class WorkerFront:
             if owner is not None:
                 reports[owner[0]].failures.append(failure(owner[1], status, message))
                 self._forget(name)
-        self._send(reports, self._events.record(frame["stored"], frame["removed"]), now)
+        events = self._events.append(frame["stored"], frame["removed"])
+        self._send(reports, [to_proto(event) for event in events], now)
         for listener in self._listeners:
             listener(frame)
 

@@ -22,9 +22,10 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.frames import Event, FrameSocket, Op
-from engine.worker.kv_memory import KvMemory
 from engine.worker.mover import KvMover, LoadResult
+from engine.worker.shared_pool import SharedPoolMemory
 from engine.worker.wire import request_kwargs, wire_logprobs
+from kvstore.block_hash import HASH_VERSION
 from kvstore.leases import LeaseTable
 from kvstore.types import LeaseId
 
@@ -51,7 +52,9 @@ class OpenRequest:
 class Rank:
     """Applies the front's messages to the engine and reports every turn of the loop in one message."""
 
-    def __init__(self, link: FrameSocket, parts: EngineParts, memory: KvMemory, mover: KvMover, lease_seconds: float):
+    def __init__(
+        self, link: FrameSocket, parts: EngineParts, memory: SharedPoolMemory, mover: KvMover, lease_seconds: float
+    ):
         self._link = link
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
@@ -141,8 +144,10 @@ class Rank:
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.expire(now):
-            logger.warning("lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.blocks))
-            self._pool.release(lease.blocks)
+            logger.warning(
+                "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
+            )
+            self._pool.release(lease.block_ids)
             self._ended_leases.append(lease.lease_id)
         if now < self._next_deadline_check:
             return
@@ -180,7 +185,7 @@ class Rank:
     def _end_lease(self, lease_id: LeaseId, epoch: int) -> None:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
-            self._pool.release(lease.blocks)
+            self._pool.release(lease.block_ids)
             self._ended_leases.append(lease_id)
 
     # -- reports ---------------------------------------------------------------------------------------------
@@ -217,7 +222,7 @@ class Rank:
         """Put the request's blocks under a lease; returns the fields of its KvHandle."""
         blocks = self._engine.scheduler.detach_blocks(request)
         lease = self._leases.grant(blocks, time.monotonic(), self._lease_seconds)
-        self._granted.append([lease.lease_id, blocks, self._lease_seconds])
+        self._granted.append([lease.lease_id, blocks, lease.deadline])
         return {
             "lease_id": lease.lease_id,
             "epoch": self._memory.epoch,
@@ -311,21 +316,32 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     config = EngineConfig(**start["engine"])
-    memory = KvMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
+    memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
     parts = assemble(config, memory)
     mover = KvMover(memory, start["cluster_token"])
     memory.serve()
-    model = parts.model_config
+    geometry = parts.geometry
     link.send(
         [
             Event.READY,
             {
-                **memory.describe(),
-                "vocab_size": model.vocab_size,
+                "epoch": memory.epoch,
+                "shm_socket": memory.socket_path,
+                "transports": memory.transports,
+                "model": parts.files.name,
+                "model_fingerprint": geometry.fingerprint,
+                "vocab_size": parts.model_config.vocab_size,
                 "max_model_len": parts.engine.scheduler.max_model_len,
                 "eos_token_ids": sorted(parts.engine.eos_token_ids),
+                "block_size": geometry.block_size,
+                "hash_version": HASH_VERSION,
+                "kv_dtype": geometry.dtype,
+                "num_blocks": geometry.num_blocks,
+                "block_bytes": geometry.block_bytes,
+                "kv_shape": geometry.block_shape,
                 "quantization": parts.quantization,
                 "device": parts.device,
+                "max_num_seqs": config.max_num_seqs,
                 "pid": os.getpid(),
             },
         ]

@@ -22,7 +22,9 @@ STOP_SECONDS = 5.0
 class RankProcess:
     """One child process with an engine. `start`, then `frames` until it ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ):
         self._process = process
         self._reader = reader
         self._writer = writer

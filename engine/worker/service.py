@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -19,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import add_arguments, from_namespace
-from common.errors import ConfigError, MiniInferError, UnavailableError
+from common.errors import ConfigError
 from common.logging import setup_logging
+from common.model_files import resolve_model
 from common.rpc import RpcServer
+from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.front import WorkerFront
@@ -73,7 +74,9 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
     try:
         rank = await RankProcess.start(worker, settings.engine, worker_id, run_dir)
         try:
-            info = worker_info(role, worker_id, f"{worker.advertise_host or worker.host}:{server.port}", rank.ready)
+            tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
+            address = f"{worker.advertise_host or worker.host}:{server.port}"
+            info = worker_info(role, worker_id, address, rank.ready, tokenizer.tokenizer_hash())
             kv = open_kv_service(rank, info)
             front = WorkerFront(rank, kv.events, kv.leases, info)
             kv.register(server)
@@ -99,7 +102,11 @@ async def _watch(
     frames = asyncio.create_task(front.run())
     stalled = False
     while not stopping.is_set():
-        done, _ = await asyncio.wait([frames, asyncio.ensure_future(stopping.wait())], timeout=WATCH_INTERVAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [frames, asyncio.ensure_future(stopping.wait())],
+            timeout=WATCH_INTERVAL_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if frames in done:
             await server.set_serving(False)
             logger.error("the engine process is gone: this worker ends")
@@ -128,12 +135,16 @@ async def _drain(server: RpcServer, front: WorkerFront, grace_seconds: float, lo
     await asyncio.sleep(0.1)  # let the last reports leave
 
 
-def worker_info(role: str, worker_id: str, kv_address: str, ready: dict[str, Any]) -> pb.WorkerInfo:
-    """What Describe answers."""
+def worker_info(
+    role: str, worker_id: str, kv_address: str, ready: dict[str, Any], tokenizer_hash: str
+) -> pb.WorkerInfo:
+    """What Describe answers: what the rank said when it was ready, and where this worker is."""
+    known = {name: value for name, value in ready.items() if name in pb.WorkerInfo.DESCRIPTOR.fields_by_name}
     return pb.WorkerInfo(
         worker_id=worker_id,
         role=role,
         version=VERSION,
         kv_address=kv_address,
-        **{name: value for name, value in ready.items() if name in pb.WorkerInfo.DESCRIPTOR.fields_by_name},
+        tokenizer_hash=tokenizer_hash,
+        **known,
     )

@@ -1,0 +1,198 @@
+"""A real cluster of processes for tests: router, prefill and decode workers, optionally the node agent.
+
+Every process is started in its own session and ended by its id, also when a test fails. Ports are picked free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free at the same moment, so no two are equal."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+@dataclass
+class Service:
+    """One process and where its output goes."""
+
+    name: str
+    argv: list[str]
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, env: dict[str, str]) -> None:
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.argv], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL the process (not its children: a rank must notice by itself)."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+@dataclass
+class Cluster:
+    """`services` by name: router, agent, prefill-0, decode-0, ..."""
+
+    folder: Path
+    url: str
+    services: dict[str, Service] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60.0, **options)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=10.0).json()
+
+    def start_service(self, name: str) -> None:
+        self.services[name].start(self.env)
+
+    def wait_ready(self, num_workers: int, seconds: float = START_SECONDS) -> None:
+        """Until the router is ready and knows `num_workers` usable workers."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/readyz", timeout=2.0).status_code == 200:
+                    workers = self.get("/v1/cluster")["workers"]
+                    if sum(1 for worker in workers if worker["usable"]) >= num_workers:
+                        return
+            dead = [s for s in self.services.values() if s.process is not None and not s.is_alive()]
+            if dead:
+                raise RuntimeError(f"{dead[0].name} ended while starting:\n{dead[0].log()[-3000:]}")
+            time.sleep(0.05)
+        raise TimeoutError("\n".join(f"--- {s.name}\n{s.log()[-1500:]}" for s in self.services.values()))
+
+    def wait_quiet(self, seconds: float = 15.0) -> list[dict[str, Any]]:
+        """Until no worker has a request, a lease or a block in use; returns the workers' state."""
+        deadline = time.monotonic() + seconds
+        while True:
+            workers = [w for w in self.get("/v1/cluster")["workers"] if w["usable"]]
+            loads = [w["load"] for w in workers]
+            if workers and all(_is_quiet(load) for load in loads):
+                return workers
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not quiet: {loads}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        order = sorted(self.services.values(), key=lambda s: s.name != "router")
+        for service in order:
+            if service.is_alive():
+                service.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 10.0
+        for service in order:
+            if service.process is None:
+                continue
+            try:
+                service.process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(service.pid, signal.SIGKILL)  # with its rank
+                service.process.wait()
+
+
+def _is_quiet(load: dict[str, Any]) -> bool:
+    busy = ("num_running", "num_waiting", "num_swapped", "num_loading", "num_leases")
+    in_use = load["kv_blocks_total"] - load["kv_blocks_free"] - load["kv_blocks_cached"]
+    return not any(load[name] for name in busy) and in_use == 0
+
+
+@contextlib.contextmanager
+def running_cluster(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    *,
+    engine_args: Sequence[str] = ("--model=dry-run", "--num-gpu-blocks=512", "--num-threads=1"),
+    worker_args: Sequence[str] = (),
+    router_args: Sequence[str] = (),
+    with_agent: bool = False,
+) -> Iterator[Cluster]:
+    """Start everything, wait until it is ready, and end everything."""
+    with tempfile.TemporaryDirectory(prefix="mini-infer-test-") as name:
+        folder = Path(name)
+        run_dir = folder / "run"
+        run_dir.mkdir(mode=0o700)
+        names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+        router_port, *ports = free_ports(1 + len(names))
+        cluster = Cluster(folder, f"http://127.0.0.1:{router_port}")
+        cluster.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        model = next((a.split("=", 1)[1] for a in engine_args if a.startswith("--model=")), "")
+
+        def add(service: str, argv: list[str]) -> None:
+            cluster.services[service] = Service(service, argv, folder / f"{service}.log")
+
+        socket_path = run_dir / "agent.sock"
+        if with_agent:
+            agent_args = [f"--socket={socket_path}", "--memory-gb=0.25"]
+            add("agent", ["-m", "kvstore", "--port=0", *agent_args])
+        for worker, port in zip(names, ports, strict=True):
+            module = worker.split("-")[0] + "_service"
+            argv = ["-m", module, f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
+            if with_agent:
+                argv.append(f"--agent-socket={socket_path}")
+            add(worker, [*argv, *engine_args, *worker_args])
+        addresses = dict(zip(names, (f"127.0.0.1:{port}" for port in ports), strict=True))
+        argv = ["-m", "router", f"--port={router_port}", f"--model={model}"]
+        for role in ("prefill", "decode"):
+            listed = ",".join(address for worker, address in addresses.items() if worker.startswith(role))
+            argv.append(f"--{role}={listed}")
+        add("router", [*argv, *router_args])
+        try:
+            for service in cluster.services.values():
+                service.start(cluster.env)
+                if service.name == "agent":
+                    _wait_for_path(socket_path)
+            cluster.wait_ready(len(names))
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def _wait_for_path(path: Path, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear")
+        time.sleep(0.02)
