@@ -22,7 +22,7 @@ class StartDisplay:
         self._show_logs = show_logs
         self._width = max(len(name) for name in [*names, "serve"])
         self._begin = time.monotonic()
-        self._states: dict[str, tuple[str, float]] = {name: ("waiting", self._begin) for name in names}
+        self._states: dict[str, tuple[str, float]] = dict.fromkeys(names, ("waiting", self._begin))
         self._live: Live | None = None
 
     def __enter__(self) -> StartDisplay:

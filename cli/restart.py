@@ -12,9 +12,7 @@ class RestartPolicy:
     `max_restarts` such deaths is final. A service that stayed up for a whole window starts afresh.
     """
 
-    def __init__(
-        self, first_delay_seconds: float = 1.0, max_restarts: int = 5, window_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, first_delay_seconds: float = 1.0, max_restarts: int = 5, window_seconds: float = 60.0) -> None:
         self._first_delay = first_delay_seconds
         self._max_restarts = max_restarts
         self._window = window_seconds

@@ -119,7 +119,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def uses_gpu(device: str) -> bool:
-    """Whether the workers will run on a GPU; asked of the driver's device file, because importing torch takes seconds."""
+    """Whether workers will run on a GPU. Asks for the driver's device file: importing torch takes seconds."""
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 

@@ -7,6 +7,7 @@ Knows processes, health targets and exit codes; not what the services do, nor wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections import deque
@@ -98,10 +99,8 @@ class Service:
 
     def _signal_group(self, number: signal.Signals) -> None:
         assert self._process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         pending = b""

@@ -19,8 +19,10 @@ async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """One question, one answer; never raises for what a peer or the network does."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            return await (_http_ready(target) if target.startswith("http://") else _grpc_ready(target, timeout_seconds))
-    except (OSError, TimeoutError):
+            return await (
+                _http_ready(target) if target.startswith("http://") else _grpc_ready(target, timeout_seconds)
+            )
+    except OSError:  # a TimeoutError is one
         return False
 
 

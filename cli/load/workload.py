@@ -22,12 +22,13 @@ TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of a Mooncake trace stands f
 FIRST_TOKEN_ID = 3  # below: special tokens in most vocabularies
 
 # Frequent English words; one token each, with the space before it, in usual vocabularies.
-WORDS = (
+_FREQUENT = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word "
     "but not what all were we when your can said there use an each which she do how their if will up other about "
     "out many then them these so some her would make like him into time has look two more write go see number no "
     "way could people my than first water been call who oil its now find long down day did get come made may part"
-).split()
+)
+WORDS = tuple(_FREQUENT.split(" "))
 
 Prompt = str | list[int]
 
@@ -59,7 +60,7 @@ class PromptMaker:
             raise ConfigError(f"--vocab-size {vocab_size}: too small to draw token ids from")
         self._vocab_size = vocab_size
 
-    def random(self, rng: random.Random, length: int) -> Prompt:
+    def fresh(self, rng: random.Random, length: int) -> Prompt:
         """A prompt that shares no prefix with another one, up to chance."""
         return self._join(self._units(rng, length))
 
@@ -84,9 +85,9 @@ class PromptMaker:
 
 def parse_range(text: str, flag: str) -> tuple[int, int]:
     """`"128"` or `"100-1024"`, both ends included. Raises ConfigError."""
-    low, _, high = text.partition("-")
+    low, dash, high = text.partition("-")
     try:
-        bounds = int(low), int(high or low)
+        bounds = int(low), int(high if dash else low)
     except ValueError:
         raise ConfigError(f"{flag} {text!r}: give a number, or a range such as 100-1024") from None
     if not 1 <= bounds[0] <= bounds[1]:
@@ -107,7 +108,7 @@ def random_workload(
     at_seconds = 0.0
     planned = []
     for _ in range(num_requests):
-        prompt = maker.random(rng, rng.randint(*input_range))
+        prompt = maker.fresh(rng, rng.randint(*input_range))
         planned.append(PlannedRequest(at_seconds, prompt, rng.randint(*output_range)))
         if request_rate > 0:
             at_seconds += rng.expovariate(request_rate)
@@ -116,10 +117,12 @@ def random_workload(
 
 def trace_workload(
     maker: PromptMaker, rows: Sequence[TraceRow], rate_scale: float, length_scale: float, seed: int
-) -> list[PlannedRequest]:
-    """A trace replayed `rate_scale` times as fast, with all lengths (blocks too) multiplied by `length_scale`."""
+) -> Iterator[PlannedRequest]:
+    """A trace replayed `rate_scale` times as fast, with all lengths (blocks too) multiplied by `length_scale`.
+
+    Prompts are made when they are due: a whole trace of them would fill the memory.
+    """
     block_tokens = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
-    planned = []
     for number, row in enumerate(rows):
         scaled = TraceRow(
             row.at_seconds / rate_scale,
@@ -128,8 +131,7 @@ def trace_workload(
             row.block_ids,
         )
         prompt = maker.from_blocks(scaled, number, block_tokens, seed)
-        planned.append(PlannedRequest(scaled.at_seconds, prompt, scaled.num_output_tokens))
-    return planned
+        yield PlannedRequest(scaled.at_seconds, prompt, scaled.num_output_tokens)
 
 
 def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0) -> list[TraceRow]:
@@ -167,6 +169,4 @@ def _read_azure(path: Path) -> Iterator[TraceRow]:
             # Seven decimals in the file, six in Python.
             moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
             begin = begin or moment
-            yield TraceRow(
-                (moment - begin).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            )
+            yield TraceRow((moment - begin).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))

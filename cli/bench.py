@@ -1,0 +1,214 @@
+"""`mini-infer bench`: load any OpenAI-compatible server and report what its clients felt.
+
+Turns flags into a workload and a target, runs them, prints, and writes JSON and a plot. The parts are in
+`cli/load`; nothing here or there knows which server answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cli.load.client import Client, Target
+from cli.load.plot import plot
+from cli.load.results import Objectives, RequestRecord, summarize
+from cli.load.runner import closed_loop, open_loop
+from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
+from common.config import add_arguments, from_namespace, setting
+from common.errors import ConfigError, UnavailableError
+
+WARMUP_OUTPUT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Load an OpenAI-compatible server and measure it."""
+
+    url: str = setting("http://127.0.0.1:8000", "the server's root")
+    model: str = setting("", "model name to ask for; empty: the first one that the server lists")
+    api_key: str = setting("", "sent as Bearer token")
+    endpoint: str = setting("completions", "which endpoint", choices=("completions", "chat"))
+    exact_output: bool = setting(True, "send ignore_eos and min_tokens, so that output lengths are exact")
+    temperature: float = setting(0.0, "sampling temperature")
+    timeout_seconds: float = setting(600.0, "per request")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What is sent."""
+
+    num_requests: int = setting(64, "requests, when no trace is given")
+    concurrency: int = setting(0, "requests open at a time; 0: 8, or no bound with --request-rate or --trace")
+    request_rate: float = setting(0.0, "requests a second, with exponential gaps; 0: as fast as --concurrency allows")
+    input_len: str = setting("128", "prompt tokens: a number or a range such as 100-1024")
+    output_len: str = setting("64", "output tokens: a number or a range")
+    vocab_size: int = setting(0, "send prompts as token ids below this; 0: as words of about a token each")
+    trace: str = setting("", "trace file: Mooncake .jsonl or Azure .csv")
+    trace_scale: float = setting(1.0, "replay the trace this many times as fast")
+    length_scale: float = setting(1.0, "multiply all lengths of the trace")
+    max_requests: int = setting(0, "rows of the trace; 0: all")
+    duration: float = setting(0.0, "send for this many seconds; 0: no limit")
+    warmup: int = setting(2, "requests before the measurement")
+    seed: int = setting(0, "of prompts, lengths and arrivals")
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "trace_scale", "length_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+        for name in ("concurrency", "request_rate", "max_requests", "duration", "warmup"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """What is reported."""
+
+    slo_ttft_ms: float = setting(0.0, "objective for the time to first token; 0: none")
+    slo_itl_ms: float = setting(0.0, "objective for the 99th percentile of a request's gaps; 0: none")
+    json: str = setting("", "write the result to this file; -: standard output")
+    plot: str = setting("", "draw distributions and throughput into this file (.png, .svg, .pdf)")
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Exit code 1 when no request succeeded."""
+    parser = argparse.ArgumentParser(prog="mini-infer bench", description=TargetConfig.__doc__)
+    for title, cls in (("server", TargetConfig), ("workload", WorkloadConfig), ("report", ReportConfig)):
+        add_arguments(parser.add_argument_group(title), cls)
+    namespace = parser.parse_args(argv)
+    # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
+    env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
+    target_config = from_namespace(TargetConfig, namespace, env)
+    workload = from_namespace(WorkloadConfig, namespace, {})
+    report = from_namespace(ReportConfig, namespace, {})
+    target = Target(
+        url=target_config.url,
+        model=target_config.model or first_model(target_config.url, target_config.api_key),
+        api_key=target_config.api_key,
+        endpoint=target_config.endpoint,
+        exact_output=target_config.exact_output,
+        temperature=target_config.temperature,
+    )
+    objectives = Objectives(report.slo_ttft_ms, report.slo_itl_ms)
+    records = uvloop.run(drive(target, workload, target_config.timeout_seconds))
+    begin = min((record.sent for record in records), default=0.0)
+    duration = max((record.end for record in records), default=0.0) - begin
+    summary = {
+        "url": target.url, "model": target.model, "endpoint": target.endpoint,
+        "workload": dataclasses.asdict(workload),
+    } | summarize(records, duration, objectives)  # fmt: skip
+    show(summary)
+    write_json(summary, report.json)
+    if report.plot:
+        plot(records, Path(report.plot), f"{target.model}: {len(records)} requests")
+    return 0 if summary["num_completed"] else 1
+
+
+def first_model(url: str, api_key: str) -> str:
+    """Name of the first model that the server lists. Raises UnavailableError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        reply = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10.0)
+        reply.raise_for_status()
+        return str(reply.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise UnavailableError(f"{url}/v1/models answered {error.response.status_code}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UnavailableError(
+            f"no server answers at {url}: start one with `mini-infer serve`, or give --url"
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UnavailableError(f"{url}/v1/models lists no model: name one with --model") from error
+
+
+def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
+    """How many requests, and the requests."""
+    maker = PromptMaker(workload.vocab_size)
+    if workload.trace:
+        seconds_of_trace = workload.duration * workload.trace_scale
+        rows = read_trace(Path(workload.trace), workload.max_requests, seconds_of_trace)
+        return len(rows), trace_workload(maker, rows, workload.trace_scale, workload.length_scale, workload.seed)
+    requests = random_workload(
+        maker,
+        workload.num_requests,
+        parse_range(workload.input_len, "--input-len"),
+        parse_range(workload.output_len, "--output-len"),
+        workload.request_rate,
+        workload.seed,
+    )
+    return len(requests), requests
+
+
+async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> list[RequestRecord]:
+    """Warm up, then send the workload, with a progress bar."""
+    client = Client(target, timeout_seconds)
+    total, requests = plan(workload)
+    rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
+    warmup = random_workload(
+        PromptMaker(workload.vocab_size), workload.warmup, (32, 64), (WARMUP_OUTPUT_TOKENS,) * 2, 0.0, rng_seed
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        await closed_loop(client.complete, warmup, 1, lambda _record: None)
+        task = progress.add_task("requests", total=total)
+
+        def on_done(_record: RequestRecord) -> None:
+            progress.advance(task)
+
+        try:
+            if workload.request_rate or workload.trace:
+                return await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
+            concurrency = workload.concurrency or 8
+            return await closed_loop(client.complete, requests, concurrency, on_done, workload.duration)
+        finally:
+            client.close()
+
+
+def show(summary: dict[str, Any]) -> None:
+    """The summary as tables for a person, on standard error."""
+    console = Console(stderr=True)
+    console.print(
+        f"{summary['num_completed']}/{summary['num_requests']} requests in {summary['duration_seconds']:.2f} s: "
+        f"{summary['requests_per_second']:.2f} requests/s, {summary['input_tokens_per_second']:.0f} tokens/s in, "
+        f"{summary['output_tokens_per_second']:.0f} tokens/s out, {summary['cached_tokens']} prompt tokens cached",
+        highlight=False,
+    )
+    table = Table("ms", "mean", "p50", "p90", "p99", "max")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in ("ttft", "itl", "tpot", "e2e"):
+        if values := summary[f"{name}_ms"]:
+            table.add_row(name, *(f"{value:.2f}" for value in values.values()))
+    console.print(table)
+    if any(summary["slo"].values()):
+        console.print(
+            f"goodput: {summary['good_requests_per_second']:.2f} requests/s, {summary['good_fraction']:.1%}"
+        )
+    for kind, count in summary["errors"].items():
+        console.print(f"failed: {count} x {kind}", style="red")
+
+
+def write_json(summary: dict[str, Any], path: str) -> None:
+    """Write the summary to a file, or to standard output for "-". Raises ConfigError."""
+    text = json.dumps(summary, indent=2)
+    if path == "-":
+        print(text)
+    elif path:
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {path}: {error.strerror}") from error

@@ -1,0 +1,223 @@
+"""A small HTTP/1.1 client that reads server-sent events with little work per chunk.
+
+One `Connection` carries one request at a time and is used again after it. `Client.complete` never raises for
+what a server or the network does: the record's `error` names the kind. Parsing is httptools' and orjson's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+
+from cli.load.results import RequestRecord
+from cli.load.workload import PlannedRequest
+from common.errors import ConfigError
+
+READ_BUFFER_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server under load and how it is asked. `url` is its root, without /v1."""
+
+    url: str
+    model: str
+    api_key: str = ""
+    endpoint: str = "completions"  # or "chat"
+    exact_output: bool = True  # ignore_eos and min_tokens: not of OpenAI, but of most servers
+    temperature: float = 0.0
+
+    @property
+    def path(self) -> str:
+        return urlsplit(self.url).path.rstrip("/") + (
+            "/v1/completions" if self.endpoint == "completions" else "/v1/chat/completions"
+        )
+
+    def body(self, request: PlannedRequest) -> bytes:
+        """The JSON body of one streamed request."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.num_output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.endpoint == "completions":
+            fields["prompt"] = request.prompt
+        elif isinstance(request.prompt, str):
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
+        else:
+            raise ConfigError("--vocab-size makes prompts of token ids, which --endpoint chat can't send")
+        if self.exact_output:
+            fields |= {"ignore_eos": True, "min_tokens": request.num_output_tokens}
+        return orjson.dumps(fields)
+
+    def head(self, content_length: int) -> bytes:
+        """The request line and headers."""
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return (
+            f"POST {self.path} HTTP/1.1\r\nHost: {urlsplit(self.url).netloc}\r\nContent-Type: application/json\r\n"
+            f"Accept: text/event-stream\r\n{key}Content-Length: {content_length}\r\n\r\n"
+        ).encode()
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `ask` fills a record; the methods below are called by asyncio and by httptools."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.is_open = False
+
+    async def ask(self, head: bytes, body: bytes, record: RequestRecord, begin: float) -> None:
+        """Send one request and read its answer into `record`; times count from `begin` on the loop's clock."""
+        assert self._transport is not None
+        assert self._done is None
+        self._parser = httptools.HttpResponseParser(self)
+        self._record = record
+        self._begin = begin
+        self._pending = b""
+        self._saw_end = False
+        self._done = self._loop.create_future()
+        record.sent = self._loop.time() - begin
+        self._transport.writelines([head, body])
+        try:
+            await self._done
+        finally:
+            self._done = None
+            record.end = self._loop.time() - begin
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports don't inherit from asyncio's
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None:  # bytes that nobody asked for
+            self.close()
+            return
+        self._now = self._loop.time() - self._begin
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail("not HTTP")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._fail("disconnected")
+
+    # --- httptools
+
+    def on_body(self, data: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            return
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._record.error = f"http {status}"
+        elif not self._saw_end and not self._record.error:
+            self._record.error = "incomplete"
+        if not self._parser.should_keep_alive():
+            self.close()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _event(self, payload: bytes) -> None:
+        if payload == b"[DONE]":
+            self._saw_end = True
+            return
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            self._record.error = "not JSON"
+            return
+        if "error" in event:
+            self._record.error = "error event"
+            return
+        for choice in event.get("choices") or ():
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                self._record.chunk_times.append(self._now)
+        usage = event.get("usage")
+        if usage:
+            self._record.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            self._record.num_output_tokens = usage.get("completion_tokens", 0)
+            self._record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _fail(self, kind: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._record.error = self._record.error or kind
+            self._done.set_result(None)
+
+
+class Client:
+    """Keeps connections to one server. `complete` is safe to call from many tasks."""
+
+    def __init__(self, target: Target, timeout_seconds: float = 600.0) -> None:
+        parts = urlsplit(target.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {target.url!r}: give the server's root, such as http://127.0.0.1:8000")
+        self._target = target
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = parts.scheme == "https"
+        self._timeout = timeout_seconds
+        self._idle: list[Connection] = []
+
+    async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
+        """One request, start to end. Times count from `begin` on the running loop's clock."""
+        loop = asyncio.get_running_loop()
+        now = loop.time() - begin
+        record = RequestRecord(scheduled=scheduled, sent=now, end=now)
+        body = self._target.body(request)
+        try:
+            async with asyncio.timeout(self._timeout):
+                connection = await self._connect()
+                try:
+                    await connection.ask(self._target.head(len(body)), body, record, begin)
+                except (
+                    BaseException
+                ):  # a timeout or the end of the program: its answer must not meet the next question
+                    connection.close()
+                    raise
+        except TimeoutError:  # before OSError, which is its base
+            record.error = "timeout"
+            return record
+        except OSError:
+            record.error = "connect"
+            return record
+        if connection.is_open:
+            self._idle.append(connection)
+        return record
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connect(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls or None)
+        return connection
