@@ -85,7 +85,9 @@ class ModelRunner:
 
         Uses the pool's first blocks; call it before they hold anything.
         """
-        for num_tokens in (1, min(self._max_num_batched_tokens, self._pool.shape[0] * self._block_size)):
+        pool_tokens = self._pool.shape[0] * self._block_size
+        longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
+        for num_tokens in (1, longest):
             num_blocks = -(-num_tokens // self._block_size)
             request = Request(RequestId("warmup"), [0] * num_tokens, SamplingParams(max_tokens=1, temperature=0.0))
             request.block_ids = [BlockId(index) for index in range(num_blocks)]

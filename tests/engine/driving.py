@@ -1,0 +1,97 @@
+"""Runs plans without a scheduler: requests with shuffled block tables, chunked prefill, mixed steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.model_files import ModelFiles
+from engine.config import EngineConfig
+from engine.kv_memory import allocate_pool, pool_geometry
+from engine.loader import LoadedModel, load_model
+from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan, StepResult
+from engine.runner import ModelRunner
+from kvstore.types import BlockId
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, seed=0)
+
+
+def open_model(files: ModelFiles, **settings: Any) -> tuple[LoadedModel, EngineConfig]:
+    settings = {"device": "cpu", "num_gpu_blocks": 256, "block_size": 8, **settings}
+    config = EngineConfig(**settings)
+    return load_model(files, config), config
+
+
+def directory(path: Path) -> ModelFiles:
+    return ModelFiles(path.name, "directory", path)
+
+
+def make_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    pool = allocate_pool(geometry, loaded.device)
+    pool.fill_(float("nan"))  # what was never written must never matter
+    return ModelRunner(loaded, pool, None, config)
+
+
+class Driver:
+    """Advances requests step by step. Blocks come in random order; each step's shape is the caller's."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, seed: int = 0) -> None:
+        self.runner = runner
+        self.block_size = config.block_size
+        self.free = list(range(config.num_gpu_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.logits: dict[RequestId, list[Tensor]] = {}
+        self.results: list[StepResult] = []
+        self._count = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams = GREEDY, record_logits: bool = False) -> Request:
+        request = Request(RequestId(f"r{self._count}"), list(prompt), params)
+        self._count += 1
+        if record_logits:
+            recorded = self.logits[request.request_id] = []
+            self.runner.hooks[request.request_id] = lambda _request, row: recorded.append(row.clone())
+        return request
+
+    def step(self, work: Sequence[tuple[Request, int]]) -> StepResult:
+        """Compute the next `n` tokens of each request (decode rows first), sampling where all are known."""
+        rows = []
+        for request, count in sorted(work, key=lambda item: item[1] != 1):
+            start = request.num_computed_tokens
+            while len(request.block_ids) * self.block_size < start + count:
+                request.block_ids.append(BlockId(self.free.pop()))
+            rows.append(ScheduledRow(request, start, count, start + count == request.num_tokens))
+        result = self.runner.run(StepPlan(rows))
+        self.results.append(result)
+        for index, row in enumerate(rows):
+            row.request.num_computed_tokens += row.num_new_tokens
+            row.request.output_token_ids += result.token_ids[index]
+        return result
+
+    def release(self, request: Request) -> None:
+        self.free += request.block_ids
+        request.block_ids = []
+        request.num_computed_tokens = 0
+
+    def finish(self, requests: Sequence[Request], num_tokens: int, chunk: int) -> None:
+        """Run all to `num_tokens` outputs: chunks of prompts join the others' decode steps."""
+        while True:
+            work = [
+                (request, min(chunk, request.num_tokens - request.num_computed_tokens))
+                for request in requests
+                if len(request.output_token_ids) < num_tokens
+            ]
+            if not work:
+                return
+            result = self.step(work)
+            assert not result.errors, result.errors
+
+
+def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()

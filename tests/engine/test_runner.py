@@ -1,0 +1,184 @@
+"""The runner against transformers in float32: every family, chunking, batch composition, block order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.kv_memory import allocate_pool, pool_geometry
+from engine.loader import LoadedModel
+from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
+from engine.runner import ModelRunner
+from kvstore.types import BlockId, HostSlot
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits
+
+Opened = tuple[LoadedModel, EngineConfig, transformers.PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=sorted(TINY_MODELS))
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[request.param]
+    path = tiny.save(tmp_path_factory.mktemp("model") / request.param)
+    loaded, config = open_model(directory(path), dtype="float32", num_threads=1)
+    return loaded, config, tiny.build()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    torch.set_num_threads(1)
+    path = TINY_MODELS["llama"].save(tmp_path_factory.mktemp("model") / "llama")
+    loaded, config = open_model(directory(path), dtype="float32", num_threads=1)
+    return loaded, config, TINY_MODELS["llama"].build()
+
+
+def test_logits_and_greedy_tokens_equal_transformers(opened: Opened) -> None:
+    loaded, config, reference = opened
+    driver = Driver(make_runner(loaded, config), config)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 7, 8, 30, 100)]
+    requests = [driver.add(prompt, record_logits=True) for prompt in prompts]
+    driver.finish(requests, num_tokens=6, chunk=13)
+    for request in requests:
+        assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 6)
+        tokens = request.prompt_token_ids + request.output_token_ids
+        expected = reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1]
+        torch.testing.assert_close(torch.stack(driver.logits[request.request_id]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 16])
+@pytest.mark.parametrize("chunk", [1, 5, 16, 512])
+def test_tokens_do_not_depend_on_batch_or_chunk(llama: Opened, batch: int, chunk: int) -> None:
+    loaded, config, reference = llama
+    driver = Driver(make_runner(loaded, config), config, seed=batch)
+    prompts = [random_prompt(3 + 5 * index % 41, VOCAB_SIZE, index) for index in range(batch)]
+    requests = [driver.add(prompt) for prompt in prompts]
+    driver.finish(requests, num_tokens=4, chunk=chunk)
+    for request in requests[:: max(1, batch // 4)]:
+        assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 4)
+
+
+def test_requests_come_and_go_between_steps(llama: Opened) -> None:
+    """Late arrivals, a recompute from scratch, a cached prefix that another request wrote, reused blocks."""
+    loaded, config, reference = llama
+    driver = Driver(make_runner(loaded, config), config)
+    first, second = driver.add(random_prompt(20, VOCAB_SIZE, 1)), driver.add(random_prompt(33, VOCAB_SIZE, 2))
+    driver.finish([first], 3, chunk=8)
+    driver.finish([first, second], 6, chunk=8)
+    driver.release(second)  # preempted: its blocks go to others, and it starts over
+    third = driver.add(first.prompt_token_ids[:16] + random_prompt(9, VOCAB_SIZE, 3))
+    third.block_ids, third.num_computed_tokens = first.block_ids[:2], 16
+    driver.finish([first, third, second], 9, chunk=16)
+    for request in (first, second, third):
+        assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 9)
+
+
+def test_a_row_may_be_computed_twice(llama: Opened) -> None:
+    """The loop runs a failed step's rows again one by one."""
+    loaded, config, reference = llama
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(12, VOCAB_SIZE, 5))
+    driver.finish([request], 2, chunk=12)
+    row = ScheduledRow(request, request.num_computed_tokens, 1, True)
+    once, twice = driver.runner.run(StepPlan([row])), driver.runner.run(StepPlan([row]))
+    assert once.token_ids == twice.token_ids
+    assert once.token_ids[0] == reference_greedy(reference, request.prompt_token_ids, 3)[2:]
+
+
+def test_rows_that_do_not_sample_return_nothing(llama: Opened) -> None:
+    loaded, config, _ = llama
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(20, VOCAB_SIZE, 0))
+    result = driver.step([(request, 8)])
+    assert result.token_ids == [[]]
+    assert result.logprobs == [[]]
+
+
+def test_logprobs_and_prompt_logprobs_equal_transformers(llama: Opened) -> None:
+    loaded, config, reference = llama
+    params = replace(GREEDY, logprobs=5, prompt_logprobs=3)
+    for chunk in (7, 100):
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(random_prompt(90, VOCAB_SIZE, 9), params)
+        driver.finish([request], 3, chunk)
+        tokens = request.prompt_token_ids + request.output_token_ids
+        expected = reference_logits(reference, tokens).log_softmax(-1)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        sampled = [entry for result in driver.results for part in result.logprobs for entry in part]
+        assert [entry.token_id for entry in entries + sampled] == tokens[1:]
+        for position, entry in enumerate(entries + sampled):
+            row = expected[position]
+            count = 3 if position + 1 < request.num_prompt_tokens else 5
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            assert entry.rank == 1 + int((row > row[entry.token_id]).sum())
+            assert list(entry.top_token_ids) == row.topk(count).indices.tolist()
+            assert list(entry.top_logprobs) == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
+
+
+def test_a_row_with_broken_logits_fails_alone(llama: Opened) -> None:
+    loaded, config, reference = llama
+    driver = Driver(make_runner(loaded, config), config)
+    good, bad = driver.add(random_prompt(9, VOCAB_SIZE, 1)), driver.add(random_prompt(9, VOCAB_SIZE, 2))
+    bad.block_ids, bad.num_computed_tokens = [BlockId(driver.free.pop()), BlockId(driver.free.pop())], 8  # NaN KV
+    result = driver.step([(good, 9), (bad, 1)])
+    assert result.errors == {0: "the model's output is not finite"}
+    assert result.token_ids == [[], reference_greedy(reference, good.prompt_token_ids, 1)]
+
+
+def test_copies_run_before_the_forward_pass(llama: Opened) -> None:
+    """Blocks swapped out and in again, to other places, hold what they held."""
+    loaded, config, reference = llama
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    pool = allocate_pool(geometry, loaded.device)
+    host = torch.zeros(8, geometry.block_bytes, dtype=torch.uint8)
+    runner = ModelRunner(loaded, pool, host, config)
+    prompt = random_prompt(20, VOCAB_SIZE, 4)
+    request = Request(RequestId("a"), prompt, GREEDY, block_ids=[BlockId(3), BlockId(4), BlockId(9)])
+    first = runner.run(StepPlan([ScheduledRow(request, 0, 20, True)])).token_ids[0]
+    request.output_token_ids += first
+    swap_out = [(BlockId(3), HostSlot(1)), (BlockId(4), HostSlot(2)), (BlockId(9), HostSlot(7))]
+    assert runner.run(StepPlan(copies_out=swap_out)).token_ids == []
+    pool.fill_(float("nan"))
+    request.block_ids = [BlockId(30), BlockId(31), BlockId(5)]
+    swap_in = [(HostSlot(1), BlockId(30)), (HostSlot(2), BlockId(31)), (HostSlot(7), BlockId(5))]
+    second = runner.run(StepPlan([ScheduledRow(request, 20, 1, True)], copies_in=swap_in)).token_ids[0]
+    assert first + second == reference_greedy(reference, prompt, 2)
+
+
+def test_a_pool_of_another_shape_is_refused(llama: Opened) -> None:
+    loaded, config, _ = llama
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    pool = allocate_pool(geometry, loaded.device)
+    with pytest.raises(ConfigError, match="KV pool"):
+        ModelRunner(loaded, pool.bfloat16(), None, config)
+    with pytest.raises(ConfigError, match="KV pool"):
+        ModelRunner(loaded, pool[:, :1], None, config)
+
+
+def test_warmup_leaves_results_unchanged(llama: Opened) -> None:
+    loaded, config, reference = llama
+    runner = make_runner(loaded, config)
+    runner.warmup()
+    driver = Driver(runner, config)
+    request = driver.add(random_prompt(10, VOCAB_SIZE, 8), SamplingParams(max_tokens=4, temperature=0.0))
+    driver.finish([request], 2, chunk=4)
+    assert request.output_token_ids == reference_greedy(reference, request.prompt_token_ids, 2)
+
+
+def test_paths_are_not_needed_after_loading(tmp_path: Path) -> None:
+    """Weights are copied out of their files: a checkpoint may be deleted or replaced under a running engine."""
+    path = TINY_MODELS["llama"].save(tmp_path / "model")
+    loaded, config = open_model(directory(path), dtype="float32")
+    for file in path.iterdir():
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(random_prompt(10, VOCAB_SIZE, 8))
+    driver.finish([request], 2, chunk=4)
+    expected = reference_greedy(TINY_MODELS["llama"].build(), request.prompt_token_ids, 2)
+    assert request.output_token_ids == expected

@@ -1,0 +1,87 @@
+"""Tiny random models of each family, written by transformers, and transformers' own answers for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB_SIZE = 211
+EOS = 3
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    family: str  # as transformers' classes are named
+    changes: dict[str, Any] = field(default_factory=dict)
+    shard_bytes: int = 0
+
+    def build(self) -> transformers.PreTrainedModel:
+        torch.manual_seed(1)
+        config = getattr(transformers, f"{self.family}Config")(**{**SHAPE, **self.changes})
+        config._attn_implementation = "eager"
+        model = getattr(transformers, f"{self.family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                center = 1.0 if name.endswith("norm.weight") else 0.0
+                parameter.normal_(center, 0.15)  # biases and norms too: at their defaults they would test nothing
+        return model
+
+    def save(self, path: Path) -> Path:
+        model = self.build()
+        model.save_pretrained(path, max_shard_size=self.shard_bytes or "1GB")
+        return path
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+LLAMA3_ROPE = rope(
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+TINY_MODELS = {
+    "llama": TinyModel("Llama"),
+    "llama-tied-sharded": TinyModel("Llama", {"tie_word_embeddings": True}, shard_bytes=30_000),
+    "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": TinyModel("Llama", {"head_dim": 16, "num_key_value_heads": 6}),
+    "llama-rope-linear": TinyModel("Llama", rope("linear", factor=3.0)),
+    "llama-rope-llama3": TinyModel("Llama", LLAMA3_ROPE),
+    "llama-rope-yarn": TinyModel("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": TinyModel("Mistral", {"sliding_window": None}),
+    "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
+    "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "qwen3-biases": TinyModel("Qwen3", {"head_dim": 12, "attention_bias": True}),
+}
+
+
+@torch.inference_mode()
+def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """(len(token_ids), vocab)."""
+    return model(torch.tensor([token_ids])).logits[0]
+
+
+def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """By full recompute, without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
