@@ -97,6 +97,17 @@ class LeaseTable:
         return [lease.block_ids[position] for position in positions]
 
 
+class LeaseMirror(LeaseTable):
+    """The front's copy of its rank's leases, changed as the rank reports them (`grant` is the rank's alone)."""
+
+    def granted(self, lease_id: LeaseId, block_ids: Sequence[BlockId], deadline: float) -> None:
+        self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), deadline))
+
+    def end(self, lease_id: LeaseId) -> None:
+        """The rank released it or let it expire."""
+        self.release(lease_id, self.epoch)
+
+
 def _bounded(lease_seconds: float) -> float:
     """A peer's wish, made finite: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
     return min(lease_seconds, MAX_LEASE_SECONDS) if lease_seconds > 0 else 0.0

@@ -43,3 +43,18 @@ class PoolGeometry:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPool:
+    """A lease of another worker and where its blocks can be read: the fields of a KvHandle."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    kv_address: str  # host:port of the KvTransfer service; empty: none
+    shm_socket: str  # Unix socket that hands out the pool's descriptor; empty: none
+    lease_id: LeaseId
+    block_ids: tuple[BlockId, ...]
+    digests: tuple[int, ...]  # one per block
+    num_tokens: int  # whose KV the blocks hold
+    lease_seconds: float

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import TransferError
 from kvstore.block_pool import BlockPool
-from kvstore.leases import MAX_LEASE_SECONDS, Lease, LeaseTable, new_epoch
+from kvstore.leases import MAX_LEASE_SECONDS, LeaseMirror, LeaseTable, new_epoch
 from kvstore.types import BlockId, Epoch, LeaseId
 
 EPOCH = Epoch(7)
@@ -61,9 +61,9 @@ def test_release_happens_once() -> None:
 
 
 def test_a_mirror_resolves_like_the_original() -> None:
-    table, mirror = LeaseTable(EPOCH), LeaseTable(EPOCH)
+    table, mirror = LeaseTable(EPOCH), LeaseMirror(EPOCH)
     lease = table.grant(BLOCKS, 0.0, 10.0)
-    mirror.adopt(Lease(lease.lease_id, lease.epoch, lease.block_ids, lease.deadline))
+    mirror.grant(lease.lease_id, lease.block_ids, lease.deadline)
     assert mirror.resolve(lease.lease_id, EPOCH, [1], 5.0) == table.resolve(lease.lease_id, EPOCH, [1], 5.0)
 
 

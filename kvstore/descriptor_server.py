@@ -1,0 +1,89 @@
+"""Hands out read-only descriptors of a pool over a Unix socket, from a small thread of the pool's owner.
+
+Whoever can open the socket (its owner's user) gets one frame, {"pool": PoolInfo}, with one descriptor, and the
+connection ends. The server reads nothing, so there is nothing to send it; one client is served at a time, and
+one that does not read is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+
+from common.errors import TransferError
+from kvstore import pool_info
+from kvstore.memory import reopen_read_only
+from kvstore.pool_info import PoolInfo
+from kvstore.unix_socket import close_listener, connect_unix, listen_unix, recv_frame, send_frame
+
+logger = logging.getLogger(__name__)
+
+MAX_INFO_BYTES = 1 << 16
+SEND_TIMEOUT_SECONDS = 1.0
+
+
+class DescriptorServer:
+    """Serves `fd` until `close`. Raises ConfigError when the socket path cannot be used."""
+
+    def __init__(self, socket_path: Path, info: PoolInfo, fd: int) -> None:
+        self.socket_path = socket_path
+        self._message = {"pool": pool_info.to_proto(info).SerializeToString()}
+        self._fd = reopen_read_only(fd)
+        try:
+            self._listener = listen_unix(socket_path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._inode = socket_path.stat().st_ino
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="kv-descriptors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and remove the socket. Descriptors that were handed out stay valid."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self._thread.join()
+        close_listener(self._listener, self.socket_path, self._inode)
+        os.close(self._fd)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                # Out of descriptors, most likely: a moment later there may be some again.
+                logger.warning("cannot accept a connection for KV descriptors: %s", error.strerror)
+                threading.Event().wait(0.1)
+                continue
+            with client:
+                client.settimeout(SEND_TIMEOUT_SECONDS)
+                with contextlib.suppress(OSError):  # the client went away, or does not read
+                    send_frame(client, self._message, [self._fd])
+
+
+def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]:
+    """Ask a DescriptorServer. The caller closes the descriptor.
+
+    Raises UnavailableError (nobody there), TransferError or HandshakeError (not such a server).
+    """
+    with connect_unix(socket_path, timeout_seconds) as sock:
+        message, fds = recv_frame(sock, MAX_INFO_BYTES, max_fds=1)
+    try:
+        data = message.get("pool") if isinstance(message, dict) else None
+        if not isinstance(data, bytes) or len(fds) != 1:
+            raise TransferError("the Unix socket does not hand out a KV pool")
+        return pool_info.from_bytes(data), fds[0]
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise

@@ -1,0 +1,75 @@
+"""The caller's side of KvTransfer: one channel per peer, renewals and releases. Blocking, thread-safe."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from common.errors import TransferError, UnavailableError
+from common.rpc import CHANNEL_OPTIONS, token_metadata
+from kvstore.types import PeerPool
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+MAX_CHANNELS = 64
+CALL_SECONDS = 5.0
+T = TypeVar("T")
+
+
+class LeaseClient:
+    """Channels to peers by address; the least recently used one is closed beyond MAX_CHANNELS."""
+
+    def __init__(self, token: str = "") -> None:
+        self.metadata = token_metadata(token)
+        self._lock = threading.Lock()
+        self._channels: OrderedDict[str, tuple[grpc.Channel, kvstore_pb2_grpc.KvTransferStub]] = OrderedDict()
+
+    def stub(self, address: str) -> kvstore_pb2_grpc.KvTransferStub:
+        """The stub for `address`, connected when it is first used."""
+        with self._lock:
+            entry = self._channels.get(address)
+            if entry is None:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                entry = self._channels[address] = (channel, kvstore_pb2_grpc.KvTransferStub(channel))
+                if len(self._channels) > MAX_CHANNELS:
+                    _, (oldest, _stub) = self._channels.popitem(last=False)
+                    oldest.close()
+            self._channels.move_to_end(address)
+            return entry[1]
+
+    def renew(self, peer: PeerPool, lease_seconds: float) -> bool:
+        """False: the lease does not hold any more. Raises UnavailableError."""
+        stub = self.stub(peer.kv_address)
+        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch, lease_seconds=lease_seconds)
+        return bool(call(lambda: stub.Renew(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
+
+    def release(self, peer: PeerPool) -> bool:
+        """False: there was nothing to release. Raises UnavailableError."""
+        stub = self.stub(peer.kv_address)
+        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch)
+        return bool(call(lambda: stub.Release(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
+
+    def close(self) -> None:
+        with self._lock:
+            for channel, _ in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+
+def call(do: Callable[[], T]) -> T:
+    """Run an RPC. Raises UnavailableError when the peer cannot be reached in time, else TransferError."""
+    try:
+        return do()
+    except grpc.RpcError as error:
+        raise rpc_failure(error) from error
+
+
+def rpc_failure(error: grpc.RpcError) -> UnavailableError | TransferError:
+    """What a failed RPC means here."""
+    status: grpc.StatusCode = error.code()
+    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return UnavailableError(f"the peer does not answer ({status.name})")
+    return TransferError(f"the peer refused: {error.details()} ({status.name})")

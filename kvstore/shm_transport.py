@@ -1,0 +1,103 @@
+"""Reads a peer's pool on the same host: its memfd, mapped read-only once, and one copy per run of blocks.
+
+One-sided: the peer does nothing. That the blocks are still those of the lease is the digest's proof, afterwards.
+A mapping stays readable when its owner dies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TransferError
+from kvstore.descriptor_server import fetch_pool
+from kvstore.memory import blocks_over, map_fd
+from kvstore.pool_info import check_compatible
+from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+
+MAX_MAPPINGS = 64
+FETCH_SECONDS = 2.0
+Blocks = npt.NDArray[np.uint8]
+
+
+class ShmTransport:
+    """Mappings of peers' pools by (worker, epoch), least recently used first out."""
+
+    name = "shm"
+
+    def __init__(self, geometry: PoolGeometry) -> None:
+        self._geometry = geometry
+        self._lock = threading.Lock()
+        self._pools: OrderedDict[tuple[WorkerId, Epoch], Blocks] = OrderedDict()
+
+    @property
+    def num_mappings(self) -> int:
+        return len(self._pools)
+
+    def open(self, peer: PeerPool) -> None:
+        self._pool(peer)
+
+    def pull(
+        self,
+        peer: PeerPool,
+        positions: Sequence[int],
+        local_block_ids: Sequence[BlockId],
+        local_pool: Blocks,
+        deadline_seconds: float,
+    ) -> None:
+        pool = self._pool(peer)
+        remote_ids = [peer.block_ids[position] for position in positions]
+        if remote_ids and not 0 <= min(remote_ids) <= max(remote_ids) < len(pool):
+            raise TransferError("the KV handle names a block outside the peer's pool")
+        for remote, local, count in runs(remote_ids, local_block_ids):
+            np.copyto(local_pool[local : local + count], pool[remote : remote + count])
+
+    def close(self) -> None:
+        """Forget all mappings; each ends when its last reader is done."""
+        with self._lock:
+            self._pools.clear()
+
+    def _pool(self, peer: PeerPool) -> Blocks:
+        key = (peer.worker_id, peer.epoch)
+        with self._lock:
+            pool = self._pools.get(key)
+            if pool is None:
+                pool = self._map(peer)
+                for old in [k for k in self._pools if k[0] == peer.worker_id]:
+                    del self._pools[old]  # an earlier life of the same worker
+                self._pools[key] = pool
+                if len(self._pools) > MAX_MAPPINGS:
+                    self._pools.popitem(last=False)
+            self._pools.move_to_end(key)
+            return pool
+
+    def _map(self, peer: PeerPool) -> Blocks:
+        info, fd = fetch_pool(peer.shm_socket, FETCH_SECONDS)
+        try:
+            check_compatible(self._geometry, info)
+            if (info.worker_id, info.epoch) != (peer.worker_id, peer.epoch):
+                raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
+            geometry = info.geometry
+            return blocks_over(map_fd(fd, geometry.pool_bytes, False), geometry.num_blocks, geometry.block_bytes)
+        finally:
+            os.close(fd)
+
+
+def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count) of stretches in which both sides ascend by one: one copy each."""
+    start = 0
+    for stop in range(1, len(sources) + 1):
+        length = stop - start
+        if (
+            stop < len(sources)
+            and sources[stop] == sources[start] + length
+            and targets[stop] == targets[start] + length
+        ):
+            continue
+        yield sources[start], targets[start], length
+        start = stop

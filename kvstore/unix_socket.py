@@ -1,0 +1,153 @@
+"""Unix sockets of the KV store: private listeners, and msgpack frames that may carry descriptors.
+
+A frame is a little-endian uint32 length and as many bytes of msgpack. Whatever a peer sends, reading ends in a
+message, or in TransferError; nothing is allocated beyond the bound that the reader names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.errors import ConfigError, TransferError, UnavailableError
+
+HEADER = struct.Struct("<I")
+MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
+
+
+def listen_unix(path: Path, backlog: int = 64) -> socket.socket:
+    """Listen on a socket that only this user can open (0600, in a directory made 0700).
+
+    The file of a dead process is replaced. Raises ConfigError when a live one listens there, or the path
+    cannot be used.
+    """
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(f"socket path longer than {MAX_PATH_BYTES} bytes: choose a shorter --run-dir")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = path.parent.stat().st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+            raise ConfigError(f"{path.parent} can be written by others: chmod 700 it or choose another --run-dir")
+        _remove_stale(path)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before listen(): until then, nobody can connect
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+def close_listener(listener: socket.socket, path: Path, inode: int) -> None:
+    """Stop listening and remove the file, unless a successor has put its own there."""
+    listener.close()
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_ino == inode:
+            path.unlink()
+
+
+def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
+    """Raises UnavailableError when nobody listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.settimeout(timeout_seconds)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise UnavailableError(f"nobody answers on the Unix socket: {error.strerror or error}") from error
+    return sock
+
+
+def send_frame(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """Send one frame; descriptors travel with its first byte. Raises OSError."""
+    data = pack(message)
+    sent = socket.send_fds(sock, [data], list(fds)) if fds else sock.send(data)
+    if sent < len(data):
+        sock.sendall(data[sent:])
+
+
+def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[Any, list[int]]:
+    """Receive one frame and its descriptors, which the caller closes. Raises TransferError."""
+    fds: list[int] = []
+    try:
+        header = b""
+        while len(header) < HEADER.size:
+            wanted = HEADER.size - len(header)
+            data, new_fds, flags, _ = socket.recv_fds(sock, wanted, max_fds, socket.MSG_CMSG_CLOEXEC)
+            fds += new_fds
+            if not data or flags & socket.MSG_CTRUNC:
+                raise TransferError("the peer closed the connection" if not data else "too many descriptors")
+            header += data
+        size = _checked_size(header, max_bytes)
+        body = bytearray()
+        while len(body) < size:
+            data = sock.recv(min(size - len(body), 1 << 20))
+            if not data:
+                raise TransferError("the peer closed the connection inside a frame")
+            body += data
+        return unpack(bytes(body)), fds
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, OSError):
+            raise TransferError(f"the connection failed: {error.strerror or error}") from error
+        raise
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> Any:
+    """One frame without descriptors. Raises TransferError; EOFError at the end between two frames."""
+    try:
+        size = _checked_size(await reader.readexactly(HEADER.size), max_bytes)
+        return unpack(await reader.readexactly(size))
+    except asyncio.IncompleteReadError as error:
+        if not error.partial and error.expected == HEADER.size:
+            raise EOFError from None
+        raise TransferError("the peer closed the connection inside a frame") from error
+    except OSError as error:
+        raise TransferError(f"the connection failed: {error.strerror or error}") from error
+
+
+def pack(message: Any) -> bytes:
+    body: bytes = msgpack.packb(message)
+    return HEADER.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> Any:
+    """Raises TransferError for bytes that are not one msgpack value."""
+    try:
+        return msgpack.unpackb(body)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise TransferError("malformed frame") from error
+
+
+def _checked_size(header: bytes, max_bytes: int) -> int:
+    (size,) = HEADER.unpack(header)
+    if size > max_bytes:
+        raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")
+    return int(size)
+
+
+def _remove_stale(path: Path) -> None:
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"{path} exists and is not a socket: remove it or choose another --run-dir")
+    try:
+        connect_unix(str(path), 1.0).close()
+    except UnavailableError:
+        path.unlink(missing_ok=True)
+        return
+    raise ConfigError(f"another process listens on {path}: stop it or choose another --run-dir")
