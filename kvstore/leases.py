@@ -2,8 +2,8 @@
 
 Pure: the clock comes as an argument (seconds of time.monotonic, which processes of one host share). A lease
 holds one reference on each of its blocks; the caller does `pool.acquire` at grant and `pool.release` with
-what `release` and `expire` return. The front of a worker keeps a second table as a mirror (`adopt`), so that
-reads need no message to the rank; both see the same deadlines.
+what `release` and `expire` return. The front of a worker keeps a `LeaseMirror`, so that reads need
+no message to the rank; both see the same deadlines.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LeaseTable:
         return self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), now + _bounded(lease_seconds)))
 
     def adopt(self, lease: Lease) -> Lease:
-        """Enter a lease that another table granted (the mirror's way)."""
+        """Enter a lease as it is, for example one that another process granted."""
         self._leases[lease.lease_id] = lease
         self._next_deadline = min(self._next_deadline, lease.deadline)
         return lease
@@ -97,15 +97,37 @@ class LeaseTable:
         return [lease.block_ids[position] for position in positions]
 
 
-class LeaseMirror(LeaseTable):
-    """The front's copy of its rank's leases, changed as the rank reports them (`grant` is the rank's alone)."""
+class LeaseMirror:
+    """The front's copy of its rank's leases, changed as the rank reports them and as readers ask.
 
-    def granted(self, lease_id: LeaseId, block_ids: Sequence[BlockId], deadline: float) -> None:
-        self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), deadline))
+    The rank decides; the mirror answers reads without asking it. Deadlines are the rank's own.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._table = LeaseTable(epoch)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._table)
+
+    def grant(self, lease_id: LeaseId, block_ids: Sequence[BlockId], deadline: float) -> None:
+        """The rank granted it, readable until `deadline` (time.monotonic)."""
+        self._table.adopt(Lease(lease_id, self._table.epoch, tuple(block_ids), deadline))
 
     def end(self, lease_id: LeaseId) -> None:
         """The rank released it or let it expire."""
-        self.release(lease_id, self.epoch)
+        self._table.release(lease_id, self._table.epoch)
+
+    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> bool:
+        return self._table.renew(lease_id, epoch, now, lease_seconds)
+
+    def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
+        """A reader is done. False: there is no such lease (any more)."""
+        return self._table.release(lease_id, epoch) is not None
+
+    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int], now: float) -> list[BlockId]:
+        """As LeaseTable.resolve."""
+        return self._table.resolve(lease_id, epoch, positions, now)
 
 
 def _bounded(lease_seconds: float) -> float:

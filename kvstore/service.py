@@ -84,7 +84,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
 
     async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
-        held = self._leases.release(lease_id, epoch) is not None
+        held = self._leases.release(lease_id, epoch)
         if held:
             await self._on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
