@@ -1,0 +1,58 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import setting
+from common.errors import ConfigError
+
+POLICIES = ("cost", "round-robin", "random", "power-of-two", "session-sticky")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The HTTP gateway and request router. Raises ConfigError for values that cannot work."""
+
+    host: str = setting("127.0.0.1", "address of the HTTP server")
+    port: int = setting(8000, "port of the HTTP server")
+    prefill: str = setting("", "prefill workers, host:port separated by commas; a name may stand for several")
+    decode: str = setting("", "decode workers, host:port separated by commas; a name may stand for several")
+    model: str = setting("", "the workers' --model; only its tokenizer is read here")
+    served_model_name: str = setting("", "what clients call the model; empty: its own name")
+    policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
+    local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
+    max_queue: int = setting(256, "requests that may wait for their first token; more get 429")
+    api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
+    cluster_token: str = setting("", "shared secret of the services")
+    request_timeout_seconds: float = setting(600.0, "a request that takes longer fails")
+    worker_timeout_seconds: float = setting(4.0, "a worker that says nothing for this long is out of service")
+    max_retries: int = setting(2, "moves of one request to another worker")
+    log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
+        if self.max_queue < 1:
+            raise ConfigError("--max-queue must be at least 1")
+        if self.max_retries < 0:
+            raise ConfigError("--max-retries must not be negative")
+        if self.local_prefill_tokens < 0:
+            raise ConfigError("--local-prefill-tokens must not be negative")
+        if self.request_timeout_seconds <= 0 or self.worker_timeout_seconds <= 0:
+            raise ConfigError("--request-timeout-seconds and --worker-timeout-seconds must be positive")
+        for role in ("prefill", "decode"):
+            self.addresses(role)
+        if not self.decode.strip():
+            raise ConfigError("--decode is empty: name at least one decode worker, host:port")
+
+    def addresses(self, role: str) -> list[tuple[str, int]]:
+        """The workers of a role as (host, port), in the order given."""
+        text = {"prefill": self.prefill, "decode": self.decode}[role]
+        found = []
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            host, _, port = item.rpartition(":")
+            if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise ConfigError(f"--{role} {item!r}: expected host:port")
+            found.append((host.strip("[]"), int(port)))
+        return found

@@ -1,0 +1,78 @@
+"""Errors in OpenAI's shape. The table of exceptions is common.errors.ERROR_TABLE; here is only how it looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from common.errors import (
+    INTERNAL,
+    InvalidRequestError,
+    MiniInferError,
+    NotFoundError,
+    OverloadedError,
+    UnauthenticatedError,
+    mapping_for,
+    public_message,
+)
+
+# Statuses that only HTTP knows; everything else comes from the table.
+HTTP_TYPES = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+}
+
+
+class HttpError(MiniInferError):
+    """A request that is refused for how it was sent, with the HTTP status that says so."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def status_of(error: BaseException) -> int:
+    if isinstance(error, HttpError):
+        return error.status
+    return mapping_for(error).http_status
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """The body of an error answer, and the data of an error event inside a stream."""
+    kind = HTTP_TYPES.get(error.status, INTERNAL.openai_type) if isinstance(error, HttpError) else None
+    param = code = None
+    if isinstance(error, InvalidRequestError):
+        param, code = error.param, error.code
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
+    elif isinstance(error, NotFoundError):
+        code = "not_found"
+    return {
+        "error": {
+            "message": public_message(error),
+            "type": kind or mapping_for(error).openai_type,
+            "param": param,
+            "code": code,
+        }
+    }
+
+
+def error_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
+    headers = [(b"content-type", b"application/json")]
+    if isinstance(error, OverloadedError):
+        headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
+    elif status_of(error) == 503:
+        headers.append((b"retry-after", b"1"))
+    elif isinstance(error, UnauthenticatedError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def error_body(error: BaseException) -> bytes:
+    return orjson.dumps(error_object(error))

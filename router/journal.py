@@ -1,0 +1,79 @@
+"""What the router must remember of one choice so that another worker can go on with it.
+
+Plain data and pure methods. A worker gets prompt and tokens so far; the noise of sampling is a function of
+(seed, position), so the tokens that follow are those that would have followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos import types_pb2 as pb
+
+
+@dataclass(slots=True, eq=False)
+class Journal:
+    """One choice, from admission to its end. Times are of one monotonic clock, in seconds."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: pb.SamplingParams
+    deadline: float
+    arrival: float
+    priority: int = 0
+    cache_salt: str = ""
+    session: str = ""
+    traceparent: str = ""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first attempt
+    num_attempts: int = 0
+    num_migrations: int = 0
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
+
+    def note(self, now: float, what: str) -> None:
+        self.events.append((now, what))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self.output_token_ids)
+
+    def next_attempt_id(self) -> str:
+        """A name that no earlier attempt had, so that late messages of a lost worker find nobody."""
+        self.num_attempts += 1
+        return f"{self.request_id}.{self.num_attempts}"
+
+    def submit(self, attempt_id: str, now: float, handle: pb.KvHandle | None = None) -> pb.Submit:
+        """The message that makes a worker go on from here."""
+        return pb.Submit(
+            request_id=attempt_id,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            sampling=self._sampling(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            kv_handle=handle,
+            deadline_seconds=max(self.deadline - now, 0.001),
+            traceparent=self.traceparent,
+        )
+
+    def append(self, token_ids: Sequence[int], now: float) -> None:
+        if not self.output_token_ids:
+            self.first_token_time = now
+        self.last_token_time = now
+        self.output_token_ids.extend(token_ids)
+
+    def _sampling(self) -> pb.SamplingParams:
+        if not self.output_token_ids or not self.sampling.HasField("prompt_logprobs"):
+            return self.sampling
+        again = pb.SamplingParams()  # the prompt's logprobs came with the first token
+        again.CopyFrom(self.sampling)
+        again.ClearField("prompt_logprobs")
+        return again
