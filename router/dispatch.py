@@ -1,0 +1,205 @@
+"""The whole path of one choice: admission -> journal -> choose -> prefill -> decode -> resume.
+
+`Dispatcher.generate` yields what workers report, each token once, whichever worker made it. A worker that is
+lost on the way costs time, not tokens: the journal's prompt and tokens so far go to another one. Speaks token
+ids only; text, stop strings and HTTP live above.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from common.errors import EngineError, MiniInferError, OverloadedError, UnavailableError
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.config import RouterConfig
+from router.explain import ExplainLog
+from router.journal import Journal
+from router.metrics import RouterMetrics
+from router.policy import Decision, RequestView, choose, policy_by_name
+from router.worker_link import WorkerLink, WorkerLostError
+from router.workers import WorkerTable
+
+logger = logging.getLogger(__name__)
+WAIT_FOR_WORKER_SECONDS = 0.8  # a moved request waits this long for a worker to come back
+POLL_SECONDS = 0.02
+RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
+
+
+class Dispatcher:
+    """Serves choices on the workers of a table."""
+
+    def __init__(
+        self, config: RouterConfig, workers: WorkerTable, metrics: RouterMetrics, explain: ExplainLog
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._metrics = metrics
+        self._explain = explain
+        self._policy = policy_by_name(config.policy)
+        self._random = random.Random()
+        self._turn = 0
+        self.num_waiting = 0  # admitted, first token not seen yet
+        self.num_running = 0
+
+    def admit(self, num_choices: int) -> None:
+        """Raise OverloadedError when too many requests wait already, UnavailableError without any worker."""
+        if self.num_waiting + 1 > self._config.max_queue:
+            raise OverloadedError("the server is overloaded: too many requests are waiting", self._retry_after())
+        if not self._workers.usable("decode"):
+            raise UnavailableError("no decode worker is available")
+
+    async def generate(self, journal: Journal) -> AsyncIterator[list[pb.TokenDelta]]:
+        """All deltas of one choice, in order; ends after one with a finish reason. Raises MiniInferError."""
+        lost: set[WorkerId] = set()
+        self._opened(journal)
+        try:
+            while True:
+                try:
+                    decision = await self._decide(journal, lost)
+                    async with aclosing(self._attempt(journal, decision, lost)) as steps:
+                        async for deltas in steps:
+                            yield deltas
+                    return
+                except RETRYABLE as error:
+                    self._count_migration(journal, error)
+        finally:
+            self._closed(journal)
+
+    # -- choose ------------------------------------------------------------------------------------------------
+
+    async def _decide(self, journal: Journal, lost: set[WorkerId]) -> Decision:
+        """Which workers are next. Waits a moment for one when this is not the first try."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + (WAIT_FOR_WORKER_SECONDS if journal.num_migrations else 0.0)
+        while not self._workers.usable("decode", lost) and loop.time() < give_up:
+            await asyncio.sleep(POLL_SECONDS)
+        self._turn += 1
+        request = RequestView(
+            num_tokens=journal.num_tokens,
+            cached_tokens=self._workers.cached_tokens(journal.prompt_token_ids, journal.cache_salt),
+            session=journal.session,
+            draw=self._random.random(),
+            turn=self._turn,
+        )
+        decision = choose(
+            self._policy,
+            request,
+            # With tokens to replay, the KV of prompt and output is computed where decoding goes on.
+            [] if journal.has_started else [link.view() for link in self._workers.usable("prefill", lost)],
+            [link.view() for link in self._workers.usable("decode", lost)],
+            self._config.local_prefill_tokens,
+        )
+        self._explain.decided(journal, decision)
+        return decision
+
+    # -- prefill, then decode ----------------------------------------------------------------------------------
+
+    async def _attempt(
+        self, journal: Journal, decision: Decision, lost: set[WorkerId]
+    ) -> AsyncIterator[list[pb.TokenDelta]]:
+        """One try on the chosen workers. Raises what is in RETRYABLE when another try makes sense."""
+        chosen = decision.chosen
+        handle: pb.KvHandle | None = None
+        if chosen.prefill is not None:
+            async with aclosing(self._leg(journal, chosen.prefill, lost, None, "prefill")) as steps:
+                async for deltas in steps:
+                    yield deltas
+                    if deltas[-1].finish_reason == pb.FINISH_REASON_PREFILLED:
+                        handle = deltas[-1].kv_handle
+                    elif deltas[-1].finish_reason:
+                        return
+        elif self._workers.usable("prefill") or not journal.has_started:
+            self._metrics.local_prefills.inc()
+        async with aclosing(self._leg(journal, self._decode_worker(chosen.decode, lost), lost, handle, "decode")) as steps:
+            async for deltas in steps:
+                yield deltas
+
+    def _decode_worker(self, chosen: WorkerId, lost: set[WorkerId]) -> WorkerId:
+        """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
+        links = self._workers.usable("decode", lost)
+        if not links:
+            raise WorkerLostError("no decode worker is available")
+        if any(link.worker_id == chosen for link in links):
+            return chosen
+        return min(links, key=lambda link: link.view().load).worker_id
+
+    async def _leg(
+        self, journal: Journal, worker: WorkerId, lost: set[WorkerId], handle: pb.KvHandle | None, phase: str
+    ) -> AsyncIterator[list[pb.TokenDelta]]:
+        """Submit to one worker and pass on its deltas until it has finished its part."""
+        loop = asyncio.get_running_loop()
+        link = self._link(worker)
+        pending = 0 if handle is not None else journal.num_tokens
+        submit = journal.submit(journal.next_attempt_id(), loop.time(), handle)
+        attempt = link.open(submit, pending, journal.deadline)
+        journal.note(loop.time(), f"{phase} on {worker}")
+        is_first = True
+        try:
+            while True:
+                deltas = await attempt.mailbox.take()
+                now = loop.time()
+                for delta in deltas:
+                    if delta.token_ids:
+                        self._received(journal, delta, now)
+                if is_first:
+                    is_first = False
+                    self._explain.first_delta(journal, attempt, phase, now)
+                yield deltas
+                if deltas[-1].finish_reason:
+                    return
+        except (MiniInferError) as error:
+            if isinstance(error, RETRYABLE) or (phase == "prefill" and isinstance(error, EngineError)):
+                lost.add(worker)
+                raise WorkerLostError(str(error)) from error
+            raise
+        finally:
+            attempt.close()
+
+    def _link(self, worker: WorkerId) -> WorkerLink:
+        for link in self._workers.links:
+            if link.info is not None and link.info.worker_id == worker:
+                return link
+        raise WorkerLostError(f"worker {worker} has gone")
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _received(self, journal: Journal, delta: pb.TokenDelta, now: float) -> None:
+        if not journal.output_token_ids:
+            self.num_waiting -= 1
+            self.num_running += 1
+            self._metrics.time_to_first_token.observe(now - journal.arrival)
+        else:
+            self._metrics.inter_token_latency.observe(now - journal.last_token_time)
+        journal.append(delta.token_ids, now)
+
+    def _opened(self, journal: Journal) -> None:
+        self.num_waiting += 1
+        self._metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
+
+    def _closed(self, journal: Journal) -> None:
+        if journal.output_token_ids:
+            self.num_running -= 1
+        else:
+            self.num_waiting -= 1
+        self._metrics.choice_ended(journal, asyncio.get_running_loop().time())
+        self._explain.ended(journal, asyncio.get_running_loop().time())
+
+    def _count_migration(self, journal: Journal, error: MiniInferError) -> None:
+        """Allow another try, or raise the error that ends the choice."""
+        if journal.num_migrations >= self._config.max_retries:
+            raise UnavailableError(f"gave up after {journal.num_migrations + 1} tries: {error}") from error
+        journal.num_migrations += 1
+        self._metrics.migrations.inc()
+        journal.note(asyncio.get_running_loop().time(), f"moved: {error}")
+        logger.warning("%s moves to another worker (%s)", journal.request_id, error)
+
+    def _retry_after(self) -> float:
+        """About the time until half of the queue is gone, by the steps that workers report."""
+        links = self._workers.usable("decode")
+        step = max((link.rates.step_seconds for link in links), default=0.0) or 0.02
+        return min(max(self.num_waiting * step, 1.0), 30.0)

@@ -1,0 +1,38 @@
+"""How fast one worker is, measured from what it reports: moving averages that follow within a few requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import types_pb2 as pb
+
+WEIGHT = 0.2  # of the newest measurement
+MIN_PREFILL_TOKENS = 16  # shorter computations measure overhead, not rate
+
+
+@dataclass(slots=True)
+class WorkerRates:
+    """0: not measured yet."""
+
+    prefill_tokens_per_second: float = 0.0
+    pull_tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+
+    def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes) -> None:
+        """Learn from the times that came with a request's first delta."""
+        computed = num_prompt_tokens - times.num_cached_tokens - times.num_pulled_tokens
+        if computed >= MIN_PREFILL_TOKENS and times.prefill_seconds > 0:
+            self.prefill_tokens_per_second = _mix(self.prefill_tokens_per_second, computed / times.prefill_seconds)
+        if times.num_pulled_tokens and times.kv_pull_seconds > 0 and not times.kv_pull_failed:
+            self.pull_tokens_per_second = _mix(
+                self.pull_tokens_per_second, times.num_pulled_tokens / times.kv_pull_seconds
+            )
+
+    def observe_load(self, load: pb.LoadReport) -> None:
+        """Learn the duration of a step that only decoded."""
+        if load.step_decode_tokens and not load.step_prefill_tokens and load.step_seconds > 0:
+            self.step_seconds = _mix(self.step_seconds, load.step_seconds)
+
+
+def _mix(old: float, new: float) -> float:
+    return new if old == 0 else old + WEIGHT * (new - old)
