@@ -22,10 +22,12 @@ from common.errors import ConfigError, MiniInferError, mapping_for, public_messa
 TOKEN_KEY = "mini-infer-token"
 MAX_MESSAGE_BYTES = 64 << 20
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the stubs make these generic; at run time they are not
     Context = grpc.aio.ServicerContext[Any, Any]
+    Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     Context = grpc.aio.ServicerContext
+    Interceptor = grpc.aio.ServerInterceptor
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -71,7 +73,7 @@ def check_bind(host: str, token: str) -> None:
     )
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class TokenInterceptor(Interceptor):
     """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token."""
 
     def __init__(self, token: str) -> None:

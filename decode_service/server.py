@@ -11,7 +11,7 @@ from protos import decode_pb2, decode_pb2_grpc
 from protos import types_pb2 as pb
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]
     """Thin: everything happens in the front and its rank."""
 
     def __init__(self, front: WorkerFront) -> None:

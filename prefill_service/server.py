@@ -11,7 +11,7 @@ from protos import prefill_pb2, prefill_pb2_grpc
 from protos import types_pb2 as pb
 
 
-class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]
     """Thin: everything happens in the front and its rank."""
 
     def __init__(self, front: WorkerFront) -> None:

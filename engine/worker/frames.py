@@ -7,6 +7,7 @@ worker, so a malformed frame is a bug and ends the connection.
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import struct
@@ -51,29 +52,39 @@ class FrameSocket:
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake_fd, select.POLLIN)
         self._buffer = bytearray()
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
+    def wake(self) -> None:
+        """End a `receive` that waits. Safe to call from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        self._sock.close()
+        os.close(self._wake_fd)
 
     def send(self, message: list[Any]) -> None:
         self._sock.sendall(pack(message))
 
     def receive(self, timeout_seconds: float) -> list[list[Any]]:
-        """All messages that are here, after waiting for one at most so long. Raises ConnectionError at the end."""
+        """All complete messages that are here. With none, waits for bytes or `wake` at most so long.
+
+        Raises ConnectionError when the front is gone.
+        """
         messages: list[list[Any]] = []
-        if not self._poll.poll(timeout_seconds * 1000):
-            return messages
-        while True:
-            data = self._sock.recv(1 << 20)
-            if not data:
-                raise ConnectionError("the worker's front is gone")
-            self._buffer += data
-            messages.extend(self._take_complete())
-            if messages and not self._poll.poll(0):
-                return messages
-            if not messages and not self._poll.poll(timeout_seconds * 1000):
-                return messages
+        wait_ms = timeout_seconds * 1000
+        while ready := dict(self._poll.poll(wait_ms)):
+            wait_ms = 0
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if self._sock.fileno() in ready:
+                data = self._sock.recv(1 << 20)
+                if not data:
+                    raise ConnectionError("the worker's front is gone")
+                self._buffer += data
+                messages.extend(self._take_complete())
+        return messages
 
     def _take_complete(self) -> list[list[Any]]:
         messages, start = [], 0

@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from kvstore.service import LeaseMirror
-
 from common.errors import UnavailableError
 from engine.worker.protobuf import failure, submit_fields, token_delta
 from engine.worker.rank_process import RankProcess
 from engine.worker.sessions import Session
 from kvstore.events import EventLog, to_proto
+from kvstore.leases import LeaseMirror
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -125,8 +124,8 @@ class WorkerFront:
     def _apply(self, frame: dict[str, Any]) -> None:
         now = self.last_frame_time = time.monotonic()
         self.load = frame["load"]
-        for lease_id, block_ids, seconds in frame["granted"]:
-            self.leases.grant(lease_id, block_ids, now, seconds)
+        for lease_id, block_ids, deadline in frame["granted"]:
+            self.leases.grant(lease_id, block_ids, deadline)
         for lease_id in frame["ended_leases"]:
             self.leases.end(lease_id)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
@@ -166,6 +165,11 @@ class WorkerFront:
                 logger.warning("a router does not read its reports: closing its stream")
                 session.close("the router does not keep up")
                 self._close(session)
+
+    def heartbeat(self) -> None:
+        """Tell routers that this worker lives, also while a long step runs. Called about twice a second."""
+        if self.load:
+            self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
         return pb.LoadReport(**self.load, draining=self.draining)

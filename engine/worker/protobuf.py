@@ -13,9 +13,7 @@ FINISH_REASONS = {
     "cancelled": pb.FINISH_REASON_CANCELLED,
     "prefilled": pb.FINISH_REASON_PREFILLED,
 }
-FAILURE_CODES: dict[str, pb.FailureCode] = {
-    name.removeprefix("FAILURE_CODE_"): pb.FailureCode.Value(name) for name in pb.FailureCode.keys()
-}
+FAILURE_CODES = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
 
 
 def submit_fields(submit: pb.Submit, prefill_only: bool) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def token_delta(fields: list[Any], request_id: str, location: dict[str, str]) ->
     if prompt_logprobs:
         delta.prompt_logprobs.extend(map(_logprobs, prompt_logprobs))
     if handle is not None:
-        delta.kv_handle.CopyFrom(pb.KvHandle(**handle, **location))
+        delta.kv_handle.CopyFrom(pb.KvHandle(**(handle | location)))
     if times is not None:
         delta.times.CopyFrom(pb.RequestTimes(**times))
     return delta

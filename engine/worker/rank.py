@@ -24,13 +24,15 @@ from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
 from engine.worker.shared_pool import SharedPoolMemory
-from engine.worker.wire import request_kwargs, wire_logprobs
+from engine.worker.wire import check_handle, request_kwargs, wire_logprobs
 from kvstore.block_hash import HASH_VERSION
 from kvstore.leases import LeaseTable
-from kvstore.types import LeaseId
+from kvstore.transport import KvClient
+from kvstore.types import Epoch, LeaseId
 
 logger = logging.getLogger("rank")
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
+LEASE_WAIT_SECONDS = 0.1  # nothing to compute, but leases may expire
 BLOCKED_WAIT_SECONDS = 0.002  # work is there but blocks are not: leases and loads will free some
 
 
@@ -58,6 +60,7 @@ class Rank:
         self._link = link
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
+        self._block_size = parts.geometry.block_size
         self._memory = memory
         self._mover = mover
         self._lease_seconds = lease_seconds
@@ -99,8 +102,10 @@ class Rank:
         if stepped:
             self._checked = False
             return 0.0
-        if self._engine.has_work() or self._mover.num_open or len(self._leases):
-            return BLOCKED_WAIT_SECONDS if self._engine.has_work() else 0.02
+        if self._engine.has_work():
+            return BLOCKED_WAIT_SECONDS
+        if self._mover.num_open or len(self._leases):
+            return LEASE_WAIT_SECONDS
         if not self._checked:
             self._pool.check_integrity()  # cheap enough when idle, and a bug found here is found early
             self._checked = True
@@ -113,9 +118,9 @@ class Rank:
             elif op == Op.CANCEL:
                 self._cancel(RequestId(rest[0]))
             elif op == Op.RENEW:
-                self._leases.renew(LeaseId(rest[0]), rest[1], time.monotonic(), rest[2])
+                self._leases.renew(LeaseId(rest[0]), Epoch(rest[1]), time.monotonic(), rest[2])
             elif op == Op.RELEASE:
-                self._end_lease(LeaseId(rest[0]), rest[1])
+                self._end_lease(LeaseId(rest[0]), Epoch(rest[1]))
             elif op == Op.STOP:
                 self._stopping = True
 
@@ -123,24 +128,27 @@ class Rank:
 
     def _submit(self, name: str, fields: dict[str, Any]) -> None:
         now = time.monotonic()
+        handle = fields["handle"]
         try:
+            if handle is not None:
+                self._mover.keep_alive(handle)
+                check_handle(fields, self._block_size)
             request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields))
         except MiniInferError as error:
             self._failures.append([name, mapping_for(error).grpc_status, public_message(error)])
-            if fields.get("handle"):
-                self._mover.abandon(fields["handle"])
+            if handle is not None:
+                self._mover.abandon(handle)
             return
-        deadline = now + fields["deadline_seconds"] if fields.get("deadline_seconds") else float("inf")
+        deadline = now + fields["deadline_seconds"] if fields["deadline_seconds"] > 0 else float("inf")
         self._open[request.request_id] = OpenRequest(request, now, deadline)
-        if request.kv_source is not None:
-            self._mover.keep_alive(request.kv_source)
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:
             return
         request = self._engine.abort(request_id)
         if request is not None and request.kv_source is not None:
-            self._mover.abandon(request.kv_source)
+            handle: Any = request.kv_source
+            self._mover.abandon(handle)
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.expire(now):
@@ -160,13 +168,15 @@ class Rank:
 
     def _start_loads(self, now: float) -> None:
         for job in self._engine.scheduler.take_load_jobs():
-            if job.positions:
-                entry = self._open.get(job.request.request_id)
-                if entry is not None:
-                    entry.started = now
-                self._mover.load(job)
-            else:
-                self._mover.abandon(job.source)
+            handle: Any = job.source
+            entry = self._open.get(job.request.request_id)
+            if not job.positions:
+                self._mover.abandon(handle)
+                continue
+            if entry is not None:
+                entry.started = now
+                entry.pulled_tokens = handle["num_tokens"] - job.positions[0] * self._block_size
+            self._mover.load(job.request.request_id, handle, job.positions, job.block_ids)
 
     def _apply_loads(self, now: float) -> None:
         for result in self._mover.take_results():
@@ -180,9 +190,10 @@ class Rank:
         entry.pull_seconds = now - entry.started
         entry.transport = result.transport
         entry.pull_failed = not result.ok
-        entry.pulled_tokens = result.num_tokens if result.ok else 0
+        if not result.ok:
+            entry.pulled_tokens = 0
 
-    def _end_lease(self, lease_id: LeaseId, epoch: int) -> None:
+    def _end_lease(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
             self._pool.release(lease.block_ids)
@@ -318,7 +329,8 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     config = EngineConfig(**start["engine"])
     memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
     parts = assemble(config, memory)
-    mover = KvMover(memory, start["cluster_token"])
+    client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
+    mover = KvMover(client, memory.blocks, link.wake)
     memory.serve()
     geometry = parts.geometry
     link.send(

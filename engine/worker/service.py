@@ -77,7 +77,7 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
             address = f"{worker.advertise_host or worker.host}:{server.port}"
             info = worker_info(role, worker_id, address, rank.ready, tokenizer.tokenizer_hash())
-            kv = open_kv_service(rank, info)
+            kv = open_kv_service(rank)
             front = WorkerFront(rank, kv.events, kv.leases, info)
             kv.register(server)
             register(server, front)
@@ -85,7 +85,6 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
             await server.set_serving(True)
             logger.info("%s ready on %s in %.1f s", worker_id, server.address, time.monotonic() - began)
             status = await _watch(server, front, worker, stopping, logger)
-            kv.close()
         finally:
             await rank.stop()
         await server.stop(1.0)
@@ -100,23 +99,23 @@ async def _watch(
 ) -> int:
     """Serve until asked to stop (then drain) or until the rank is gone; returns the exit status."""
     frames = asyncio.create_task(front.run())
-    stalled = False
-    while not stopping.is_set():
-        done, _ = await asyncio.wait(
-            [frames, asyncio.ensure_future(stopping.wait())],
-            timeout=WATCH_INTERVAL_SECONDS,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if frames in done:
+    stop = asyncio.create_task(stopping.wait())
+    in_service = True
+    while not stop.done():
+        await asyncio.wait([frames, stop], timeout=WATCH_INTERVAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if frames.done():
             await server.set_serving(False)
             logger.error("the engine process is gone: this worker ends")
+            frames.exception()  # UnavailableError, by contract; streams are closed already
             return 1
-        silent = time.monotonic() - front.last_frame_time > worker.stall_seconds
-        if silent != stalled:
-            stalled = silent
-            await server.set_serving(not stalled)
-            logger.warning("engine %s", "makes no progress: out of service" if stalled else "is back: in service")
-            if stalled:
+        progresses = time.monotonic() - front.last_frame_time < worker.stall_seconds
+        if progresses:
+            front.heartbeat()
+        if progresses != in_service:
+            in_service = progresses
+            await server.set_serving(in_service)
+            logger.warning("engine %s", "is back: in service" if in_service else "makes no progress: out of service")
+            if not in_service:
                 front.close_sessions("the engine makes no progress")
     await _drain(server, front, worker.drain_grace_seconds, logger)
     frames.cancel()

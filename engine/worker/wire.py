@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from common.errors import InvalidRequestError
 from engine.request import SamplingParams, TokenLogprobs
 
 
@@ -15,7 +16,7 @@ def request_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
         sampling[name] = tuple(sampling[name])
     for name in ("logit_bias", "bad_words"):
         sampling[name] = tuple(tuple(entry) for entry in sampling[name])
-    handle = fields.get("handle")
+    handle = fields["handle"]
     return {
         "prompt_token_ids": fields["prompt"],
         "output_token_ids": fields["output"],
@@ -26,6 +27,16 @@ def request_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
         "kv_source": handle,
         "num_source_tokens": handle["num_tokens"] if handle else 0,
     }
+
+
+def check_handle(fields: dict[str, Any], block_size: int) -> None:
+    """A handle must cover all tokens but the last, block by block. Raises InvalidRequestError."""
+    handle = fields["handle"]
+    num_tokens = handle["num_tokens"]
+    if num_tokens != len(fields["prompt"]) + len(fields["output"]) - 1:
+        raise InvalidRequestError("the KV handle covers another number of tokens than the request has", "kv_handle")
+    if len(handle["block_ids"]) != -(-num_tokens // block_size):
+        raise InvalidRequestError("the KV handle names another number of blocks than its tokens need", "kv_handle")
 
 
 def wire_logprobs(entries: Sequence[TokenLogprobs]) -> list[list[Any]]:

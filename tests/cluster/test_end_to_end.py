@@ -1,4 +1,4 @@
-"""Router, prefill, KV pull, decode and stream, as real processes; tokens equal those of one engine in this process."""
+"""Router, prefill, KV pull, decode and stream as real processes: the tokens equal those of one engine here."""
 
 from __future__ import annotations
 

@@ -1,0 +1,329 @@
+"""Prefill and decode workers as real processes, driven over gRPC as a router drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from common.rpc import open_channel
+from engine import LLM, SamplingParams
+from protos import decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
+from protos import types_pb2 as pb
+from tests.cluster.harness import Service, free_ports
+
+PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
+ENGINE_ARGS = ["--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2"]
+
+
+class Worker:
+    """One process and, when attached, its stream."""
+
+    def __init__(self, role: str, folder: Path, port: int, *extra: str) -> None:
+        argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={role}", f"--run-dir={folder}", *ENGINE_ARGS]
+        self.service = Service(role, [*argv, *extra], folder / f"{role}.log")
+        self.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
+        self.role = role
+        self.address = f"127.0.0.1:{port}"
+
+    def stub(self, channel: grpc.aio.Channel) -> Any:
+        kind = prefill_pb2_grpc.PrefillStub if self.role == "prefill" else decode_pb2_grpc.DecodeStub
+        return kind(channel)
+
+    async def wait_ready(self) -> None:
+        async with open_channel(self.address) as channel:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    await self.stub(channel).Describe(pb.DescribeRequest(), timeout=1)
+                    return
+                except grpc.aio.AioRpcError:
+                    if time.monotonic() > deadline or not self.service.is_alive():
+                        raise AssertionError(self.service.log()) from None
+                    await asyncio.sleep(0.05)
+
+
+class Stream:
+    """A router's end of Attach; reports are collected as they come."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.load = pb.LoadReport()
+        self.keys: set[bytes] = set()
+
+    async def submit(self, name: str, **fields: Any) -> None:
+        sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
+        sampling.MergeFrom(fields.pop("sampling", pb.SamplingParams()))
+        submit = pb.Submit(request_id=name, sampling=sampling, **{"prompt_token_ids": PROMPT, **fields})
+        await self._call.write(pb.Command(submit=submit))
+
+    async def cancel(self, name: str) -> None:
+        await self._call.write(pb.Command(cancel=pb.Cancel(request_id=name)))
+
+    async def report(self) -> pb.StepReport:
+        report = await asyncio.wait_for(self._call.read(), 20)
+        assert isinstance(report, pb.StepReport), "the stream has ended"
+        self.load = report.load
+        for event in report.kv_events:
+            if event.HasField("snapshot"):
+                self.keys = set(event.snapshot.keys)
+            self.keys |= set(event.stored.keys)
+            self.keys -= set(event.removed.keys)
+        return report
+
+    async def until_end(self, name: str) -> tuple[list[int], pb.TokenDelta]:
+        """Tokens of a request, and its last delta."""
+        tokens: list[int] = []
+        while True:
+            report = await self.report()
+            assert not [f for f in report.failures if f.request_id == name], report.failures
+            for delta in report.deltas:
+                if delta.request_id == name:
+                    tokens += delta.token_ids
+                    if delta.finish_reason:
+                        return tokens, delta
+
+    async def failure_of(self, name: str) -> pb.Failure:
+        while True:
+            for failure in (await self.report()).failures:
+                if failure.request_id == name:
+                    return failure
+
+    async def until_broken(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(self._call.read(), 10) is not grpc.aio.EOF:
+                pass
+
+    async def until_quiet(self) -> pb.LoadReport:
+        """Wait until nothing is open and every block is free or cached."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            load = (await self.report()).load
+            open_things = load.num_running + load.num_waiting + load.num_loading + load.num_swapped + load.num_leases
+            if open_things == 0 and load.kv_blocks_free + load.kv_blocks_cached == load.kv_blocks_total:
+                return load
+        raise AssertionError(f"not quiet: {self.load}")
+
+
+@asynccontextmanager
+async def attached(worker: Worker) -> AsyncIterator[Stream]:
+    async with open_channel(worker.address) as channel:
+        call = worker.stub(channel).Attach()
+        yield Stream(call)
+        call.cancel()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    ports = free_ports(2)
+    found = {role: Worker(role, folder, port) for role, port in zip(("prefill", "decode"), ports, strict=True)}
+    try:
+        for worker in found.values():
+            asyncio.run(worker.wait_ready())
+        yield found
+    finally:
+        for worker in found.values():
+            stop(worker)
+
+
+def stop(worker: Worker) -> None:
+    if worker.service.is_alive():
+        worker.service.kill()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+    return llm.generate([PROMPT], SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))[0].token_ids
+
+
+async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], pb.KvHandle]:
+    await stream.submit(name, **fields)
+    tokens, delta = await stream.until_end(name)
+    assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
+    return tokens, delta.kv_handle
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_disaggregated_equals_one_engine(
+    workers: dict[str, Worker], expected: list[int], transport: str
+) -> None:
+    salt = transport  # a cache of its own, so that there is something to pull
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        first, handle = await prefill(p, "p", cache_salt=salt)
+        assert first == expected[:1]
+        assert handle.num_tokens == len(PROMPT)
+        if transport == "tcp":
+            handle.shm_socket = ""
+        await d.submit("d", cache_salt=salt, output_token_ids=first, kv_handle=handle)
+        deltas = []
+        while not deltas or not deltas[-1].finish_reason:
+            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
+        assert first + [t for delta in deltas for t in delta.token_ids] == expected
+        times = deltas[0].times
+        assert (times.transport, times.kv_pull_failed) == (transport, False)
+        assert times.num_pulled_tokens == len(PROMPT)
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_decode_alone_prefills(workers: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(workers["decode"]) as d:
+        await d.submit("local", cache_salt="local")
+        tokens, _ = await d.until_end("local")
+        assert tokens == expected
+
+
+async def test_corrupted_kv_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        first, handle = await prefill(p, "bad", cache_salt="bad")
+        handle.digests[1] ^= 1
+        await d.submit("bad", cache_salt="bad", output_token_ids=first, kv_handle=handle)
+        tokens, _ = await d.until_end("bad")
+        assert first + tokens == expected
+        await p.until_quiet()
+
+
+async def test_stale_epoch_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        first, handle = await prefill(p, "stale", cache_salt="stale")
+        handle.epoch += 1
+        await d.submit("stale", cache_salt="stale", output_token_ids=first, kv_handle=handle)
+        tokens, _ = await d.until_end("stale")
+        assert first + tokens == expected
+        load = await p.until_quiet()  # nobody releases it: the lease runs out
+        assert load.num_leases == 0
+
+
+async def test_an_unread_lease_expires_and_frees_its_blocks(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p:
+        await prefill(p, "unread", cache_salt="unread")
+        assert p.load.num_leases == 1 or (await p.report()).load.num_leases == 1
+        await p.until_quiet()
+
+
+async def test_events_name_the_blocks(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p:
+        await p.report()
+        before = set(p.keys)
+        await prefill(p, "events", cache_salt="events")
+        assert len(p.keys - before) == len(PROMPT) // 16
+        async with attached(workers["prefill"]) as other:
+            await other.report()
+            assert other.keys == p.keys  # a newcomer starts with the whole set
+        await p.until_quiet()
+
+
+async def test_cancel_frees_everything(workers: dict[str, Worker]) -> None:
+    async with attached(workers["decode"]) as d:
+        await d.submit("long", sampling=pb.SamplingParams(max_tokens=1500))
+        while not (await d.report()).deltas:
+            pass
+        await d.cancel("long")
+        await d.until_quiet()
+
+
+async def test_a_router_that_leaves_frees_everything(workers: dict[str, Worker]) -> None:
+    async with attached(workers["decode"]) as d:
+        await d.submit("gone", sampling=pb.SamplingParams(max_tokens=1500))
+        while not (await d.report()).deltas:
+            pass
+    async with attached(workers["decode"]) as d:
+        await d.until_quiet()
+
+
+async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(workers["decode"]) as d:
+        await d.submit("empty", prompt_token_ids=[])
+        assert (await d.failure_of("empty")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
+        await d.submit("vocab", prompt_token_ids=[10**6])
+        assert "vocabulary" in (await d.failure_of("vocab")).message
+        await d.submit("hot", sampling=pb.SamplingParams(temperature=-1.0))
+        assert "temperature" in (await d.failure_of("hot")).message
+        await d.submit("late", deadline_seconds=0.05, sampling=pb.SamplingParams(max_tokens=1800))
+        assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
+        await d.submit("handle", output_token_ids=[1], kv_handle=pb.KvHandle(lease_id="x", num_tokens=7))
+        assert (await d.failure_of("handle")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
+        await d.submit("good", cache_salt="good")
+        assert (await d.until_end("good"))[0] == expected
+
+
+async def test_kv_service_refuses_what_no_lease_covers(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p, open_channel(workers["prefill"].address) as channel:
+        _, handle = await prefill(p, "read", cache_salt="read")
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        cases = [
+            kvstore_pb2.ReadRequest(lease_id="guess", epoch=handle.epoch, positions=[0]),
+            kvstore_pb2.ReadRequest(lease_id=handle.lease_id, epoch=handle.epoch + 1, positions=[0]),
+            kvstore_pb2.ReadRequest(lease_id=handle.lease_id, epoch=handle.epoch, positions=[9999]),
+        ]
+        for request in cases:
+            with pytest.raises(grpc.aio.AioRpcError):
+                async for _ in stub.Read(request, timeout=5):
+                    pass
+        request = kvstore_pb2.LeaseRequest(lease_id=handle.lease_id, epoch=handle.epoch)
+        assert (await stub.Release(request, timeout=5)).held
+        assert not (await stub.Release(request, timeout=5)).held
+        await p.until_quiet()
+
+
+async def test_sigterm_drains(tmp_path: Path) -> None:
+    """Open requests end, new ones are refused, and the process exits with 0."""
+    tmp_path.chmod(0o700)
+    worker = Worker("decode", tmp_path, free_ports(1)[0])
+    try:
+        await worker.wait_ready()
+        async with attached(worker) as d:
+            await d.submit("open", sampling=pb.SamplingParams(max_tokens=400))
+            while not (await d.report()).deltas:
+                pass
+            worker.service.signal(signal.SIGTERM)
+            while not d.load.draining:
+                await d.report()
+            await d.submit("new")
+            assert (await d.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
+            tokens, _ = await d.until_end("open")
+            assert len(tokens) > 300
+        assert worker.service.process is not None
+        assert await asyncio.to_thread(worker.service.process.wait, 10) == 0
+    finally:
+        stop(worker)
+
+
+async def test_a_dead_rank_ends_its_worker_and_a_dead_front_its_rank(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    worker = Worker("decode", tmp_path, free_ports(1)[0])
+    try:
+        await worker.wait_ready()
+        async with attached(worker) as d:
+            await d.report()
+            [rank] = children_of(worker.service.pid)
+            os.kill(rank, signal.SIGKILL)
+            await d.until_broken()
+        assert worker.service.process is not None
+        assert await asyncio.to_thread(worker.service.process.wait, 10) == 1
+        worker.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
+        await worker.wait_ready()
+        [rank] = children_of(worker.service.pid)
+        worker.service.kill()
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert not Path(f"/proc/{rank}").exists()
+    finally:
+        stop(worker)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
