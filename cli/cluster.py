@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.child import child_command
+from cli.ports import LOOPBACK
 from cli.supervisor import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
@@ -21,7 +22,6 @@ from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import RouterConfig
 
-LOOPBACK = "127.0.0.1"
 SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
 
 
@@ -50,17 +50,25 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of all services of one cluster, as the user gave them."""
+    """The settings of all services of one cluster, and the loopback ports that they will use."""
 
     serve: ServeConfig
     router: RouterConfig
     worker: WorkerConfig
     engine: EngineConfig
     agent: AgentConfig
+    agent_port: int
+    prefill_ports: tuple[int, ...]
+    decode_ports: tuple[int, ...]
 
     @property
     def num_workers(self) -> int:
         return self.serve.prefill + self.serve.decode
+
+
+def addresses(ports: Sequence[int]) -> str:
+    """Loopback addresses as a router's flag lists them."""
+    return ",".join(f"{LOOPBACK}:{port}" for port in ports)
 
 
 def threads_per_worker(num_threads: int, num_cores: int, num_workers: int) -> int:
@@ -69,11 +77,10 @@ def threads_per_worker(num_threads: int, num_cores: int, num_workers: int) -> in
 
 
 def plan_cluster(
-    config: ClusterConfig, ports: Sequence[int], run_dir: Path, num_cores: int, env: Mapping[str, str], token: str
+    config: ClusterConfig, run_dir: Path, num_cores: int, env: Mapping[str, str], token: str
 ) -> list[ServiceSpec]:
-    """The services of the cluster. `ports`: one free port for the agent and for each worker, in this order."""
+    """The services of the cluster. `token` is the secret that they will share."""
     secrets = {"cluster_token": token, "api_key": config.router.api_key}
-    agent_port, *worker_ports = ports
     agent_socket = run_dir / "agent.sock"
     engine = dataclasses.replace(
         config.engine, num_threads=threads_per_worker(config.engine.num_threads, num_cores, config.num_workers)
@@ -83,37 +90,26 @@ def plan_cluster(
         argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
         return ServiceSpec(name, child_command(module, argv), health, env=_child_env(env, secrets), **stages)
 
-    agent = dataclasses.replace(config.agent, host=LOOPBACK, port=agent_port, socket=str(agent_socket))
-    services = [spec("agent", "kvstore", [agent], f"{LOOPBACK}:{agent_port}", stage=0, stop_stage=2)]
+    agent = dataclasses.replace(config.agent, host=LOOPBACK, port=config.agent_port, socket=str(agent_socket))
+    services = [spec("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)]
     grace = config.worker.drain_grace_seconds + 5.0
-    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-    roles = ["prefill"] * config.serve.prefill + ["decode"] * config.serve.decode
-    for role, port in zip(roles, worker_ports, strict=True):
-        name = f"{role}-{len(addresses[role])}"
-        address = f"{LOOPBACK}:{port}"
-        addresses[role].append(address)
-        worker = dataclasses.replace(
-            config.worker,
-            host=LOOPBACK,
-            port=port,
-            worker_id=name,
-            advertise_host="",
-            run_dir=str(run_dir),
-            agent_socket=str(agent_socket),
-        )
-        services.append(
-            spec(name, f"{role}_service", [worker, engine], address, stage=1, stop_stage=1, grace_seconds=grace)
-        )
-    router = dataclasses.replace(
-        config.router, prefill=",".join(addresses["prefill"]), decode=",".join(addresses["decode"])
-    )
+    for role, ports in (("prefill", config.prefill_ports), ("decode", config.decode_ports)):
+        for number, port in enumerate(ports):
+            worker = dataclasses.replace(
+                config.worker,
+                host=LOOPBACK,
+                port=port,
+                worker_id=f"{role}-{number}",
+                run_dir=str(run_dir),
+                agent_socket=str(agent_socket),
+            )
+            health = f"{LOOPBACK}:{port}"
+            stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
+            services.append(spec(worker.worker_id, f"{role}_service", [worker, engine], health, **stages))
+    router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
-    services.append(
-        spec(
-            "router", "router", [router], f"http://{host}:{router.port}/readyz",
-            stage=1, stop_stage=0, grace_seconds=grace,
-        )
-    )  # fmt: skip
+    health = f"http://{host}:{router.port}/readyz"
+    services.append(spec("router", "router", [router], health, stage=1, stop_stage=0, grace_seconds=grace))
     return services
 
 

@@ -13,13 +13,13 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cli.cluster import LOOPBACK, ClusterConfig, ServeConfig, plan_cluster
+from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
+from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import RunDirectory
 from cli.supervisor import Supervisor
@@ -34,7 +34,7 @@ from router.config import RouterConfig
 T = TypeVar("T")
 
 # Fields that the cluster sets itself, or that mean something else on this command line.
-ROUTER_OWN = ("prefill", "decode", "cluster_token", "model")
+ROUTER_OWN = ("prefill", "decode", "model", "cluster_token")
 WORKER_OWN = ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port")
 AGENT_OWN = ("host", "port", "socket", "run_dir", "cluster_token")
 QUANT_MODE_HELP = {
@@ -53,8 +53,8 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     for title, cls in (
         ("node agent", AgentConfig),
         ("workers", WorkerConfig),
-        ("engine of each worker", EngineConfig),
         ("router and HTTP gateway", RouterConfig),
+        ("engine of each worker", EngineConfig),
         ("cluster", ServeConfig),
     ):
         add_arguments(parser.add_argument_group(title), cls)
@@ -70,13 +70,18 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
     engine = from_namespace(EngineConfig, namespace, env)
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
-    router = dataclasses.replace(_without(RouterConfig, ROUTER_OWN, namespace, env), model=engine.model)
+    agent_port, *worker_ports = free_ports(1 + serve.prefill + serve.decode)
+    prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
+    router_values = {"model": engine.model, "prefill": addresses(prefill_ports), "decode": addresses(decode_ports)}
     return ClusterConfig(
         serve=serve,
-        router=router,
+        router=_without(RouterConfig, ROUTER_OWN, namespace, env, router_values),
         worker=_without(WorkerConfig, WORKER_OWN, namespace, env),
         engine=engine,
         agent=_without(AgentConfig, AGENT_OWN, namespace, env),
+        agent_port=agent_port,
+        prefill_ports=tuple(prefill_ports),
+        decode_ports=tuple(decode_ports),
     )
 
 
@@ -94,30 +99,6 @@ def check_quant_mode(argv: Sequence[str], env: dict[str, str], known: Sequence[s
         raise ConfigError(f"--quant-mode {mode} is not available: {instead}")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when nobody can listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} can't be used ({os.strerror(error.errno or 0).lower()}): stop what listens "
-                "there, or choose another with --port"
-            ) from error
-
-
-def free_ports(count: int) -> list[int]:
-    """`count` different loopback ports that nobody listens on right now."""
-    probes = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    try:
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
-
-
 def uses_gpu(device: str) -> bool:
     """Whether workers will run on a GPU. Asks for the driver's device file: importing torch takes seconds."""
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
@@ -133,7 +114,6 @@ def run(argv: Sequence[str]) -> int:
     with RunDirectory() as run_dir:
         specs = plan_cluster(
             config,
-            ports=free_ports(1 + config.num_workers),
             run_dir=run_dir,
             num_cores=len(os.sched_getaffinity(0)),
             env=os.environ,
@@ -189,9 +169,16 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
         await supervisor.stop(grace_seconds)
 
 
-def _without(cls: type[T], names: Sequence[str], namespace: argparse.Namespace, env: dict[str, str]) -> T:
-    """`cls` from flags and environment, with the fields in `names` left at their defaults."""
+def _without(
+    cls: type[T],
+    names: Sequence[str],
+    namespace: argparse.Namespace,
+    env: dict[str, str],
+    instead: dict[str, str] | None = None,
+) -> T:
+    """`cls` from flags and environment; the fields in `names` come from `instead` or stay at their defaults."""
     flags: dict[str, Any] = {name: value for name, value in vars(namespace).items() if name not in names}
+    flags |= instead or {}
     variables = {ENV_PREFIX + name.upper() for name in names}
     return from_namespace(
         cls, argparse.Namespace(**flags), {name: value for name, value in env.items() if name not in variables}

@@ -60,16 +60,23 @@ class Service:
 
     async def spawn(self) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self.spec.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(self.spec.env),
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        self._reader = asyncio.create_task(self._read(self._process.stdout))
+        # A pipe of our own: asyncio's would make `wait` last until whoever else holds its other end is gone.
+        read_end, write_end = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(self.spec.env),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        self._reader = asyncio.create_task(self._read(read_end))
 
     async def wait(self) -> int:
         """Its exit code, when it has ended, its output is read, and what it had started is gone."""
@@ -102,7 +109,18 @@ class Service:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
+    async def _read(self, pipe: int) -> None:
+        stream = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
+        )
+        try:
+            await self._read_lines(stream)
+        finally:
+            transport.close()
+
+    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
         pending = b""
         while chunk := await stream.read(MAX_LINE_BYTES):
             *lines, pending = (pending + chunk).split(b"\n")
@@ -148,18 +166,18 @@ class Supervisor:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Restart what dies until `stopping` is set."""
-        keepers = [asyncio.create_task(self._keep(service)) for service in self._services]
+        keeping = asyncio.gather(*(self._keep(service) for service in self._services))
+        stopped = asyncio.create_task(stopping.wait())
         try:
-            stopped = asyncio.create_task(stopping.wait())
-            await asyncio.wait([stopped, *keepers], return_when=asyncio.FIRST_EXCEPTION)
-            for task in keepers:
-                if task.done() and task.exception() is not None:
-                    task.result()
-            await stopped
+            await asyncio.wait([stopped, keeping], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # a bug's exception, or: all were given up, and the user may read why
+                await stopped
         finally:
-            for task in keepers:
-                task.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            stopped.cancel()
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
 
     async def stop(self, max_grace_seconds: float = float("inf")) -> None:
         """Stop all, in stages: SIGTERM, the grace period, SIGKILL."""

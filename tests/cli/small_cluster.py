@@ -1,0 +1,31 @@
+"""A parent for `test_supervisor.py` to kill: `python -m tests.cli.small_cluster PORT PORT EVENTS`."""
+
+import asyncio
+import os
+import sys
+
+from cli.child import child_command
+from cli.run_directory import RunDirectory
+from cli.supervisor import ServiceSpec, Supervisor
+
+
+async def main() -> None:
+    *ports, events = sys.argv[1:]
+    with RunDirectory() as path:
+        (path / "a.sock").touch()
+        specs = [
+            ServiceSpec(
+                f"s{port}",
+                child_command("tests.cli.stand_in", ("well", port, events, f"s{port}")),
+                f"http://127.0.0.1:{port}/",
+                env=os.environ,
+            )
+            for port in ports
+        ]
+        supervisor = Supervisor(specs, lambda *_: None, lambda *_: None)
+        await supervisor.start()
+        print(f"ready {path}", flush=True)
+        await supervisor.run(asyncio.Event())
+
+
+asyncio.run(main())

@@ -1,0 +1,161 @@
+"""The supervisor against small stand-in services: real processes, no models."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.child import child_command
+from cli.restart import RestartPolicy
+from cli.ports import free_ports
+from cli.supervisor import ServiceSpec, StartError, Supervisor
+
+
+class Cluster:
+    """Specs of stand-ins and what became of them."""
+
+    def __init__(self, events: Path) -> None:
+        self.events_path = events
+        self.lines: list[tuple[str, str]] = []
+        self.states: list[tuple[str, str]] = []
+
+    def spec(self, name: str, mode: str = "well", **fields) -> ServiceSpec:
+        (port,) = free_ports(1)
+        argv = (mode, str(port), str(self.events_path), name)
+        return ServiceSpec(
+            name, child_command("tests.cli.stand_in", argv), f"http://127.0.0.1:{port}/", env=os.environ, **fields
+        )
+
+    def supervisor(self, *specs: ServiceSpec, **kwargs) -> Supervisor:
+        return Supervisor(
+            specs, lambda *line: self.lines.append(line), lambda *state: self.states.append(state), **kwargs
+        )
+
+    def events(self, kind: str) -> list[tuple[str, int]]:
+        """(name, pid) in the order in which they happened."""
+        text = self.events_path.read_text() if self.events_path.exists() else ""
+        rows = [line.split() for line in text.splitlines()]
+        return [(name, int(pid)) for name, event, pid in rows if event == kind]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = Cluster(tmp_path / "events")
+    yield made
+    for _, pid in [*made.events("start"), *made.events("child")]:
+        assert not is_alive(pid), "a test left a process behind"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+async def eventually(condition, seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def running(supervisor: Supervisor):
+    stopping = asyncio.Event()
+    await supervisor.start()
+    task = asyncio.create_task(supervisor.run(stopping))
+    try:
+        yield
+    finally:
+        stopping.set()
+        await task
+        await supervisor.stop()
+
+
+async def test_stages_start_in_order_and_stop_in_their_own(cluster):
+    supervisor = cluster.supervisor(
+        cluster.spec("agent", stage=0, stop_stage=2),
+        cluster.spec("worker", stage=1, stop_stage=1),
+        cluster.spec("router", stage=1, stop_stage=0),
+    )
+    async with running(supervisor):
+        assert cluster.events("start")[0][0] == "agent"
+        assert cluster.states.index(("agent", "ready")) < cluster.states.index(("worker", "starting"))
+        assert {state for _, state in cluster.states[-2:]} == {"ready"}
+    assert [name for name, _ in cluster.events("term")] == ["router", "worker", "agent"]
+    assert ("worker", "hello from worker") in cluster.lines
+
+
+async def test_an_early_death_names_the_reason_and_ends_the_rest(cluster):
+    supervisor = cluster.supervisor(cluster.spec("good"), cluster.spec("bad", "dies"))
+    try:
+        with pytest.raises(StartError, match=r"bad ended .*exit code 3.*: error: the disk is on fire"):
+            await supervisor.start()
+    finally:
+        await supervisor.stop(1.0)
+    assert not any(is_alive(pid) for _, pid in cluster.events("start"))
+
+
+async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
+    quick = lambda: RestartPolicy(first_delay_seconds=0.01)  # noqa: E731
+    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=quick)):
+        victim = dict(cluster.events("start"))["b"]
+        os.kill(victim, signal.SIGKILL)
+        await eventually(lambda: len(cluster.events("start")) == 3)
+        assert not is_alive(victim)
+        assert cluster.events("start")[2][0] == "b"
+        assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
+
+
+async def test_giving_up_on_one_leaves_the_others_running(cluster):
+    never = lambda: RestartPolicy(max_restarts=0)  # noqa: E731
+    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=never)):
+        pids = dict(cluster.events("start"))
+        os.kill(pids["b"], signal.SIGKILL)
+        await eventually(lambda: ("b", "gave up") in cluster.states)
+        assert is_alive(pids["a"])
+
+
+async def test_what_a_dead_service_had_started_goes_with_it(cluster):
+    quick = lambda: RestartPolicy(first_delay_seconds=0.01)  # noqa: E731
+    async with running(cluster.supervisor(cluster.spec("front", "parent"), new_policy=quick)):
+        rank = cluster.events("child")[0][1]
+        assert is_alive(rank)
+        os.kill(cluster.events("start")[0][1], signal.SIGKILL)
+        await eventually(lambda: not is_alive(rank))
+        await eventually(lambda: len(cluster.events("child")) == 2)
+
+
+async def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(cluster):
+    begin = time.monotonic()
+    async with running(cluster.supervisor(cluster.spec("deaf", "deaf", grace_seconds=0.3))):
+        begin = time.monotonic()
+    assert 0.3 <= time.monotonic() - begin < 5.0
+    assert [name for name, _ in cluster.events("term")] == ["deaf"]
+
+
+async def test_sigkill_of_the_parent_leaves_no_process_and_no_directory(cluster):
+    ports = [str(port) for port in free_ports(2)]
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.small_cluster", *ports, str(cluster.events_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        word, _, path = (await asyncio.to_thread(parent.stdout.readline)).strip().partition(" ")
+    assert word == "ready"
+    assert (Path(path) / "a.sock").exists()
+    assert Path(path).stat().st_mode & 0o777 == 0o700
+    pids = [pid for _, pid in cluster.events("start")]
+    assert all(is_alive(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    await eventually(lambda: not any(is_alive(pid) for pid in pids))
+    await eventually(lambda: not Path(path).exists())
