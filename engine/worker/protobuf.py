@@ -13,7 +13,7 @@ FINISH_REASONS = {
     "cancelled": pb.FINISH_REASON_CANCELLED,
     "prefilled": pb.FINISH_REASON_PREFILLED,
 }
-FAILURE_CODES = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
+FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
 
 
 def submit_fields(submit: pb.Submit, prefill_only: bool) -> dict[str, Any]:
