@@ -32,6 +32,10 @@ class HostTier(Protocol):
 
     def contains(self, key: BlockKey) -> bool: ...
 
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of `keys` that are not findable here; one question where `contains` would be many."""
+        ...
+
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
         """Slots of the longest prefix of `keys` that is present, pinned."""
         ...
@@ -81,6 +85,9 @@ class HostTierAllocator:
 
     def contains(self, key: BlockKey) -> bool:
         return self._pool.contains(key)
+
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        return [key for key in keys if not self._pool.contains(key)]
 
     def num_pins(self, slot: HostSlot) -> int:
         return self._pool.refcount(BlockId(slot))

@@ -35,7 +35,9 @@ def listen_unix(path: Path, backlog: int = 64) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = path.parent.stat().st_mode
+        owner, mode = path.parent.stat().st_uid, path.parent.stat().st_mode
+        if owner not in (0, os.getuid()):
+            raise ConfigError(f"{path.parent} belongs to another user: choose another --run-dir")
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
             raise ConfigError(f"{path.parent} can be written by others: chmod 700 it or choose another --run-dir")
         _remove_stale(path)

@@ -1,0 +1,149 @@
+"""The node agent: one per host, holds the host-memory tier that its workers share and that outlives them.
+
+Workers connect to a Unix socket (`tier_protocol`), get the region's memory as a descriptor, and copy themselves;
+the agent only keeps the books. Agents and workers of other hosts read blocks by key through KvTransfer.ReadKeys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import InvalidRequestError, MiniInferError, TransferError, UnavailableError
+from common.rpc import Context, abort_with
+from kvstore.block_hash import KEY_BYTES
+from kvstore.digest import WORD_BYTES, digest_blocks
+from kvstore.regions import Regions
+from kvstore.service import MAX_POSITIONS, block_chunks
+from kvstore.tier_protocol import MAX_FRAME_BYTES, TierSession, parse_hello
+from kvstore.types import BlockKey
+from kvstore.unix_socket import close_listener, listen_unix, pack, read_frame
+from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+MAX_CLIENTS = 256
+HELLO_SECONDS = 5.0
+
+
+class TierServer:
+    """The Unix socket of one agent."""
+
+    def __init__(self, regions: Regions, socket_path: Path) -> None:
+        """Raises ConfigError when the path cannot be used."""
+        self._regions = regions
+        self._path = socket_path
+        self._listener = listen_unix(socket_path)
+        self._inode = socket_path.stat().st_ino
+        self._server: asyncio.Server | None = None
+        self._clients: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._clients)
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._serve_client, sock=self._listener)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections; workers go on without the tier."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._clients):
+            task.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        close_listener(self._listener, self._path, self._inode)
+
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        try:
+            if len(self._clients) <= MAX_CLIENTS:
+                await self._converse(reader, writer)
+        except (EOFError, OSError):
+            pass  # the worker is gone
+        except MiniInferError as error:
+            logger.warning("ending a worker's connection: %s", error)
+            with contextlib.suppress(OSError):
+                writer.write(pack(["error", str(error)]))
+                await writer.drain()
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello = await asyncio.wait_for(read_frame(reader, MAX_FRAME_BYTES), HELLO_SECONDS)
+        except TimeoutError:
+            raise TransferError("no hello in time") from None
+        with self._regions.using(*parse_hello(hello)) as region:
+            session = TierSession(region.tier)
+            try:
+                _send_with_fd(writer, ["ok", region.tier.num_slots], region.fd)
+                while True:
+                    writer.write(pack(session.handle(await read_frame(reader, MAX_FRAME_BYTES))))
+                    await writer.drain()
+            finally:
+                session.close()
+
+
+class AgentService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
+    """KvTransfer of an agent: blocks of its tier by key. It has no pool and no leases."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+
+    async def ReadKeys(
+        self, request: kvstore_pb2.ReadKeysRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.BlockChunk]:
+        """Blocks of the longest prefix of the keys that is here; each one's last chunk carries its digest."""
+        if len(request.keys) > MAX_POSITIONS or any(len(key) != KEY_BYTES for key in request.keys):
+            await abort_with(context, InvalidRequestError(f"up to {MAX_POSITIONS} keys of {KEY_BYTES} bytes", "keys"))
+        keys = [BlockKey(key) for key in request.keys]
+        region = self._regions.find(keys[0]) if keys else None
+        if region is None:
+            return
+        with self._regions.holding(region):
+            slots = region.tier.lookup(keys)
+            try:
+                for index, slot in enumerate(slots):
+                    block = np.frombuffer(region.block(slot), dtype=np.uint8)
+                    chunks = block_chunks(index, block)
+                    if len(block) % WORD_BYTES == 0:
+                        chunks[-1].digest = digest_blocks(block.reshape(1, -1))[0]
+                    for chunk in chunks:
+                        yield chunk
+            finally:
+                region.tier.unpin(slots)
+
+    async def Describe(self, request: types_pb2.DescribeRequest, context: Context) -> kvstore_pb2.PoolInfo:
+        return kvstore_pb2.PoolInfo(worker_id="agent", transports=["tcp"])
+
+    async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
+        return kvstore_pb2.LeaseReply(held=False)
+
+    async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
+        return kvstore_pb2.LeaseReply(held=False)
+
+    async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> AsyncIterator[kvstore_pb2.BlockChunk]:
+        await abort_with(context, TransferError("a node agent has no leases: ask the worker that granted it"))
+        yield kvstore_pb2.BlockChunk()  # never reached; makes this a stream
+
+    async def Watch(self, request: kvstore_pb2.WatchRequest, context: Context) -> AsyncIterator[types_pb2.KvEvent]:
+        await abort_with(context, UnavailableError("a node agent publishes no events: watch the workers"))
+        yield types_pb2.KvEvent()  # never reached; makes this a stream
+
+
+def _send_with_fd(writer: asyncio.StreamWriter, message: Any, fd: int) -> None:
+    """Streams cannot pass descriptors, so the first reply goes around them; nothing else is under way then."""
+    own = os.dup(writer.get_extra_info("socket").fileno())
+    with socket.socket(fileno=own) as sock:
+        socket.send_fds(sock, [pack(message)], [fd])
