@@ -1,0 +1,88 @@
+"""What must hold for the repository as a whole: import paths, layering at run time, forbidden constructs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ["common", "kernels", "kvstore", "engine", "prefill_service", "decode_service", "router", "cli"]
+SHIPPED = sorted(
+    path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if not path.stem.endswith(("_pb2", "_grpc"))
+)
+FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_METHODS = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("dist", "broadcast_object_list"),
+    ("dist", "all_gather_object"),
+    ("dist", "recv_object_list"),
+    ("os", "system"),
+}
+
+
+def test_kernels_is_ours() -> None:
+    """Hugging Face ships a package of the same name, which transformers looks for."""
+    import kernels
+
+    home = Path(kernels.__file__).resolve().parent
+    assert home == ROOT / "kernels", (
+        f"`kernels` resolves to {home}: install the project editable (make test does) and start it with the "
+        "repository first on the path (python -m router, PYTHONPATH=/app)"
+    )
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_shipped_executes_data(path: Path) -> None:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_IMPORTS]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_IMPORTS:
+            found.append(str(node.module))
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in FORBIDDEN_CALLS:
+                found.append(called.id)
+            if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+                pair = (called.value.id, called.attr)
+                found += [".".join(pair)] if pair in FORBIDDEN_METHODS else []
+            found += [f"shell=True in line {node.lineno}" for k in node.keywords if k.arg == "shell"]
+    assert not found, f"{path.relative_to(ROOT)} uses {found}"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("router.__main__", ["torch", "engine", "transformers", "numpy"]),
+        ("engine.worker.front", ["torch", "transformers"]),
+        ("prefill_service.server", ["torch", "transformers"]),
+        ("decode_service.server", ["torch", "transformers"]),
+        ("kvstore.agent", ["torch", "transformers"]),
+        ("cli.main", ["torch", "fastapi", "transformers"]),
+        ("kvstore.block_pool", ["torch", "numpy", "grpc"]),
+        ("engine.scheduler", ["torch", "numpy", "grpc"]),
+    ],
+)
+def test_imports_stay_light(module: str, forbidden: list[str]) -> None:
+    code = f"import sys, {module}; print([m for m in {forbidden!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_guards_are_not_asserts() -> None:
+    """Under `python -O` what a user can cause is still refused."""
+    code = (
+        "from engine.request import SamplingParams\n"
+        "from common.errors import InvalidRequestError\n"
+        "try:\n    SamplingParams(max_tokens=0)\n"
+        "except InvalidRequestError:\n    print('refused')"
+    )
+    result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "refused", result.stderr
