@@ -157,7 +157,10 @@ class KVManager:
         evicted = self.pool.take_evicted()
         if self.host_tier is None:
             return
-        kept: list[tuple[BlockId, BlockKey]] = [e for e in evicted if not self.host_tier.contains(e[1])]
+        if not evicted:
+            return
+        missing = set(self.host_tier.missing([key for _, key in evicted]))
+        kept: list[tuple[BlockId, BlockKey]] = [entry for entry in evicted if entry[1] in missing]
         while kept:
             slots = self.host_tier.reserve([key for _, key in kept])
             if slots is not None:
@@ -170,9 +173,11 @@ class KVManager:
         """The runner has executed the plan's copies: written slots become findable, read ones unpinned."""
         if self.host_tier is None:
             return
-        self.host_tier.commit(plan.offload_slots)
-        self.host_tier.unpin(plan.offload_slots)
-        self.host_tier.unpin([slot for slot, _ in plan.copies_in])
+        if plan.offload_slots:
+            self.host_tier.commit(plan.offload_slots)
+            self.host_tier.unpin(plan.offload_slots)
+        if plan.copies_in:
+            self.host_tier.unpin([slot for slot, _ in plan.copies_in])
 
     def _root(self, salt: str) -> BlockKey:
         root = self._roots.get(salt)
