@@ -25,7 +25,7 @@ from kvstore.regions import Regions
 from kvstore.service import MAX_POSITIONS, block_chunks
 from kvstore.tier_protocol import MAX_FRAME_BYTES, TierSession, parse_hello
 from kvstore.types import BlockKey
-from kvstore.unix_socket import close_listener, listen_unix, pack, read_frame
+from kvstore.unix_socket import UnixListener, pack, read_frame
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,7 @@ class TierServer:
     def __init__(self, regions: Regions, socket_path: Path) -> None:
         """Raises ConfigError when the path cannot be used."""
         self._regions = regions
-        self._path = socket_path
-        self._listener = listen_unix(socket_path)
-        self._inode = socket_path.stat().st_ino
+        self._listener = UnixListener(socket_path)
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[Any]] = set()
 
@@ -50,7 +48,7 @@ class TierServer:
         return len(self._clients)
 
     async def start(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve_client, sock=self._listener)
+        self._server = await asyncio.start_unix_server(self._serve_client, sock=self._listener.sock)
 
     async def close(self) -> None:
         """Stop listening and end all connections; workers go on without the tier."""
@@ -59,7 +57,7 @@ class TierServer:
         for task in list(self._clients):
             task.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
-        close_listener(self._listener, self._path, self._inode)
+        self._listener.close()
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -1,8 +1,8 @@
 """The host tier behind the node agent, as the scheduler sees it: synchronous, one round trip per call.
 
-When the agent does not answer, the tier is empty and full from then on (nothing is found, nothing fits) and the worker
-goes on without it. Slots of swapped sequences stay readable and ours: this process maps their memory too, and keeps
-the connection open, so that an agent that was only slow does not give the slots to somebody else.
+When the agent does not answer, the tier is empty and full from then on (nothing is found, nothing fits) and the
+worker goes on without it. Slots of swapped sequences stay readable and ours: this process maps their memory
+too, and keeps the connection open, so that an agent that was only slow gives them to nobody else.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from common.errors import TransferError
 from kvstore import pool_info
 from kvstore.memory import reopen_read_only
 from kvstore.pool_info import PoolInfo
-from kvstore.unix_socket import close_listener, connect_unix, listen_unix, recv_frame, send_frame
+from kvstore.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,10 @@ class DescriptorServer:
         self._message = {"pool": pool_info.to_proto(info).SerializeToString()}
         self._fd = reopen_read_only(fd)
         try:
-            self._listener = listen_unix(socket_path)
+            self._listener = UnixListener(socket_path)
         except BaseException:
             os.close(self._fd)
             raise
-        self._inode = socket_path.stat().st_ino
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kv-descriptors", daemon=True)
         self._thread.start()
@@ -49,15 +48,15 @@ class DescriptorServer:
             return
         self._closing = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._listener.sock.shutdown(socket.SHUT_RDWR)  # wakes accept()
         self._thread.join()
-        close_listener(self._listener, self.socket_path, self._inode)
+        self._listener.close()
         os.close(self._fd)
 
     def _serve(self) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = self._listener.sock.accept()
             except OSError as error:
                 if self._closing:
                     return

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,41 +25,37 @@ HEADER = struct.Struct("<I")
 MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
 
 
-def listen_unix(path: Path, backlog: int = 64) -> socket.socket:
-    """Listen on a socket that only this user can open (0600, in a directory made 0700).
+class UnixListener:
+    """Listens on a socket that only this user can open (0600, in a directory made 0700)."""
 
-    The file of a dead process is replaced. Raises ConfigError when a live one listens there, or the path
-    cannot be used.
-    """
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ConfigError(f"socket path longer than {MAX_PATH_BYTES} bytes: choose a shorter --run-dir")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner, mode = path.parent.stat().st_uid, path.parent.stat().st_mode
-        if owner not in (0, os.getuid()):
-            raise ConfigError(f"{path.parent} belongs to another user: choose another --run-dir")
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
-            raise ConfigError(f"{path.parent} can be written by others: chmod 700 it or choose another --run-dir")
-        _remove_stale(path)
-        listener.bind(str(path))
-        path.chmod(0o600)  # before listen(): until then, nobody can connect
-        listener.listen(backlog)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
-    except ConfigError:
-        listener.close()
-        raise
-    return listener
+    def __init__(self, path: Path, backlog: int = 64) -> None:
+        """Replaces the file of a dead process. Raises ConfigError when a live one listens there, or the path
+        cannot be used.
+        """
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise ConfigError(f"socket path longer than {MAX_PATH_BYTES} bytes: choose a shorter --run-dir")
+        self.path = path
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            _make_private(path.parent)
+            _remove_stale(path)
+            self.sock.bind(str(path))
+            path.chmod(0o600)  # before listen(): until then, nobody can connect
+            self.sock.listen(backlog)
+            self._identity = _identity(path)
+        except OSError as error:
+            self.sock.close()
+            raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
+        except ConfigError:
+            self.sock.close()
+            raise
 
-
-def close_listener(listener: socket.socket, path: Path, inode: int) -> None:
-    """Stop listening and remove the file, unless a successor has put its own there."""
-    listener.close()
-    with contextlib.suppress(FileNotFoundError):
-        if path.stat().st_ino == inode:
-            path.unlink()
+    def close(self) -> None:
+        """Stop listening and remove the file, unless a successor has put its own there."""
+        self.sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(self.path) == self._identity:
+                self.path.unlink()
 
 
 def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
@@ -84,12 +81,15 @@ def send_frame(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> No
 def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[Any, list[int]]:
     """Receive one frame and its descriptors, which the caller closes. Raises TransferError."""
     fds: list[int] = []
+    ancillary_bytes = socket.CMSG_LEN(4 * max_fds) if max_fds else 0
     try:
         header = b""
         while len(header) < HEADER.size:
             wanted = HEADER.size - len(header)
-            data, new_fds, flags, _ = socket.recv_fds(sock, wanted, max_fds, socket.MSG_CMSG_CLOEXEC)
-            fds += new_fds
+            data, ancillary, flags, _ = sock.recvmsg(wanted, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds += array("i", content[: len(content) - len(content) % 4])
             if not data or flags & socket.MSG_CTRUNC:
                 raise TransferError("the peer closed the connection" if not data else "too many descriptors")
             header += data
@@ -140,6 +140,20 @@ def _checked_size(header: bytes, max_bytes: int) -> int:
     if size > max_bytes:
         raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")
     return int(size)
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid not in (0, os.getuid()):
+        raise ConfigError(f"{folder} belongs to another user: choose another --run-dir")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"{folder} can be written by others: chmod 700 it or choose another --run-dir")
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_ctime_ns  # the number alone may be used again at once
 
 
 def _remove_stale(path: Path) -> None:

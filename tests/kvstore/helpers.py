@@ -1,0 +1,57 @@
+"""A small pool in shared memory, and handles on it, for the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.descriptor_server import DescriptorServer
+from kvstore.digest import digest_blocks
+from kvstore.leases import LeaseTable, new_epoch
+from kvstore.memory import blocks_over, create_memfd, map_fd
+from kvstore.pool_info import PoolInfo
+from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+
+GEOMETRY = PoolGeometry(8, 2, 2, 4, 8, "float32", "test-model")  # blocks of 1 KB
+
+
+class Owner:
+    """The side that owns a pool: memory, its descriptor server, leases."""
+
+    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, name: str = "owner", seed: int = 0) -> None:
+        self.epoch = new_epoch()
+        self.socket = folder / f"{name}.sock"
+        self.fd = create_memfd("test", geometry.pool_bytes)
+        self.blocks = blocks_over(
+            map_fd(self.fd, geometry.pool_bytes, True), geometry.num_blocks, geometry.block_bytes
+        )
+        self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
+        self.info = PoolInfo(WorkerId(name), self.epoch, geometry, shm_socket=str(self.socket))
+        self.server = DescriptorServer(self.socket, self.info, self.fd)
+        self.leases = LeaseTable(self.epoch)
+
+    def peer(
+        self, block_ids: Sequence[int], lease_id: str = "lease", kv_address: str = "", shm: bool = True
+    ) -> PeerPool:
+        return PeerPool(
+            worker_id=self.info.worker_id,
+            epoch=self.epoch,
+            kv_address=kv_address,
+            shm_socket=str(self.socket) if shm else "",
+            lease_id=LeaseId(lease_id),
+            block_ids=tuple(map(BlockId, block_ids)),
+            digests=tuple(digest_blocks(self.blocks[list(block_ids)])),
+            num_tokens=4 * len(block_ids),
+            lease_seconds=10.0,
+        )
+
+    def close(self) -> None:
+        self.server.close()
+        os.close(self.fd)
+
+
+def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.zeros((geometry.num_blocks, geometry.block_bytes), dtype=np.uint8)

@@ -1,0 +1,123 @@
+"""Handing out descriptors: to readers, to clients that send nonsense, and after a crash."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, TransferError, UnavailableError
+from kvstore.descriptor_server import DescriptorServer, fetch_pool
+from kvstore.memory import map_fd
+from kvstore.unix_socket import UnixListener, send_frame
+from tests.kvstore.helpers import GEOMETRY, Owner
+
+CRASHING_OWNER = """
+import os, signal, sys
+from pathlib import Path
+from tests.kvstore.helpers import Owner
+owner = Owner(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_gets_the_description_and_a_read_only_descriptor(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    try:
+        info, fd = fetch_pool(str(owner.socket), 5.0)
+        assert info == owner.info
+        mapping = map_fd(fd, GEOMETRY.pool_bytes, False)
+        assert mapping[:100] == owner.blocks[0, :100].tobytes()
+        with pytest.raises((PermissionError, ConfigError)):
+            map_fd(fd, GEOMETRY.pool_bytes, True)
+        os.close(fd)
+        assert owner.socket.stat().st_mode & 0o777 == 0o600
+    finally:
+        owner.close()
+    assert not owner.socket.exists()
+    with pytest.raises(UnavailableError):
+        fetch_pool(str(owner.socket), 1.0)
+
+
+def test_clients_that_misbehave_do_not_disturb_others(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    silent = []
+    try:
+        for _ in range(40):
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(str(owner.socket))
+            silent.append(client)
+            with contextlib.suppress(BrokenPipeError):  # it has been served already
+                client.send(os.urandom(100))
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            _, fd = fetch_pool(str(owner.socket), 5.0)
+            os.close(fd)
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+    finally:
+        for client in silent:
+            client.close()
+        owner.close()
+
+
+@pytest.mark.parametrize("answer", [{"pool": b"\xff"}, {"pool": 1}, [1], {"pool": b""}])
+def test_something_else_on_the_socket_is_an_error(tmp_path: Path, answer: object) -> None:
+    listener = UnixListener(tmp_path / "x.sock")
+
+    def reply() -> None:
+        peer, _ = listener.sock.accept()
+        with peer:
+            send_frame(peer, answer)
+
+    thread = threading.Thread(target=reply)
+    thread.start()
+    with pytest.raises(TransferError):
+        fetch_pool(str(listener.path), 5.0)
+    thread.join()
+    listener.close()
+
+
+def test_sigkill_of_the_owner_leaves_readers_safe_and_nothing_behind(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", CRASHING_OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        _, fd = fetch_pool(str(tmp_path / "owner.sock"), 5.0)
+        mapping = map_fd(fd, GEOMETRY.pool_bytes, False)
+        os.close(fd)
+        content = mapping[:]
+    finally:
+        process.kill()
+        process.communicate()
+    assert mapping[:] == content
+    assert any(content)
+    with pytest.raises(UnavailableError):
+        fetch_pool(str(tmp_path / "owner.sock"), 1.0)
+    assert set(os.listdir("/dev/shm")) == before
+    successor = Owner(tmp_path)  # takes the dead one's path
+    info, fd = fetch_pool(str(tmp_path / "owner.sock"), 5.0)
+    os.close(fd)
+    assert info.epoch == successor.epoch
+    successor.close()
+
+
+def test_a_taken_path_is_refused_and_costs_no_descriptor(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="another process"):
+        DescriptorServer(owner.socket, owner.info, owner.fd)
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the probing connection is being served
+    assert len(os.listdir("/proc/self/fd")) == before
+    owner.close()
+    owner.server.close()  # twice is fine
