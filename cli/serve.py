@@ -36,7 +36,7 @@ T = TypeVar("T")
 # Fields that the cluster sets itself, or that mean something else on this command line.
 ROUTER_OWN = ("prefill", "decode", "model", "cluster_token")
 WORKER_OWN = ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port")
-AGENT_OWN = ("host", "port", "socket", "run_dir", "cluster_token")
+AGENT_OWN = ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds")
 QUANT_MODE_HELP = {
     "w8a8": "int8-weight (int8 weights, activations stay in --dtype)",
     "w8a16": "int8-weight",

@@ -13,6 +13,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cli.restart import RestartPolicy
 from common.errors import MiniInferError
@@ -168,8 +169,9 @@ class Supervisor:
         """Restart what dies until `stopping` is set."""
         keeping = asyncio.gather(*(self._keep(service) for service in self._services))
         stopped = asyncio.create_task(stopping.wait())
+        either: list[asyncio.Future[Any]] = [stopped, keeping]
         try:
-            await asyncio.wait([stopped, keeping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if keeping.done():
                 keeping.result()  # a bug's exception, or: all were given up, and the user may read why
                 await stopped

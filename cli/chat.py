@@ -1,0 +1,236 @@
+"""`mini-infer chat`: a conversation in the terminal, or line by line through a pipe.
+
+`Conversation` holds the messages and interprets slash commands; `Chat` shows it. Neither knows how a server is
+started (`cli/local_server`) or spoken to (`cli/api_client`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cli.api_client import AnswerStats, ApiClient, Message
+from cli.local_server import LocalServer, port_of, server_answers
+from common.errors import InvalidRequestError, MiniInferError, UnavailableError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system prompt (no TEXT: remove it) and start afresh
+/save FILE     write the conversation to FILE
+/help          this list
+/exit          leave (also Ctrl-D)
+Ctrl-C stops the answer that is running."""
+
+ReadLine = Callable[[], str]  # raises EOFError at the end
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and the commands that change them."""
+
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.turns]
+
+    def command(self, line: str) -> str | None:
+        """Carry out a slash command; what to tell the user, or None to leave. Raises InvalidRequestError."""
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if name in ("/exit", "/quit"):
+            return None
+        if name == "/help":
+            return HELP
+        if name == "/reset":
+            self.turns.clear()
+            return "forgotten"
+        if name == "/system":
+            self.system = rest
+            self.turns.clear()
+            return "system prompt set" if rest else "system prompt removed"
+        if name == "/save":
+            return self._save(rest)
+        raise InvalidRequestError(f"no command {name}: /help lists them")
+
+    def _save(self, path: str) -> str:
+        if not path:
+            raise InvalidRequestError("/save needs a file name")
+        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        try:
+            Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequestError(f"can't write {path}: {error.strerror}") from error
+        return f"saved {len(self.turns)} messages to {path}"
+
+
+class Chat:
+    """Reads lines, streams answers. Interactive or not differs only in the console and the line reader."""
+
+    def __init__(
+        self, client: ApiClient, model: str, conversation: Conversation, console: Console, params: dict[str, Any]
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._conversation = conversation
+        self._console = console
+        self._params = params
+
+    def run(self, read_line: ReadLine) -> int:
+        """Until /exit or the end of the input. Exit code 1 when the last answer failed."""
+        failed = False
+        while True:
+            try:
+                line = read_line()
+            except EOFError:
+                return int(failed)
+            except KeyboardInterrupt:  # at the prompt: clears the line
+                continue
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    told = self._conversation.command(line)
+                    if told is None:
+                        return int(failed)
+                    self._console.print(told, style="dim", highlight=False, markup=False)
+                else:
+                    self._answer(line)
+                failed = False
+            except MiniInferError as error:
+                failed = True
+                self._console.print(f"error: {error}", style="red", highlight=False, markup=False)
+
+    def _answer(self, question: str) -> None:
+        turns = self._conversation.turns
+        turns.append({"role": "user", "content": question})
+        pieces: list[str] = []
+        stats = AnswerStats()
+        stream = self._client.stream_chat(self._model, self._conversation.messages, stats, **self._params)
+        try:
+            with contextlib.closing(stream):
+                for piece in stream:
+                    pieces.append(piece)
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            self._console.print("\n(stopped)", style="dim", end="")
+        except MiniInferError:
+            turns.pop()
+            if pieces:
+                sys.stdout.write("\n")
+            raise
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        turns.append({"role": "assistant", "content": "".join(pieces)})
+        if stats.num_output_tokens:
+            self._console.print(stats.line(), style="dim", highlight=False)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mini-infer chat",
+        description="Talk to a model. Flags that are not listed here go to `mini-infer serve` when one is started.",
+    )
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "--model", default=os.environ.get("MINI_INFER_MODEL", ""), help="which model (default: its first)"
+    )
+    parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
+    parser.add_argument("--dry-run", action="store_true", help="start a cluster with a tiny random model")
+    parser.add_argument("--system", default="", help="system prompt")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: 1024)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
+    parser.add_argument("--seed", type=int, help="repeat the same answers")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command."""
+    arguments, serve_flags = build_parser().parse_known_args(argv)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    if arguments.seed is not None:
+        params["seed"] = arguments.seed
+    with server(arguments, serve_flags, interactive) as (url, is_ours):
+        with ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client:
+            model = client.first_model() if is_ours else arguments.model or client.first_model()
+            console = Console(stderr=not interactive)
+            chat = Chat(client, model, Conversation(arguments.system), console, params)
+            if not interactive:
+                return chat.run(_lines_of_stdin())
+            console.print(f"{model} on {url}. /help lists commands.", style="dim", highlight=False)
+            return chat.run(_prompt_reader())
+
+
+@contextlib.contextmanager
+def server(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
+    """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
+    if arguments.dry_run:
+        with LocalServer(["--dry-run", *serve_flags]) as started:
+            yield started.url, True
+        return
+    if server_answers(arguments.url):
+        if serve_flags:
+            raise InvalidRequestError(f"a server runs at {arguments.url}: it can't take {' '.join(serve_flags)} now")
+        yield arguments.url, False
+        return
+    port = port_of(arguments.url)
+    if not arguments.start and not (may_ask and _ask(f"No server answers at {arguments.url}. Start one? [Y/n] ")):
+        raise UnavailableError(
+            f"no server answers at {arguments.url}: start one with `mini-infer serve`, or add --start"
+        )
+    model_flags = ["--model", arguments.model] if arguments.model else []
+    with LocalServer([*model_flags, *serve_flags], port) as started:
+        yield started.url, True
+
+
+def _ask(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("", "y", "yes")
+    except EOFError:
+        return False
+
+
+def _lines_of_stdin() -> ReadLine:
+    def read() -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    return read
+
+
+def _prompt_reader() -> ReadLine:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.formatted_text import ANSI
+    from prompt_toolkit.history import FileHistory
+
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(history_path())),
+        completer=WordCompleter(["/reset", "/system", "/save", "/help", "/exit"], sentence=True),
+        complete_while_typing=False,
+    )
+    return lambda: session.prompt(ANSI("\x1b[1;36m> \x1b[0m"))
+
+
+def history_path() -> Path:
+    """Where earlier lines are kept, readable by the user alone."""
+    base = os.environ.get("XDG_STATE_HOME", "") or Path.home() / ".local" / "state"
+    path = Path(base) / "mini-infer" / "chat_history"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
+    return path

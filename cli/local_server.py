@@ -1,0 +1,77 @@
+"""A cluster for the duration of one command: `chat` and `demo` use it when no server runs.
+
+Starts `mini-infer serve` as a child that can't outlive us and in a session of its own, so that Ctrl-C in a chat
+doesn't stop it. Its progress display goes to our standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from cli.child import child_command
+from cli.ports import LOOPBACK, free_ports
+from common.errors import UnavailableError
+from common.healthcheck import is_ready
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 60.0
+
+
+def server_answers(url: str) -> bool:
+    """Whether a ready server is at `url`."""
+    return asyncio.run(is_ready(f"{url.rstrip('/')}/readyz"))
+
+
+class LocalServer:
+    """Context manager; `url` answers when it is entered. Raises UnavailableError when the cluster can't start."""
+
+    def __init__(self, serve_flags: Sequence[str], port: int = 0) -> None:
+        self._port = port or free_ports(1)[0]
+        self._flags = tuple(serve_flags)
+        self.url = f"http://{LOOPBACK}:{self._port}"
+
+    def __enter__(self) -> LocalServer:
+        self._process = subprocess.Popen(
+            child_command("cli", ("serve", "--host", LOOPBACK, "--port", str(self._port), *self._flags)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _wait_ready(self) -> None:
+        while not server_answers(self.url):
+            if self._process.poll() is not None:
+                raise UnavailableError("the cluster did not start; the reason is above")
+            time.sleep(POLL_SECONDS)
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its children go with it
+            self._process.wait()
+
+
+def port_of(url: str) -> int:
+    """The port to start a server on, so that it answers at `url`. Raises UnavailableError for another machine's."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname not in (LOOPBACK, "localhost"):
+        raise UnavailableError(f"no server answers at {url}, and only one on {LOOPBACK} can be started here")
+    return parts.port or 80
