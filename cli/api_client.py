@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -73,7 +73,9 @@ class ApiClient:
             raise ApiError(f"{self.url} lists no model")
         return str(models[0]["id"])
 
-    def stream_chat(self, model: str, messages: list[Message], stats: AnswerStats, **params: Any) -> Iterator[str]:
+    def stream_chat(
+        self, model: str, messages: list[Message], stats: AnswerStats, **params: Any
+    ) -> Generator[str, None, None]:
         """Pieces of the answer as they come; closing the iterator cancels the request. Fills `stats`."""
         body = {
             "model": model,

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from cli.api_client import AnswerStats, ApiClient, Message
-from cli.local_server import LocalServer, port_of, server_answers
-from common.errors import InvalidRequestError, MiniInferError, UnavailableError
+from cli.local_server import add_server_arguments, server_for
+from common.errors import InvalidRequestError, MiniInferError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt (no TEXT: remove it) and start afresh
@@ -143,12 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mini-infer chat",
         description="Talk to a model. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    parser.add_argument(
-        "--model", default=os.environ.get("MINI_INFER_MODEL", ""), help="which model (default: its first)"
-    )
-    parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
-    parser.add_argument("--dry-run", action="store_true", help="start a cluster with a tiny random model")
+    add_server_arguments(parser)
     parser.add_argument("--system", default="", help="system prompt")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: 1024)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
@@ -163,44 +157,17 @@ def run(argv: Sequence[str]) -> int:
     params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     if arguments.seed is not None:
         params["seed"] = arguments.seed
-    with server(arguments, serve_flags, interactive) as (url, is_ours):
-        with ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client:
-            model = client.first_model() if is_ours else arguments.model or client.first_model()
-            console = Console(stderr=not interactive)
-            chat = Chat(client, model, Conversation(arguments.system), console, params)
-            if not interactive:
-                return chat.run(_lines_of_stdin())
-            console.print(f"{model} on {url}. /help lists commands.", style="dim", highlight=False)
-            return chat.run(_prompt_reader())
-
-
-@contextlib.contextmanager
-def server(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
-    """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
-    if arguments.dry_run:
-        with LocalServer(["--dry-run", *serve_flags]) as started:
-            yield started.url, True
-        return
-    if server_answers(arguments.url):
-        if serve_flags:
-            raise InvalidRequestError(f"a server runs at {arguments.url}: it can't take {' '.join(serve_flags)} now")
-        yield arguments.url, False
-        return
-    port = port_of(arguments.url)
-    if not arguments.start and not (may_ask and _ask(f"No server answers at {arguments.url}. Start one? [Y/n] ")):
-        raise UnavailableError(
-            f"no server answers at {arguments.url}: start one with `mini-infer serve`, or add --start"
-        )
-    model_flags = ["--model", arguments.model] if arguments.model else []
-    with LocalServer([*model_flags, *serve_flags], port) as started:
-        yield started.url, True
-
-
-def _ask(question: str) -> bool:
-    try:
-        return input(question).strip().lower() in ("", "y", "yes")
-    except EOFError:
-        return False
+    with (
+        server_for(arguments, serve_flags, interactive) as (url, is_ours),
+        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
+    ):
+        model = client.first_model() if is_ours else arguments.model or client.first_model()
+        console = Console(stderr=not interactive)
+        chat = Chat(client, model, Conversation(arguments.system), console, params)
+        if not interactive:
+            return chat.run(_lines_of_stdin())
+        console.print(f"{model} on {url}. /help lists commands.", style="dim", highlight=False)
+        return chat.run(_prompt_reader())
 
 
 def _lines_of_stdin() -> ReadLine:

@@ -6,18 +6,22 @@ doesn't stop it. Its progress display goes to our standard error.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
 from cli.child import child_command
 from cli.ports import LOOPBACK, free_ports
-from common.errors import UnavailableError
+from common.errors import InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.1
 STOP_SECONDS = 60.0
 
@@ -75,3 +79,41 @@ def port_of(url: str) -> int:
     if parts.scheme != "http" or parts.hostname not in (LOOPBACK, "localhost"):
         raise UnavailableError(f"no server answers at {url}, and only one on {LOOPBACK} can be started here")
     return parts.port or 80
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that `server_for` reads."""
+    model = os.environ.get("MINI_INFER_MODEL", "")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    parser.add_argument("--model", default=model, help="which model (default: the server's first)")
+    parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
+    parser.add_argument("--dry-run", action="store_true", help="start a cluster with a tiny random model")
+
+
+@contextlib.contextmanager
+def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
+    """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
+    if arguments.dry_run:
+        with LocalServer(["--dry-run", *serve_flags]) as started:
+            yield started.url, True
+        return
+    if server_answers(arguments.url):
+        if serve_flags:
+            raise InvalidRequestError(f"a server runs at {arguments.url}: it can't take {' '.join(serve_flags)} now")
+        yield arguments.url, False
+        return
+    port = port_of(arguments.url)
+    if not arguments.start and not (may_ask and _ask(f"No server answers at {arguments.url}. Start one? [Y/n] ")):
+        raise UnavailableError(
+            f"no server answers at {arguments.url}: start one with `mini-infer serve`, or add --start"
+        )
+    model_flags = ["--model", arguments.model] if arguments.model else []
+    with LocalServer([*model_flags, *serve_flags], port) as started:
+        yield started.url, True
+
+
+def _ask(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("", "y", "yes")
+    except EOFError:
+        return False

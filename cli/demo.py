@@ -1,0 +1,122 @@
+"""`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
+
+One answer; eight at once; the same long prefix twice; an answer that is broken off. Calls `cli/api_client` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rich.console import Console
+from rich.table import Table
+
+from cli.api_client import AnswerStats, ApiClient, Message
+from cli.local_server import add_server_arguments, server_for
+
+QUESTION = "Why is the sky blue? Answer in two sentences."
+NUM_AT_ONCE = 8
+MAX_TOKENS = 48
+PREFIX_SENTENCES = 40
+
+
+def ask(
+    client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
+) -> AnswerStats:
+    """One greedy answer; its pieces go to standard output when `show`."""
+    stats = AnswerStats()
+    messages: list[Message] = [{"role": "user", "content": question}]
+    for piece in client.stream_chat(model, messages, stats, temperature=0, max_tokens=max_tokens):
+        if show:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if show:
+        sys.stdout.write("\n")
+    return stats
+
+
+def break_off(client: ApiClient, model: str, num_pieces: int) -> float:
+    """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
+    messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
+    stream = client.stream_chat(model, messages, AnswerStats(), temperature=0, max_tokens=512, ignore_eos=True)
+    with contextlib.closing(stream):
+        for _, _piece in zip(range(num_pieces), stream, strict=False):
+            pass
+    begin = time.monotonic()
+    ask(client, model, "Say yes.", max_tokens=4)
+    return time.monotonic() - begin
+
+
+def tour(client: ApiClient, model: str, console: Console) -> Table:
+    """All four scenes; what was measured."""
+    table = Table("scene", "first token", "tokens/s", "tokens", "prompt tokens cached", title=model)
+
+    def row(scene: str, stats: AnswerStats, rate: float) -> None:
+        table.add_row(
+            scene,
+            f"{stats.first_token_seconds * 1e3:.0f} ms",
+            f"{rate:.1f}",
+            str(stats.num_output_tokens),
+            f"{stats.num_cached_tokens} of {stats.num_prompt_tokens}",
+        )
+
+    console.rule("one answer")
+    console.print(QUESTION, style="dim")
+    one = ask(client, model, QUESTION, show=True)
+    row("one answer", one, one.tokens_per_second)
+
+    console.rule(f"{NUM_AT_ONCE} at once")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        questions = [f"Name a fact about the number {number}." for number in range(NUM_AT_ONCE)]
+        answers = list(pool.map(lambda question: ask(client, model, question), questions))
+    seconds = time.monotonic() - begin
+    total = AnswerStats(
+        first_token_seconds=max(stats.first_token_seconds for stats in answers),
+        num_prompt_tokens=sum(stats.num_prompt_tokens for stats in answers),
+        num_cached_tokens=sum(stats.num_cached_tokens for stats in answers),
+        num_output_tokens=sum(stats.num_output_tokens for stats in answers),
+    )
+    row(f"{NUM_AT_ONCE} at once (slowest first token)", total, total.num_output_tokens / seconds)
+    console.print(f"{total.num_output_tokens} tokens in {seconds:.1f} s")
+
+    console.rule("the same long prefix twice")
+    document = (
+        f"Document {uuid.uuid4()}. " + "The cluster keeps what it has computed of a prompt. " * PREFIX_SENTENCES
+    )
+    for scene, question in (
+        ("long prompt, new", "What does it keep?"),
+        ("same prefix, new question", "Who keeps it?"),
+    ):
+        stats = ask(client, model, document + question, max_tokens=8)
+        row(scene, stats, stats.tokens_per_second)
+        console.print(f"{scene}: {stats.line()}, {stats.num_cached_tokens} prompt tokens from the cache")
+
+    console.rule("an answer broken off")
+    seconds = break_off(client, model, 3)
+    console.print(f"stopped reading after 3 pieces; the next request was answered in {seconds * 1e3:.0f} ms")
+    return table
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="mini-infer demo",
+        description="A short tour. Flags that are not listed here go to `mini-infer serve` when a cluster is started.",
+    )
+    add_server_arguments(parser)
+    arguments, serve_flags = parser.parse_known_args(argv)
+    with (
+        server_for(arguments, serve_flags, sys.stdin.isatty()) as (url, is_ours),
+        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
+    ):
+        model = client.first_model() if is_ours else arguments.model or client.first_model()
+        console = Console(highlight=False)
+        console.print(tour(client, model, console))
+    return 0
