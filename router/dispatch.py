@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 WAIT_FOR_WORKER_SECONDS = 0.8  # a moved request waits this long for a worker to come back
 POLL_SECONDS = 0.02
 RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
+_OUTCOMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 class Dispatcher:
@@ -46,7 +47,7 @@ class Dispatcher:
         self.num_waiting = 0  # admitted, first token not seen yet
         self.num_running = 0
 
-    def admit(self, num_choices: int) -> None:
+    def admit(self) -> None:
         """Raise OverloadedError when too many requests wait already, UnavailableError without any worker."""
         if self.num_waiting + 1 > self._config.max_queue:
             raise OverloadedError("the server is overloaded: too many requests are waiting", self._retry_after())
@@ -67,6 +68,9 @@ class Dispatcher:
                     return
                 except RETRYABLE as error:
                     self._count_migration(journal, error)
+        except MiniInferError:
+            journal.outcome = "error"
+            raise
         finally:
             self._closed(journal)
 
@@ -115,7 +119,9 @@ class Dispatcher:
                         return
         elif self._workers.usable("prefill") or not journal.has_started:
             self._metrics.local_prefills.inc()
-        async with aclosing(self._leg(journal, self._decode_worker(chosen.decode, lost), lost, handle, "decode")) as steps:
+        async with aclosing(
+            self._leg(journal, self._decode_worker(chosen.decode, lost), lost, handle, "decode")
+        ) as steps:
             async for deltas in steps:
                 yield deltas
 
@@ -151,12 +157,16 @@ class Dispatcher:
                     self._explain.first_delta(journal, attempt, phase, now)
                 yield deltas
                 if deltas[-1].finish_reason:
+                    journal.outcome = _OUTCOMES.get(deltas[-1].finish_reason, journal.outcome)
                     return
-        except (MiniInferError) as error:
-            if isinstance(error, RETRYABLE) or (phase == "prefill" and isinstance(error, EngineError)):
-                lost.add(worker)
-                raise WorkerLostError(str(error)) from error
+        except RETRYABLE:
+            lost.add(worker)
             raise
+        except EngineError as error:
+            if phase == "decode":
+                raise
+            lost.add(worker)
+            raise WorkerLostError(f"prefill failed: {error}") from error
         finally:
             attempt.close()
 
@@ -192,6 +202,8 @@ class Dispatcher:
     def _count_migration(self, journal: Journal, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
         if journal.num_migrations >= self._config.max_retries:
+            if isinstance(error, OverloadedError):
+                raise error
             raise UnavailableError(f"gave up after {journal.num_migrations + 1} tries: {error}") from error
         journal.num_migrations += 1
         self._metrics.migrations.inc()

@@ -33,6 +33,7 @@ class Journal:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
+    outcome: str = "abort"  # how it ended: stop, length, error; abort until something else is known
 
     def note(self, now: float, what: str) -> None:
         self.events.append((now, what))

@@ -135,9 +135,7 @@ class WorkerLink:
         timer = self._loop.call_at(
             deadline, mailbox.fail, DeadlineExceededError("the request took longer than it was given")
         )
-        attempt = Attempt(
-            submit.request_id, self, mailbox, len(submit.prompt_token_ids), pending_tokens, timer
-        )
+        attempt = Attempt(submit.request_id, self, mailbox, len(submit.prompt_token_ids), pending_tokens, timer)
         self._open[attempt.attempt_id] = attempt
         self._pending_tokens += pending_tokens
         self._commands.put_nowait(pb.Command(submit=submit))

@@ -1,0 +1,182 @@
+"""Every metric of the project: one list of names, kinds and label sets, and a small set to observe them with.
+
+Names that begin with `vllm:` are those that vLLM's dashboards query; `mini_infer_` ones exist only where a
+cluster is disaggregated. A program makes one `MetricSet` with its constant labels and asks it for the metrics that
+it fills; labels come from fixed sets, never from clients. Nothing here listens: `render` returns the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from common.errors import ConfigError
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_LATENCY = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_PER_REQUEST = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
+_TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric without its constant labels. Counters get `_total` from the exposition format."""
+
+    name: str
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _gauge(name: str, help: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", help, labels)
+
+
+def _counter(name: str, help: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, "counter", help, labels)
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
+    return MetricSpec(name, "histogram", help, labels, buckets)
+
+
+SPECS: tuple[MetricSpec, ...] = (
+    _gauge("vllm:num_requests_running", "Requests that generate tokens now"),
+    _gauge("vllm:num_requests_waiting", "Requests that wait for their first step"),
+    _gauge("vllm:num_requests_swapped", "Requests whose KV lies in host memory"),
+    _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
+    _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    _counter("vllm:num_preemptions", "Requests taken out of the running batch"),
+    _counter("vllm:prompt_tokens", "Prompt tokens processed"),
+    _counter("vllm:generation_tokens", "Tokens generated"),
+    _counter("vllm:request_success", "Requests that ended, by how", "finished_reason"),
+    _histogram("vllm:iteration_tokens_total", "Tokens in one engine step", _STEP_TOKENS),
+    _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),
+    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a request", _PER_TOKEN),
+    _histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _PER_TOKEN),
+    _histogram("vllm:e2e_request_latency_seconds", "Arrival to end", _PER_REQUEST),
+    _histogram("vllm:request_queue_time_seconds", "Time waiting for the first step", _PER_REQUEST),
+    _histogram("vllm:request_inference_time_seconds", "First step to end", _PER_REQUEST),
+    _histogram("vllm:request_prefill_time_seconds", "First step to first token", _PER_REQUEST),
+    _histogram("vllm:request_decode_time_seconds", "First token to end", _PER_REQUEST),
+    _histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS),
+    _histogram("vllm:request_generation_tokens", "Output length", _TOKENS),
+    _counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
+    _counter("mini_infer_kv_transfers", "KV pulls from peers", "transport"),
+    _counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
+    _histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
+    _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
+    _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
+    _gauge("mini_infer_host_tier_blocks", "Blocks in the host-memory tier"),
+    _gauge("mini_infer_draining", "1 while this worker drains"),
+    _counter("mini_infer_migrations", "Requests moved to another worker while open"),
+    _counter("mini_infer_local_prefills", "Prompts sent to a decode worker to compute"),
+    _counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
+    _gauge("mini_infer_workers", "Workers by role and state", "role", "state"),
+    _gauge("mini_infer_worker_queue", "Requests waiting on the workers of a role", "role"),
+    _gauge("mini_infer_index_blocks", "Block keys in the router's prefix index"),
+    _gauge("mini_infer_index_workers", "Workers by state of their part of the index", "state"),
+    _counter("mini_infer_index_expected_tokens", "Prompt tokens that the index expected in a cache"),
+    _counter("mini_infer_index_regret_tokens", "Of those, tokens that were not there"),
+    _counter("mini_infer_open_connections_refused", "Connections refused for their headers"),
+)
+_BY_NAME = {spec.name: spec for spec in SPECS}
+
+
+class MetricSet:
+    """The metrics of one program. `labels` are constant, such as model_name."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._registry = CollectorRegistry()
+        self._made: dict[str, Gauge | Counter | Histogram] = {}
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """For a server of its own, where there is no HTTP server to add `render` to."""
+        return self._registry
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """The gauge `name`; `labels` must be those of its spec."""
+        metric = self._child(name, "gauge", labels)
+        assert isinstance(metric, Gauge)
+        return metric
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        metric = self._child(name, "counter", labels)
+        assert isinstance(metric, Counter)
+        return metric
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        metric = self._child(name, "histogram", labels)
+        assert isinstance(metric, Histogram)
+        return metric
+
+    def render(self) -> bytes:
+        """All metrics asked for so far, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _child(self, name: str, kind: str, labels: Mapping[str, str]) -> Gauge | Counter | Histogram:
+        spec = _BY_NAME.get(name)
+        if spec is None or spec.kind != kind or set(labels) != set(spec.labels):
+            raise ConfigError(f"metric {name} is not a {kind} with labels {sorted(labels)}: see common/metrics.py")
+        if name not in self._made:
+            names = (*self._labels, *spec.labels)
+            if kind == "gauge":
+                self._made[name] = Gauge(name, spec.help, names, registry=self._registry)
+            elif kind == "counter":
+                self._made[name] = Counter(name, spec.help, names, registry=self._registry)
+            else:
+                self._made[name] = Histogram(name, spec.help, names, registry=self._registry, buckets=spec.buckets)
+        metric = self._made[name]
+        return metric.labels(**self._labels, **labels) if self._labels or labels else metric

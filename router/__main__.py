@@ -1,0 +1,95 @@
+"""`python -m router`: read the tokenizer, listen, and serve until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import sys
+
+import uvicorn
+import uvloop
+
+from common.config import from_args
+from common.errors import ConfigError
+from common.logging import setup_logging
+from common.model_files import resolve_model
+from common.text.tokenizer import Tokenizer, load_tokenizer
+from router.app import create_app
+from router.config import RouterConfig
+from router.gateway import Gateway
+from router.http_protocol import BoundedProtocol
+
+SHUTDOWN_GRACE_SECONDS = 30
+MAX_CONNECTIONS_WAITING = 1024
+GC_THRESHOLD = 50_000  # a collection per 700 allocations would run for every few chunks
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with one line when it is ready and on which port."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            print(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        config = from_args(RouterConfig, argv, prog="router")
+        setup_logging("router", config.log_level)
+        files = resolve_model(config.model)
+        gateway_model, tokenizer = files.name, load_tokenizer(files)
+        listener = _listen(config.host, config.port)
+    except ConfigError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 1
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, tokenizer, gateway_model, listener))
+
+
+async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str, listener: socket.socket) -> int:
+    server = Server(
+        uvicorn.Config(
+            create_app(Gateway(config, tokenizer, model_name)),
+            http=BoundedProtocol,
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            backlog=MAX_CONNECTIONS_WAITING,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
+        )
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # what start-up made stays; the collector need not look at it again
+    gc.set_threshold(GC_THRESHOLD, 20, 20)
+    with contextlib.suppress(asyncio.CancelledError):
+        await server.serve(sockets=[listener])
+    return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError with what to do when there is none to have."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+        listener.bind((host, port))
+        listener.listen(MAX_CONNECTIONS_WAITING)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port"
+        ) from None
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

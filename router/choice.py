@@ -1,0 +1,120 @@
+"""One choice's tokens become text: detokenizer, stop strings, logprobs, finish reason.
+
+Takes deltas from `dispatch`, gives updates to the renderers. Knows nothing of workers, HTTP or JSON. Its state
+is not touched by a migration: `dispatch` shows each token once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import EngineError
+from common.text.stop_strings import StopStringMatcher
+from common.text.tokenizer import Tokenizer
+from protos import types_pb2 as pb
+
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Update:
+    """What became known of a choice in one go. Without finish_reason the choice goes on."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[pb.TokenLogprobs]
+    prompt_logprobs: list[pb.TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token id that the client gave
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When the text of a choice ends, beyond what workers check."""
+
+    stops: tuple[str, ...] = ()
+    include_in_output: bool = False
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class Choice:
+    """Collects one choice. `push` until an update has a finish_reason."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, rules: StopRules, continues: bool) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self._rules = rules
+        self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
+        self._detokenizer = tokenizer.detokenizer(continues=continues)
+        self._tokenizer = tokenizer
+
+    def push(self, deltas: Sequence[pb.TokenDelta]) -> Update:
+        """Everything that arrived together, as one update."""
+        token_ids: list[int] = []
+        logprobs: list[pb.TokenLogprobs] = []
+        prompt_logprobs: list[pb.TokenLogprobs] = []
+        for delta in deltas:
+            token_ids += delta.token_ids
+            if delta.logprobs:
+                logprobs += delta.logprobs
+            if delta.prompt_logprobs:
+                prompt_logprobs += delta.prompt_logprobs
+        last = deltas[-1]
+        update = Update("", token_ids, logprobs, prompt_logprobs)
+        ended = last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
+        if ended:
+            reason = _FINISH_REASONS.get(last.finish_reason)
+            if reason is None:
+                raise EngineError("the worker cancelled the request")
+            update.finish_reason = reason
+        shown = self._shown_tokens(last, token_ids, update) if ended else token_ids
+        if self._matcher is None:
+            self.num_tokens += len(token_ids)
+            update.text = self._detokenizer.push(shown)
+            if ended:
+                update.text += self._detokenizer.finish()
+        else:
+            self._push_matching(self._matcher, shown, update)
+        return update
+
+    def _shown_tokens(self, last: pb.TokenDelta, token_ids: list[int], update: Update) -> list[int]:
+        """Without the stop token at the end, unless the client wants to see it."""
+        if not last.HasField("stop_token_id"):
+            return token_ids
+        stop_id = last.stop_token_id
+        if stop_id in self._rules.stop_token_ids:
+            update.stop_reason = stop_id
+            if self._rules.include_in_output:
+                return token_ids
+        return token_ids[:-1] if token_ids and token_ids[-1] == stop_id else token_ids
+
+    def _push_matching(self, matcher: StopStringMatcher, shown: list[int], update: Update) -> None:
+        """Token by token: what comes after the token that completes a stop string was never said."""
+        pieces: list[str] = []
+        before = self.num_tokens
+        for count, token_id in enumerate(shown, 1):
+            text = self._detokenizer.push((token_id,))
+            if before + count <= self._rules.min_tokens:
+                pieces.append(matcher.skip(text))
+                continue
+            pieces.append(matcher.push(text))
+            if matcher.match is not None:
+                self._stop_at(count, matcher, update)
+                break
+        else:
+            if update.finish_reason is not None:
+                pieces.append(matcher.push(self._detokenizer.finish()))
+                if matcher.match is not None:
+                    self._stop_at(len(update.token_ids), matcher, update)
+                pieces.append(matcher.flush())
+        self.num_tokens = before + len(update.token_ids)
+        update.text = "".join(pieces)
+
+    def _stop_at(self, num_tokens: int, matcher: StopStringMatcher, update: Update) -> None:
+        assert matcher.match is not None
+        del update.token_ids[num_tokens:]
+        del update.logprobs[num_tokens:]
+        update.finish_reason = "stop"
+        update.stop_reason = matcher.match.stop

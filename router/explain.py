@@ -1,0 +1,131 @@
+"""Why a request went where it went, and where its time went: a bounded log that GET /explain/{id} reads back.
+
+Holds no text and no tokens. The time line's spans are consecutive, so they sum to the total.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.journal import Journal
+from router.metrics import RouterMetrics
+from router.policy import Candidate, Decision
+from router.worker_link import Attempt
+
+MAX_ENTRIES = 1_024
+MAX_CANDIDATES_SHOWN = 16
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What is known of one choice of a request."""
+
+    journal: Journal
+    decisions: list[Decision] = field(default_factory=list)
+    first_deltas: list[dict[str, Any]] = field(default_factory=list)
+    end: float = 0.0
+
+
+class ExplainLog:
+    """The newest requests; older ones are forgotten."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._choices: OrderedDict[str, _Choice] = OrderedDict()
+
+    def decided(self, journal: Journal, decision: Decision) -> None:
+        choice = self._choices.get(journal.request_id)
+        if choice is None:
+            choice = self._choices[journal.request_id] = _Choice(journal)
+            if len(self._choices) > MAX_ENTRIES:
+                self._choices.popitem(last=False)
+        choice.decisions.append(decision)
+
+    def first_delta(self, journal: Journal, attempt: Attempt, phase: str, now: float) -> None:
+        """Keep what the worker measured, and compare its cache hit with the expected one."""
+        choice = self._choices.get(journal.request_id)
+        times = attempt.times
+        if choice is None or times is None:
+            return
+        decision = choice.decisions[-1]
+        computes_prompt = phase == "prefill" or decision.chosen.prefill is None
+        if computes_prompt:
+            if not choice.first_deltas:
+                journal.num_cached_tokens = min(times.num_cached_tokens, len(journal.prompt_token_ids))
+            self._metrics.expected_tokens.inc(decision.chosen.cached_tokens)
+            self._metrics.regret_tokens.inc(max(0, decision.chosen.cached_tokens - times.num_cached_tokens))
+        journal.note(now, f"first output of {phase}")
+        choice.first_deltas.append(
+            {
+                "phase": phase,
+                "worker": attempt.link.worker_id,
+                "queue_seconds": round(times.queue_seconds, 6),
+                "prefill_seconds": round(times.prefill_seconds, 6),
+                "kv_pull_seconds": round(times.kv_pull_seconds, 6),
+                "transport": times.transport or None,
+                "kv_pull_failed": times.kv_pull_failed,
+                "expected_cached_tokens": decision.chosen.cached_tokens if computes_prompt else None,
+                "cached_tokens": times.num_cached_tokens,
+                "pulled_tokens": times.num_pulled_tokens,
+            }
+        )
+
+    def ended(self, journal: Journal, now: float) -> None:
+        choice = self._choices.get(journal.request_id)
+        if choice is not None:
+            choice.end = now
+
+    def find(self, request_id: str, now: float) -> list[dict[str, Any]]:
+        """All choices of a request, by its public id; empty when it is unknown or forgotten."""
+        return [
+            _shown(choice, now)
+            for key, choice in self._choices.items()
+            if key == request_id or key.rpartition("-")[0] == request_id
+        ]
+
+
+def _shown(choice: _Choice, now: float) -> dict[str, Any]:
+    journal = choice.journal
+    end = choice.end or now
+    return {
+        "choice": journal.request_id,
+        "state": journal.outcome if choice.end else "open",
+        "prompt_tokens": len(journal.prompt_token_ids),
+        "output_tokens": len(journal.output_token_ids),
+        "cached_tokens": journal.num_cached_tokens,
+        "migrations": journal.num_migrations,
+        "decisions": [
+            {
+                "policy": decision.policy,
+                "chosen": _candidate(decision.chosen),
+                "candidates": [_candidate(item) for item in decision.candidates[:MAX_CANDIDATES_SHOWN]],
+            }
+            for decision in choice.decisions
+        ],
+        "workers": choice.first_deltas,
+        "time_line": _time_line(journal, end),
+        "total_seconds": round(end - journal.arrival, 6),
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "decode": candidate.decode,
+        "prefill": candidate.prefill,
+        "cost_seconds": round(candidate.cost, 6),
+        "terms_seconds": {name: round(value, 6) for name, value in candidate.terms.items()},
+        "expected_cached_tokens": candidate.cached_tokens,
+        "load": candidate.load,
+    }
+
+
+def _time_line(journal: Journal, end: float) -> list[dict[str, Any]]:
+    """Consecutive spans from arrival to end. Each event ends the span before it."""
+    names = ["accepted", *(what for _, what in journal.events)]
+    times = [journal.arrival, *(time for time, _ in journal.events), end]
+    spans = []
+    for name, start, stop in zip(names, times, times[1:], strict=True):
+        spans.append({"after": name, "seconds": round(stop - start, 6)})
+    return spans

@@ -1,0 +1,245 @@
+"""The endpoints that use the model: from a validated body to a running generation, and tokenize/detokenize.
+
+Holds what one router process has once: tokenizer, worker table, dispatcher, metrics. `app` puts it behind routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequestError, NotFoundError
+from common.text.tokenizer import Tokenizer
+from router.body import read_json_object
+from router.choice import Choice, StopRules
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.explain import ExplainLog
+from router.generation import ChoiceRun, Generation
+from router.journal import Journal
+from router.metrics import RouterMetrics
+from router.prompts import chat_prompt, completion_prompts, text_prompt, truncated
+from router.render import ChatRenderer, ChoiceResult, CompletionRenderer, Renderer, RenderOptions
+from router.sampling import ModelLimits, for_choice, sampling_params
+from router.schemas import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    Message,
+    TokenizeBody,
+    parse_body,
+)
+from router.sse import GenerationResponse, Selector
+from router.workers import WorkerTable
+
+ALIAS = "mini-infer"  # a model name that always means the one that is served
+MAX_LABEL_CHARS = 128
+
+
+class Gateway:
+    """One router's state. `start` and `stop` belong to the event loop that serves."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, model_name: str) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_name = config.served_model_name or model_name
+        self.model_names = frozenset({self.model_name, model_name, ALIAS})
+        self.created = int(time.time())
+        self.metrics = RouterMetrics(self.model_name)
+        self.explain = ExplainLog(self.metrics)
+        self.workers = WorkerTable(config, tokenizer.tokenizer_hash())
+        self.dispatcher = Dispatcher(config, self.workers, self.metrics, self.explain)
+
+    async def start(self) -> None:
+        await self.workers.start()
+
+    async def stop(self) -> None:
+        await self.workers.stop()
+
+    def limits(self) -> ModelLimits:
+        return self.workers.limits(self.tokenizer.vocab_size)
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: Request) -> Response:
+        arrival = asyncio.get_running_loop().time()
+        body = parse_body(ChatCompletionBody, await read_json_object(request))
+        self.check_model(body.model)
+        self.dispatcher.admit()
+        add_prompt = (
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        )
+        token_ids = await self._chat_ids(body.messages, add_prompt, bool(body.continue_final_message))
+        token_ids = truncated(token_ids, body.truncate_prompt_tokens)
+        runs = self._runs(request, body, [token_ids], body.n or 1, arrival, "chatcmpl-", continues=False)
+        options = self._options(body, runs, [token_ids], (), bool(body.logprobs))
+        return self._respond(request, body, runs, ChatRenderer(options, self.tokenizer), list)
+
+    async def completions(self, request: Request) -> Response:
+        arrival = asyncio.get_running_loop().time()
+        body = parse_body(CompletionBody, await read_json_object(request))
+        self.check_model(body.model)
+        self.dispatcher.admit()
+        prompts = await completion_prompts(body, self.tokenizer, self.limits())
+        prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+        n = body.n or 1
+        per_prompt = max(body.best_of or n, n)
+        runs = self._runs(request, body, prompts, per_prompt, arrival, "cmpl-", continues=True)
+        texts = tuple(self._echo_texts(body, prompts)) if body.echo else ()
+        options = self._options(body, runs, prompts, texts, body.logprobs is not None)
+        renderer = CompletionRenderer(options, self.tokenizer, per_prompt)
+        return self._respond(request, body, runs, renderer, lambda results: best_results(results, n))
+
+    def _runs(
+        self,
+        request: Request,
+        body: ChatCompletionBody | CompletionBody,
+        prompts: Sequence[list[int]],
+        per_prompt: int,
+        arrival: float,
+        prefix: str,
+        continues: bool,
+    ) -> list[ChoiceRun]:
+        """One run per choice; a run's journal carries an id that the router made."""
+        public_id = prefix + uuid.uuid4().hex
+        rules = StopRules(
+            stops=tuple(body.stops),
+            include_in_output=bool(body.include_stop_str_in_output),
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+        )
+        runs = []
+        for prompt_index, token_ids in enumerate(prompts):
+            params = sampling_params(body, self.tokenizer, self.limits(), len(token_ids))
+            for number in range(per_prompt):
+                index = prompt_index * per_prompt + number
+                journal = Journal(
+                    request_id=f"{public_id}-{index}",
+                    prompt_token_ids=token_ids,
+                    sampling=for_choice(params, number),
+                    deadline=arrival + self.config.request_timeout_seconds,
+                    arrival=arrival,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    session=request.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
+                    traceparent=request.headers.get("traceparent", "")[:MAX_LABEL_CHARS],
+                )
+                runs.append(ChoiceRun(Choice(index, self.tokenizer, rules, continues), journal, prompt_index))
+        return runs
+
+    def _options(
+        self,
+        body: GenerationBody,
+        runs: Sequence[ChoiceRun],
+        prompts: Sequence[list[int]],
+        texts: tuple[str, ...],
+        logprobs: bool,
+    ) -> RenderOptions:
+        stream = body.stream_options
+        return RenderOptions(
+            request_id=runs[0].journal.request_id.rpartition("-")[0],
+            model=body.model or self.model_name,
+            created=int(time.time()),
+            logprobs=logprobs,
+            return_token_ids=bool(body.return_token_ids),
+            include_usage=bool(stream and stream.include_usage),
+            continuous_usage=bool(stream and stream.continuous_usage_stats),
+            echo=bool(texts),
+            prompt_texts=texts,
+            prompt_token_ids=tuple(prompts),
+        )
+
+    def _respond(
+        self,
+        request: Request,
+        body: GenerationBody,
+        runs: list[ChoiceRun],
+        renderer: Renderer,
+        select: Selector,
+    ) -> Response:
+        stream = body.stream_options
+        label = request.headers.get("x-request-id", "")
+        public_id = runs[0].journal.request_id.rpartition("-")[0]
+        shown = label if 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable() else public_id
+        return GenerationResponse(
+            Generation(self.dispatcher, runs),
+            renderer,
+            [(b"x-request-id", shown.encode()), (b"x-mini-infer-id", public_id.encode())],
+            is_stream=bool(body.stream),
+            include_usage=bool(stream and stream.include_usage),
+            continuous_usage=bool(stream and stream.continuous_usage_stats),
+            select=select,
+        )
+
+    def _echo_texts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
+        if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None:
+            return [body.prompt]
+        items: Sequence[Any] = body.prompt if not isinstance(body.prompt[0], int) else [body.prompt]
+        return [
+            item
+            if isinstance(item, str) and body.truncate_prompt_tokens is None
+            else self.tokenizer.decode(token_ids, skip_special=False)
+            for item, token_ids in zip(items, prompts, strict=True)
+        ]
+
+    async def _chat_ids(self, messages: Sequence[Message], add_prompt: bool, continue_final: bool) -> list[int]:
+        token_ids = await chat_prompt(messages, self.tokenizer, self.limits(), add_prompt, continue_final)
+        if not token_ids:
+            raise InvalidRequestError("the messages give an empty prompt", "messages")
+        return token_ids
+
+    # -- text and tokens ---------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, await read_json_object(request))
+        self.check_model(body.model)
+        limits = self.limits()
+        if body.messages is not None:
+            add_prompt = body.add_generation_prompt and not body.continue_final_message
+            token_ids = await self._chat_ids(body.messages, add_prompt, body.continue_final_message)
+        elif body.prompt:
+            token_ids = await text_prompt(body.prompt, self.tokenizer, limits, body.add_special_tokens)
+        else:
+            token_ids = self.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
+        answer: dict[str, Any] = {
+            "count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids,
+        }  # fmt: skip
+        if body.return_token_strs:
+            answer["token_strs"] = [self.tokenizer.token_text(token_id) for token_id in token_ids]
+        return answer
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, await read_json_object(request))
+        self.check_model(body.model)
+        for token_id in body.tokens:
+            if token_id >= self.tokenizer.vocab_size:
+                raise InvalidRequestError(
+                    f"tokens: id {token_id} is outside the vocabulary of {self.tokenizer.vocab_size}", "tokens"
+                )
+        return {"prompt": self.tokenizer.decode(body.tokens, skip_special=False)}
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.model_names:
+            raise NotFoundError(f"no model {name[:64]!r}; this server has {self.model_name!r}")
+
+
+def best_results(results: list[ChoiceResult], n: int) -> list[ChoiceResult]:
+    """The n choices of each prompt with the best mean logprob, numbered anew."""
+    by_prompt: dict[int, list[ChoiceResult]] = {}
+    for result in results:
+        by_prompt.setdefault(result.prompt_index, []).append(result)
+    kept: list[ChoiceResult] = []
+    for group in by_prompt.values():
+        if len(group) > n:
+            group.sort(key=lambda result: result.mean_logprob, reverse=True)
+        for result in group[:n]:
+            result.index = len(kept)
+            kept.append(result)
+    return kept

@@ -1,0 +1,109 @@
+"""All choices of one request: run them, in the right order, and merge what they say.
+
+The first choice of a prompt starts alone; the others start when its prompt is computed, so that they find it in
+the prefix cache. Calls dispatch for tokens and choice for text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from common.errors import MiniInferError
+from router.choice import Choice, Update
+from router.dispatch import Dispatcher
+from router.journal import Journal
+from router.render import Usage
+
+MERGE_QUEUE_SIZE = 256  # updates that a slow reader may be behind, over all choices
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceRun:
+    """One choice, ready to run."""
+
+    choice: Choice
+    journal: Journal
+    prompt_index: int = 0
+
+
+class Generation:
+    """The choices of a request. `updates` may be iterated once; leaving it early cancels what is still open."""
+
+    def __init__(self, dispatcher: Dispatcher, runs: list[ChoiceRun]) -> None:
+        self._dispatcher = dispatcher
+        self.runs = runs
+        prompts = {run.prompt_index: len(run.journal.prompt_token_ids) for run in runs}
+        self._num_prompt_tokens = sum(prompts.values())
+
+    def usage(self) -> Usage:
+        """Counts so far. A prompt counts once, however many choices it has."""
+        first = {}
+        for run in self.runs:
+            first.setdefault(run.prompt_index, run.journal)
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(run.choice.num_tokens for run in self.runs),
+            cached_tokens=sum(journal.num_cached_tokens for journal in first.values()),
+        )
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """(choice index, update) as they come. Raises the first error of any choice."""
+        if len(self.runs) == 1:
+            run = self.runs[0]
+            async with aclosing(self._dispatcher.generate(run.journal)) as steps:
+                async for deltas in steps:
+                    update = run.choice.push(deltas)
+                    yield run.choice.index, update
+                    if update.finish_reason is not None:
+                        run.journal.outcome = update.finish_reason
+                        return
+            return
+        async with aclosing(self._merged()) as merged:
+            async for item in merged:
+                yield item
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Update]]:
+        queue: asyncio.Queue[tuple[int, Update] | MiniInferError] = asyncio.Queue(MERGE_QUEUE_SIZE)
+        started = {run.prompt_index: asyncio.Event() for run in self.runs}
+        leaders: set[int] = set()
+        tasks = []
+        for run in self.runs:
+            waits_for = started[run.prompt_index] if run.prompt_index in leaders else None
+            leaders.add(run.prompt_index)
+            tasks.append(asyncio.create_task(self._run_one(run, waits_for, started[run.prompt_index], queue)))
+        open_choices = len(tasks)
+        try:
+            while open_choices:
+                item = await queue.get()
+                if isinstance(item, MiniInferError):
+                    raise item
+                yield item
+                open_choices -= item[1].finish_reason is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(
+        self,
+        run: ChoiceRun,
+        waits_for: asyncio.Event | None,
+        started: asyncio.Event,
+        queue: asyncio.Queue[tuple[int, Update] | MiniInferError],
+    ) -> None:
+        if waits_for is not None:
+            await waits_for.wait()
+        try:
+            async with aclosing(self._dispatcher.generate(run.journal)) as steps:
+                async for deltas in steps:
+                    started.set()
+                    update = run.choice.push(deltas)
+                    await queue.put((run.choice.index, update))
+                    if update.finish_reason is not None:
+                        run.journal.outcome = update.finish_reason
+                        return
+        except MiniInferError as error:
+            await queue.put(error)

@@ -1,0 +1,79 @@
+"""uvicorn's httptools protocol with bounds on what comes before a request is complete, and errors as JSON.
+
+The parser itself has no limit on headers: without one, a client could make the router hold any amount of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.errors import HttpError, error_body
+from router.middleware import MAX_HEADER_BYTES, MAX_HEADERS
+
+HEADER_TIMEOUT_SECONDS = 10.0
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _num_header_bytes = 0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+        self._header_timer = self.loop.call_later(
+            HEADER_TIMEOUT_SECONDS, self._refuse, 408, "the headers did not arrive in time"
+        )
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(431, "too many headers")
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        # One header that never ends reaches no callback; count what arrives while headers are open.
+        if self._header_timer is not None:
+            self._count(len(data) if len(data) > MAX_HEADER_BYTES else 0)
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not a valid HTTP request")
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, "too long headers")
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer and close; whatever the client still sends is not read."""
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        body = error_body(HttpError(status, message))
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, _REASONS[status], len(body)) + body)
+        self.transport.close()

@@ -1,0 +1,73 @@
+"""The router's metrics: what it observes per step or per request, and what it reads off the table on a scrape."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from typing import TYPE_CHECKING
+
+from common.metrics import MetricSet
+from kvstore.index import IndexState
+from router.journal import Journal
+
+if TYPE_CHECKING:
+    from router.workers import WorkerTable
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
+ROLES = ("prefill", "decode")
+
+
+class RouterMetrics:
+    """Children are looked up once: an observation is one call."""
+
+    def __init__(self, model_name: str) -> None:
+        self._set = metrics = MetricSet({"model_name": model_name})
+        self.time_to_first_token = metrics.histogram("vllm:time_to_first_token_seconds")
+        self.inter_token_latency = metrics.histogram("vllm:inter_token_latency_seconds")
+        self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
+        self.migrations = metrics.counter("mini_infer_migrations")
+        self.local_prefills = metrics.counter("mini_infer_local_prefills")
+        self.expected_tokens = metrics.counter("mini_infer_index_expected_tokens")
+        self.regret_tokens = metrics.counter("mini_infer_index_regret_tokens")
+        self._generation_tokens = metrics.counter("vllm:generation_tokens")
+        self._e2e = metrics.histogram("vllm:e2e_request_latency_seconds")
+        self._per_token = metrics.histogram("vllm:request_time_per_output_token_seconds")
+        self._decode_time = metrics.histogram("vllm:request_decode_time_seconds")
+        self._prompt_length = metrics.histogram("vllm:request_prompt_tokens")
+        self._output_length = metrics.histogram("vllm:request_generation_tokens")
+        self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
+        self._running = metrics.gauge("vllm:num_requests_running")
+        self._waiting = metrics.gauge("vllm:num_requests_waiting")
+
+    def choice_ended(self, journal: Journal, now: float) -> None:
+        """Observe everything that is known at the end of a choice."""
+        num_output = len(journal.output_token_ids)
+        self._ended[journal.outcome].inc()
+        self._generation_tokens.inc(num_output)
+        self._prompt_length.observe(len(journal.prompt_token_ids))
+        self._output_length.observe(num_output)
+        self._e2e.observe(now - journal.arrival)
+        if num_output > 1:
+            decode_seconds = journal.last_token_time - journal.first_token_time
+            self._decode_time.observe(decode_seconds)
+            self._per_token.observe(decode_seconds / (num_output - 1))
+
+    def refused(self, status: int) -> None:
+        self._set.counter("mini_infer_requests_refused", status=str(status)).inc()
+
+    def render(self, workers: WorkerTable, num_running: int, num_waiting: int) -> bytes:
+        """The text for a scrape; gauges are read off now."""
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+        states = Tally((item["role"], item["state"]) for item in workers.describe())
+        for role in ROLES:
+            for state in WORKER_STATES:
+                self._set.gauge("mini_infer_workers", role=role, state=state).set(states[(role, state)])
+            waiting = sum(link.load.num_waiting for link in workers.links if link.role == role)
+            self._set.gauge("mini_infer_worker_queue", role=role).set(waiting)
+        self._set.gauge("mini_infer_index_blocks").set(workers.index.num_keys)
+        by_state = Tally(workers.index.state(link.worker_id) for link in workers.links if link.info)
+        for state_of_index in IndexState:
+            gauge = self._set.gauge("mini_infer_index_workers", state=state_of_index.value)
+            gauge.set(by_state[state_of_index])
+        return self._set.render()

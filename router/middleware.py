@@ -1,0 +1,67 @@
+"""What every HTTP request passes before a route sees it: header bounds and the API key. Pure ASGI, no buffering."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import MiniInferError, UnauthenticatedError
+from router.errors import HttpError, error_body, error_headers, status_of
+
+logger = logging.getLogger(__name__)
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 << 10
+OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
+
+
+class Guard:
+    """Refuses what no route may see; turns a bug in a route into an answer that shows nothing of it."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, watched_send)
+        except MiniInferError as error:
+            if has_begun:
+                raise
+            await send_error(send, error)
+        except Exception as error:  # a bug; the client learns only that
+            logger.exception("a route failed")
+            if has_begun:
+                raise
+            await send_error(send, error)
+
+    def _check(self, scope: Scope) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            raise HttpError(431, "too many or too long headers")
+        if not self._api_key or scope.get("raw_path") in OPEN_PATHS:
+            return
+        sent = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = sent.partition(b" ")
+        if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)):
+            raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")
+
+
+async def send_error(send: Send, error: BaseException) -> None:
+    """A whole answer that consists of an error."""
+    body = error_body(error)
+    headers = [*error_headers(error), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,136 @@
+"""The HTTP answer of a generation: one JSON body, or server-sent events, as a raw ASGI response.
+
+Nothing is sent before the first update is there, so that a request that fails early gets a proper status. When
+the client goes away, the task is cancelled, which cancels the request on the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.errors import EngineError, MiniInferError
+from router.choice import Update
+from router.errors import error_body, error_headers, error_object, status_of
+from router.generation import Generation
+from router.render import ChoiceResult, Renderer, event
+
+logger = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+Selector = Callable[[list[ChoiceResult]], Sequence[ChoiceResult]]
+
+
+class GenerationResponse(Response):
+    """Runs a generation when it is sent. `select` picks the choices of a whole answer (best_of)."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        renderer: Renderer,
+        headers: list[tuple[bytes, bytes]],
+        is_stream: bool,
+        include_usage: bool,
+        continuous_usage: bool,
+        select: Selector = list,
+    ) -> None:
+        self.background = None
+        self._generation = generation
+        self._renderer = renderer
+        self._headers = headers
+        self._is_stream = is_stream
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._select = select
+        self._client_left = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._watch(receive, task))
+        try:
+            await (self._send_stream(send) if self._is_stream else self._send_answer(send))
+        except asyncio.CancelledError:
+            if not self._client_left or task.uncancel():
+                raise
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, receive: Receive, task: asyncio.Task[object]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._client_left = True
+        task.cancel()
+
+    # -- one JSON body -----------------------------------------------------------------------------------------
+
+    async def _send_answer(self, send: Send) -> None:
+        runs = self._generation.runs
+        results = {run.choice.index: ChoiceResult(run.choice.index, run.prompt_index) for run in runs}
+        try:
+            async with aclosing(self._generation.updates()) as updates:
+                async for index, update in updates:
+                    results[index].add(update)
+        except MiniInferError as error:
+            await self._send_error(send, error)
+            return
+        body = self._renderer.answer(self._select(list(results.values())), self._generation.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _send_error(self, send: Send, error: MiniInferError) -> None:
+        body = error_body(error)
+        headers = [*error_headers(error), (b"content-length", b"%d" % len(body)), *self._headers]
+        await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    # -- server-sent events ------------------------------------------------------------------------------------
+
+    async def _send_stream(self, send: Send) -> None:
+        generation = self._generation
+        has_begun = False
+        try:
+            async with aclosing(generation.updates()) as updates:
+                async for body in self._bodies(updates):
+                    if not has_begun:
+                        has_begun = True
+                        headers = [*_STREAM_HEADERS, *self._headers]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            last = self._renderer.usage_chunk(generation.usage()) if self._include_usage else b""
+        except MiniInferError as error:
+            if not has_begun:
+                await self._send_error(send, error)
+                return
+            last = event(error_object(error))
+        except Exception:  # a bug: the stream must still end in a way that the client understands
+            logger.exception("a stream failed")
+            if not has_begun:
+                raise
+            last = event(error_object(EngineError("internal error")))
+        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    async def _bodies(self, updates: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[bytes]:
+        """One piece of the stream per update that has something to tell."""
+        renderer, generation = self._renderer, self._generation
+        begun: set[int] = set()
+        usage = generation.usage()
+        async for index, update in updates:
+            if self._continuous_usage:
+                usage = generation.usage()
+            body = renderer.chunk(index, update, usage)
+            if index not in begun:
+                begun.add(index)
+                body = renderer.start(index, usage) + body
+            if body:
+                yield body
