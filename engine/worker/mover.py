@@ -37,6 +37,8 @@ class LoadResult:
     request_id: RequestId
     ok: bool
     transport: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 class KvMover:
@@ -58,8 +60,6 @@ class KvMover:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.num_open = 0  # loads whose results have not been taken
-        self.num_pulled_bytes = 0
-        self.num_failed = 0
         threading.Thread(target=self._renew_loop, name="kv-renew", daemon=True).start()
 
     # -- called by the step loop -----------------------------------------------------------------------------
@@ -101,10 +101,8 @@ class KvMover:
             with self._lock:
                 peer = self._kept_alive[lease_id]
             pulled = self._client.pull(peer, positions, block_ids, self._pool)
-            self.num_pulled_bytes += pulled.num_bytes
-            result = LoadResult(request_id, True, pulled.transport)
+            result = LoadResult(request_id, True, pulled.transport, pulled.num_bytes, pulled.seconds)
         except MiniInferError as error:
-            self.num_failed += 1
             logger.warning("KV pull failed, computing it here: %s", error)
         finally:
             self._results.append(result)  # whatever happened: the request waits for it

@@ -6,28 +6,20 @@ It knows neither gRPC nor who asked; KV of peers arrives through `KvMover`, in t
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
-import signal
-import socket
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import MiniInferError, mapping_for, public_message
-from common.logging import setup_logging
-from engine.assembly import EngineParts, assemble
-from engine.config import EngineConfig
+from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
+from engine.worker.report import Report, engine_counters, engine_load
 from engine.worker.shared_pool import SharedPoolMemory
-from engine.worker.wire import check_handle, request_kwargs, wire_logprobs
-from kvstore.block_hash import HASH_VERSION
+from engine.worker.wire import check_handle, request_kwargs
 from kvstore.leases import LeaseTable
-from kvstore.transport import KvClient
 from kvstore.types import Epoch, LeaseId
 
 logger = logging.getLogger("rank")
@@ -66,14 +58,11 @@ class Rank:
         self._lease_seconds = lease_seconds
         self._leases = LeaseTable(memory.epoch)
         self._open: dict[RequestId, OpenRequest] = {}
-        self._deltas: list[list[Any]] = []
-        self._failures: list[list[Any]] = []
-        self._granted: list[list[Any]] = []
-        self._ended_leases: list[LeaseId] = []
+        self._report_next = Report()
         self._stopping = False
         self._checked = True
         self._next_deadline_check = 0.0
-        self._next_report = 0.0
+        self._next_report_time = 0.0
 
     # -- loop ------------------------------------------------------------------------------------------------
 
@@ -93,9 +82,9 @@ class Rank:
                 if open_request is not None and not open_request.started:
                     open_request.started = began
             for output in outputs:
-                self._report(output, began)
+                self._report(output)
             stepped = self._engine.num_steps != num_steps
-            self._send_report(time.monotonic() - began if stepped else 0.0, stepped)
+            self._send_report(time.monotonic() - began if stepped else 0.0)
             wait = self._next_wait(stepped)
 
     def _next_wait(self, stepped: bool) -> float:
@@ -135,7 +124,7 @@ class Rank:
                 check_handle(fields, self._block_size)
             request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields))
         except MiniInferError as error:
-            self._failures.append([name, mapping_for(error).grpc_status, public_message(error)])
+            self._report_next.add_failure(name, mapping_for(error).grpc_status, public_message(error))
             if handle is not None:
                 self._mover.abandon(handle)
             return
@@ -156,13 +145,13 @@ class Rank:
                 "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
             )
             self._pool.release(lease.block_ids)
-            self._ended_leases.append(lease.lease_id)
+            self._report_next.ended_leases.append(lease.lease_id)
         if now < self._next_deadline_check:
             return
         self._next_deadline_check = now + 0.1
         for request_id in [name for name, entry in self._open.items() if entry.deadline < now]:
             self._cancel(request_id)
-            self._failures.append([request_id, "DEADLINE_EXCEEDED", "the request's time is over"])
+            self._report_next.add_failure(request_id, "DEADLINE_EXCEEDED", "the request's time is over")
 
     # -- KV from peers ---------------------------------------------------------------------------------------
 
@@ -183,6 +172,7 @@ class Rank:
             self._apply_load(result, now)
 
     def _apply_load(self, result: LoadResult, now: float) -> None:
+        self._report_next.add_pull(result)
         self._engine.scheduler.finish_load(result.request_id, result.ok)
         entry = self._open.get(result.request_id)
         if entry is None:
@@ -197,43 +187,30 @@ class Rank:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
             self._pool.release(lease.block_ids)
-            self._ended_leases.append(lease_id)
+            self._report_next.ended_leases.append(lease_id)
 
     # -- reports ---------------------------------------------------------------------------------------------
 
-    def _report(self, output: RequestOutput, began: float) -> None:
+    def _report(self, output: RequestOutput) -> None:
         request = output.request
         entry = self._open.get(request.request_id)
         if entry is None:
             return
+        if output.error is not None or output.finish_reason is not None:
+            del self._open[request.request_id]
         if output.error is not None:
-            del self._open[request.request_id]
-            self._failures.append([request.request_id, "INTERNAL", output.error])
+            self._report_next.add_failure(request.request_id, "INTERNAL", output.error)
             return
-        handle = None
-        if output.finish_reason is FinishReason.PREFILLED:
-            handle = self._grant(request)
-        if output.finish_reason is not None:
-            del self._open[request.request_id]
-        self._deltas.append(
-            [
-                request.request_id,
-                output.new_token_ids,
-                output.finish_reason.value if output.finish_reason else None,
-                output.stop_token_id,
-                wire_logprobs(output.logprobs),
-                wire_logprobs(output.prompt_logprobs),
-                handle,
-                None if entry.reported else self._times(entry),
-            ]
-        )
+        handle = self._grant(request) if output.finish_reason is FinishReason.PREFILLED else None
+        times = None if entry.reported else self._times(entry)
         entry.reported = True
+        self._report_next.add_output(output, handle, times)
 
     def _grant(self, request: Request) -> dict[str, Any]:
         """Put the request's blocks under a lease; returns the fields of its KvHandle."""
         blocks = self._engine.scheduler.detach_blocks(request)
         lease = self._leases.grant(blocks, time.monotonic(), self._lease_seconds)
-        self._granted.append([lease.lease_id, blocks, lease.deadline])
+        self._report_next.add_lease(lease)
         return {
             "lease_id": lease.lease_id,
             "epoch": self._memory.epoch,
@@ -255,111 +232,14 @@ class Rank:
             "kv_pull_failed": entry.pull_failed,
         }
 
-    def _send_report(self, step_seconds: float, stepped: bool) -> None:
+    def _send_report(self, step_seconds: float) -> None:
+        """Once a step, at once when there is news, and now and then without."""
         stored, removed = self._pool.take_events()
         now = time.monotonic()
-        news = self._deltas or self._failures or self._granted or self._ended_leases or stored or removed
-        if not (stepped or news) and now < self._next_report:
+        news = step_seconds or stored or removed or not self._report_next.is_empty
+        if not news and now < self._next_report_time:
             return
-        self._next_report = now + IDLE_WAIT_SECONDS
-        load = self._engine.scheduler.load()
-        stats = self._engine.scheduler.kv.stats
-        last = self._engine.last_step
-        self._link.send(
-            [
-                Event.STEP,
-                {
-                    "deltas": self._deltas,
-                    "failures": self._failures,
-                    "stored": stored,
-                    "removed": removed,
-                    "granted": self._granted,
-                    "ended_leases": self._ended_leases,
-                    "load": {
-                        "num_running": load.num_running,
-                        "num_waiting": load.num_waiting,
-                        "num_swapped": load.num_swapped,
-                        "num_loading": load.num_loading,
-                        "num_leases": len(self._leases),
-                        "kv_blocks_total": self._pool.num_blocks,
-                        "kv_blocks_free": self._pool.num_free,
-                        "kv_blocks_cached": self._pool.num_cached,
-                        "waiting_prefill_tokens": load.waiting_prefill_tokens,
-                        "num_steps": self._engine.num_steps,
-                        "step_seconds": step_seconds,
-                        "step_prefill_tokens": last.num_prefill_tokens if stepped else 0,
-                        "step_decode_tokens": last.num_decode_tokens if stepped else 0,
-                    },
-                    "counters": {
-                        "preemptions": self._engine.scheduler.num_preemptions,
-                        "prefix_queries": stats.queried_tokens,
-                        "prefix_hits": stats.hit_tokens,
-                        "host_hits": stats.host_hit_tokens,
-                        "pulled_bytes": self._mover.num_pulled_bytes,
-                        "failed_pulls": self._mover.num_failed,
-                    },
-                },
-            ]
-        )
-        self._deltas, self._failures, self._granted, self._ended_leases = [], [], [], []
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process; the front passes the descriptor of its socket."""
-    parser = argparse.ArgumentParser(prog="engine.worker.rank")
-    parser.add_argument("--fd", type=int, required=True)
-    args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = FrameSocket(socket.socket(fileno=args.fd))
-    try:
-        [[_, start]] = link.receive(60.0)
-        setup_logging("rank", start["log_level"])
-        rank = _start(link, start)
-        rank.run()
-    except ConnectionError:
-        logger.warning("the worker's front is gone: exiting")
-    except MiniInferError as error:
-        link.send([Event.FAILED, str(error)])
-        return 1
-    return 0
-
-
-def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
-    config = EngineConfig(**start["engine"])
-    memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
-    parts = assemble(config, memory)
-    client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
-    mover = KvMover(client, memory.blocks, link.wake)
-    memory.serve()
-    geometry = parts.geometry
-    link.send(
-        [
-            Event.READY,
-            {
-                "epoch": memory.epoch,
-                "shm_socket": memory.socket_path,
-                "transports": memory.transports,
-                "model": parts.files.name,
-                "model_fingerprint": geometry.fingerprint,
-                "vocab_size": parts.model_config.vocab_size,
-                "max_model_len": parts.engine.scheduler.max_model_len,
-                "eos_token_ids": sorted(parts.engine.eos_token_ids),
-                "block_size": geometry.block_size,
-                "hash_version": HASH_VERSION,
-                "kv_dtype": geometry.dtype,
-                "num_blocks": geometry.num_blocks,
-                "block_bytes": geometry.block_bytes,
-                "kv_shape": geometry.block_shape,
-                "quantization": parts.quantization,
-                "device": parts.device,
-                "max_num_seqs": config.max_num_seqs,
-                "pid": os.getpid(),
-            },
-        ]
-    )
-    return Rank(link, parts, memory, mover, start["kv_lease_seconds"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        self._next_report_time = now + IDLE_WAIT_SECONDS
+        load = engine_load(self._engine, len(self._leases), step_seconds)
+        self._link.send([Event.STEP, self._report_next.frame(stored, removed, load, engine_counters(self._engine))])
+        self._report_next = Report()

@@ -39,7 +39,7 @@ class RankProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "engine.worker.rank",
+                "engine.worker.rank_main",
                 f"--fd={theirs.fileno()}",
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,

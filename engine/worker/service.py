@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.front import WorkerFront
 from engine.worker.kv_service import open_kv_service
+from engine.worker.metrics import WorkerMetrics
 from engine.worker.rank_process import RankProcess
 from protos import types_pb2 as pb
 
@@ -79,6 +80,9 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
             info = worker_info(role, worker_id, address, rank.ready, tokenizer.tokenizer_hash())
             kv = open_kv_service(rank)
             front = WorkerFront(rank, kv.events, kv.leases, info)
+            metrics = WorkerMetrics(front)
+            if worker.metrics_port:
+                metrics.serve(worker.host, worker.metrics_port)
             kv.register(server)
             register(server, front)
             await server.start()

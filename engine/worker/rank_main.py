@@ -1,0 +1,85 @@
+"""`python -m engine.worker.rank_main`: take the settings, load the model, say READY, run the loop until the end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from common.errors import MiniInferError
+from common.logging import setup_logging
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.worker.frames import Event, FrameSocket
+from engine.worker.mover import KvMover
+from engine.worker.rank import Rank
+from engine.worker.shared_pool import SharedPoolMemory
+from kvstore.block_hash import HASH_VERSION
+from kvstore.transport import KvClient
+
+logger = logging.getLogger("rank")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process; the front passes the descriptor of its socket."""
+    parser = argparse.ArgumentParser(prog="engine.worker.rank")
+    parser.add_argument("--fd", type=int, required=True)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = FrameSocket(socket.socket(fileno=args.fd))
+    try:
+        [[_, start]] = link.receive(60.0)
+        setup_logging("rank", start["log_level"])
+        rank = _start(link, start)
+        rank.run()
+    except ConnectionError:
+        logger.warning("the worker's front is gone: exiting")
+    except MiniInferError as error:
+        link.send([Event.FAILED, str(error)])
+        return 1
+    return 0
+
+
+def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
+    config = EngineConfig(**start["engine"])
+    memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
+    parts = assemble(config, memory)
+    client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
+    mover = KvMover(client, memory.blocks, link.wake)
+    memory.serve()
+    geometry = parts.geometry
+    link.send(
+        [
+            Event.READY,
+            {
+                "epoch": memory.epoch,
+                "shm_socket": memory.socket_path,
+                "transports": memory.transports,
+                "model": parts.files.name,
+                "model_fingerprint": geometry.fingerprint,
+                "vocab_size": parts.model_config.vocab_size,
+                "max_model_len": parts.engine.scheduler.max_model_len,
+                "eos_token_ids": sorted(parts.engine.eos_token_ids),
+                "block_size": geometry.block_size,
+                "hash_version": HASH_VERSION,
+                "kv_dtype": geometry.dtype,
+                "num_blocks": geometry.num_blocks,
+                "block_bytes": geometry.block_bytes,
+                "kv_shape": geometry.block_shape,
+                "quantization": parts.quantization,
+                "device": parts.device,
+                "max_num_seqs": config.max_num_seqs,
+                "pid": os.getpid(),
+            },
+        ]
+    )
+    return Rank(link, parts, memory, mover, start["kv_lease_seconds"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
