@@ -1,0 +1,319 @@
+"""The node agent: pins die with their client, committed blocks do not; nonsense on its sockets does nothing."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import grpc
+import numpy as np
+import pytest
+
+from common.errors import ConfigError, OverloadedError, UnavailableError
+from common.rpc import free_port
+from kvstore.agent_client import AgentHostTier
+from kvstore.block_hash import block_keys, root_key
+from kvstore.digest import digest_blocks
+from kvstore.host_tier import HostTier
+from kvstore.regions import Regions
+from kvstore.tcp_transport import receive_blocks
+from kvstore.types import BlockId
+from kvstore.unix_socket import connect_unix, pack, recv_frame, send_frame
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+KEYS = block_keys(range(8), 1, root_key("model"))
+BLOCK_BYTES = 4096
+NUM_SLOTS = 6
+
+CLIENT_PROCESS = """
+import sys
+from kvstore.agent_client import AgentHostTier
+from kvstore.block_hash import block_keys, root_key
+keys = block_keys(range(8), 1, root_key("model"))
+tier = AgentHostTier(sys.argv[1], "model", 4096)
+committed, open_slots = tier.reserve(keys[:2]), tier.reserve([keys[2], None])
+for slot in committed:
+    tier.buffer[4096 * slot : 4096 * (slot + 1)] = bytes([slot + 1]) * 4096
+tier.commit(committed)
+print(*committed, flush=True)
+sys.stdin.read()
+"""
+
+
+class Agent:
+    """`python -m kvstore` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(folder / "agent.sock")
+        self.port, self.metrics_port = free_port(), free_port()
+        gb = NUM_SLOTS * BLOCK_BYTES / 2**30
+        command = [sys.executable, "-m", "kvstore", f"--port={self.port}", f"--socket={self.socket}"]
+        command += [f"--host-tier-gb={gb}", f"--metrics-port={self.metrics_port}"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.first_line = self.process.stderr.readline()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.process.communicate(timeout=20)
+        return self.process.returncode
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.stop(signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def connect(agent: Agent) -> AgentHostTier:
+    return AgentHostTier(agent.socket, "model", BLOCK_BYTES)
+
+
+def test_two_workers_share_a_tier_that_outlives_them(agent: Agent) -> None:
+    assert "ready" in agent.first_line
+    first: HostTier = connect(agent)
+    assert first.num_slots == NUM_SLOTS
+    slots = first.reserve(KEYS[:3])
+    assert slots is not None
+    for i, slot in enumerate(slots):
+        first.buffer[BLOCK_BYTES * slot : BLOCK_BYTES * slot + 3] = bytes([i, i, i])
+    second = connect(agent)
+    assert second.lookup(KEYS) == []
+    first.commit(slots)
+    assert second.missing(KEYS) == KEYS[3:]
+    assert second.contains(KEYS[0])
+    assert second.lookup(KEYS) == slots
+    assert [second.buffer[BLOCK_BYTES * slot] for slot in slots] == [0, 1, 2]
+    first.unpin(slots)
+    first.close()
+    second.check_integrity()
+    assert second.reserve([None] * 4) is None
+    second.unpin(slots)
+    second.close()
+    third = connect(agent)
+    assert third.lookup(KEYS) == slots
+    third.close()
+
+
+def test_sigkill_of_a_worker_drops_its_pins_and_keeps_what_it_committed(agent: Agent) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT_PROCESS, agent.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        committed = [int(word) for word in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate()
+    tier = connect(agent)
+
+    def all_slots_are_available() -> bool:
+        slots = tier.reserve([None] * (NUM_SLOTS - 2))  # those that hold no committed block
+        if slots is None:
+            return False
+        tier.unpin(slots)
+        return True
+
+    until(all_slots_are_available)
+    assert tier.lookup(KEYS) == committed
+    for slot in committed:
+        assert tier.buffer[BLOCK_BYTES * slot : BLOCK_BYTES * (slot + 1)] == bytes([slot + 1]) * BLOCK_BYTES
+    tier.check_integrity()
+    tier.close()
+
+
+def test_without_its_agent_a_worker_goes_on(agent: Agent) -> None:
+    tier = connect(agent)
+    slots = tier.reserve([None])
+    assert slots is not None
+    tier.buffer[0:4] = b"mine"
+    assert agent.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert tier.reserve(KEYS) is None
+    assert tier.lookup(KEYS) == []
+    assert tier.missing(KEYS) == KEYS
+    tier.unpin(slots)
+    tier.commit(slots)
+    tier.check_integrity()
+    assert not tier.connected
+    assert tier.buffer[0:4] == b"mine"
+    tier.close()
+    with pytest.raises(UnavailableError):
+        connect(agent)
+
+
+def test_blocks_are_read_by_key_from_elsewhere(agent: Agent) -> None:
+    tier = connect(agent)
+    slots = tier.reserve(KEYS[:3])
+    assert slots is not None
+    content = np.random.default_rng(1).integers(0, 256, (3, BLOCK_BYTES), dtype=np.uint8)
+    for row, slot in zip(content, slots, strict=True):
+        tier.buffer[BLOCK_BYTES * slot : BLOCK_BYTES * (slot + 1)] = row.tobytes()
+    tier.commit(slots)
+    with grpc.insecure_channel(f"127.0.0.1:{agent.port}") as channel:
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        chunks = list(stub.ReadKeys(kvstore_pb2.ReadKeysRequest(keys=KEYS[:5]), timeout=5))
+        mine = np.zeros((3, BLOCK_BYTES), dtype=np.uint8)
+        receive_blocks(chunks, [BlockId(0), BlockId(1), BlockId(2)], mine)
+        np.testing.assert_array_equal(mine, content)
+        assert [chunk.digest for chunk in chunks] == digest_blocks(content)
+        assert list(stub.ReadKeys(kvstore_pb2.ReadKeysRequest(keys=KEYS[5:]), timeout=5)) == []
+        for call, request in [
+            (stub.ReadKeys, kvstore_pb2.ReadKeysRequest(keys=[b"short"])),
+            (stub.Read, kvstore_pb2.ReadRequest(lease_id="x")),
+            (stub.Watch, kvstore_pb2.WatchRequest()),
+        ]:
+            with pytest.raises(grpc.RpcError):
+                list(call(request, timeout=5))
+    with urlopen(f"http://127.0.0.1:{agent.metrics_port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    assert 'mini_infer_host_tier_slots{state="pinned"} 3.0' in text
+    assert "mini_infer_host_tier_clients 1.0" in text
+    tier.close()
+
+
+def test_sigterm_ends_it_cleanly(agent: Agent) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    tier = connect(agent)
+    assert agent.stop() == 0
+    assert not Path(agent.socket).exists()
+    assert tier.lookup(KEYS) == []
+    assert set(os.listdir("/dev/shm")) == shm
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [["lookup", []]],
+        [["hello", "model", 0]],
+        [["hello", "model", 2**63]],
+        [["hello", "x" * 2000, 4096]],
+        [["hello", "model", 4096], ["lookup", [b"short"]]],
+        [["hello", "model", 4096], ["lookup", [None]]],
+        [["hello", "model", 4096], ["unpin", [0]]],
+        [["hello", "model", 4096], ["commit", [-1]]],
+        [["hello", "model", 4096], ["commit", ["0"]]],
+        [["hello", "model", 4096], ["reserve", 3]],
+        [["hello", "model", 4096], ["dance"]],
+        [["hello", "model", 4096], {"a": 1}],
+        [["hello", "model", 4096], ["hello", "model", 4096]],
+        [["hello", "model", 4096], ["lookup", [b"\0" * 32] * 70_000]],
+    ],
+)
+def test_refused_requests_end_the_connection(shared_agent: Agent, requests: list[object]) -> None:
+    with connect_unix(shared_agent.socket, 5.0) as sock:
+        for request in requests:
+            send_frame(sock, request)
+        replies = []
+        for _ in requests:
+            reply, fds = recv_frame(sock, 1 << 20, max_fds=1)
+            replies.append(reply[0])
+            for fd in fds:
+                os.close(fd)
+        assert replies == ["ok"] * (len(requests) - 1) + ["error"]
+        assert sock.recv(1) == b""
+    tier = connect(shared_agent)
+    tier.check_integrity()
+    tier.close()
+
+
+@pytest.fixture(scope="module")
+def shared_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    agent = Agent(tmp_path_factory.mktemp("agent"))
+    yield agent
+    assert agent.stop() == 0  # it survived everything
+
+
+def test_random_bytes_do_no_harm(shared_agent: Agent) -> None:
+    rng = random.Random(3)
+    hello = pack(["hello", "model", BLOCK_BYTES])
+    for target in ("unix", "grpc"):
+        for _ in range(60):
+            if target == "unix":
+                sock = connect_unix(shared_agent.socket, 5.0)
+            else:
+                sock = socket.create_connection(("127.0.0.1", shared_agent.port), 5.0)
+            with sock:
+                try:
+                    sock.sendall((hello if rng.random() < 0.5 else b"") + rng.randbytes(rng.randrange(200)))
+                except OSError:
+                    continue
+    tier = connect(shared_agent)
+    assert tier.num_slots == NUM_SLOTS
+    slots: list[object] = []
+
+    def everything_is_free() -> bool:
+        slots[:] = tier.reserve([None] * NUM_SLOTS) or []
+        return bool(slots)
+
+    until(everything_is_free)
+    tier.close()
+
+
+def test_a_second_agent_on_the_same_socket_says_so(shared_agent: Agent) -> None:
+    command = [sys.executable, "-m", "kvstore", "--port=0", f"--socket={shared_agent.socket}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 1
+    assert "another process listens" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_regions_share_a_budget_and_idle_ones_make_room() -> None:
+    regions = Regions(10 * 4096)
+    with regions.using("a", 4096) as a:
+        slots = a.tier.reserve(KEYS[:1])
+        assert slots is not None
+        a.tier.commit(slots)
+        a.tier.unpin(slots)
+        assert a.tier.num_slots == 10
+        with pytest.raises(OverloadedError, match="region-gb"), regions.using("b", 4096):
+            pass
+        assert regions.find(KEYS[0]) is a
+    with regions.using("a", 4096) as again:
+        assert again is a
+        assert again.tier.contains(KEYS[0])
+    with regions.using("b", 8192) as b:
+        assert b.tier.num_slots == 5
+        assert regions.find(KEYS[0]) is None
+    assert regions.used_bytes == 10 * 4096
+    regions.close()
+
+
+def test_the_longest_idle_region_goes_first() -> None:
+    regions = Regions(3 * 4096, region_bytes=4096)
+    for name in "abc":
+        with regions.using(name, 4096):
+            pass
+    with regions.using("a", 4096):
+        pass
+    with regions.using("d", 4096):
+        assert [region.name[0] for region in regions.all()] == ["a", "c", "d"]
+    regions.close()
+
+
+def test_a_worker_learns_why_it_gets_no_memory(shared_agent: Agent) -> None:
+    with pytest.raises(ConfigError, match="host-tier-gb"):
+        AgentHostTier(shared_agent.socket, "huge", NUM_SLOTS * BLOCK_BYTES * 2)
+
+
+async def test_health_is_served(shared_agent: Agent) -> None:
+    from common.healthcheck import is_ready
+
+    async with asyncio.timeout(10):
+        assert await is_ready(f"127.0.0.1:{shared_agent.port}")

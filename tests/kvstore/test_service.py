@@ -1,0 +1,229 @@
+"""KvTransfer of a worker and the TCP transport that reads it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from common.errors import HandshakeError, TransferError, UnavailableError
+from common.rpc import RpcServer, open_channel, token_metadata
+from kvstore import service as service_module
+from kvstore.block_hash import block_keys, root_key
+from kvstore.events import EventLog, from_proto
+from kvstore.leases import LeaseMirror
+from kvstore.service import EventWatcher, KvTransferService, PoolView
+from kvstore.tcp_transport import receive_blocks
+from kvstore.transport import KvClient
+from kvstore.types import BlockId, Epoch, LeaseId, PeerPool
+from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+
+KEYS = block_keys(range(6), 1, root_key("model"))
+BLOCKS = [3, 4, 5, 1]
+BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
+
+
+class Worker:
+    """A front with its service; what the rank would be told is written down."""
+
+    def __init__(self, folder: Path, geometry: object = GEOMETRY) -> None:
+        self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
+        self.leases = LeaseMirror(self.owner.epoch)
+        self.events = EventLog()
+        self.told: list[tuple[str, str]] = []
+        self.server = RpcServer("127.0.0.1", 0, "secret")
+        pool = PoolView.fetch(str(self.owner.socket))
+        service = KvTransferService(pool, self.leases, self.events, self._renewed, self._released)
+        self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
+
+    async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+        self.told.append(("renew", lease_id))
+
+    async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+        self.told.append(("release", lease_id))
+
+    def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerPool:
+        self.leases.grant(LeaseId("lease"), [BlockId(b) for b in block_ids], time.monotonic() + seconds)
+        return self.owner.peer(block_ids, "lease", self.server.address, shm=False)
+
+
+@asynccontextmanager
+async def running(folder: Path, geometry: object = GEOMETRY) -> AsyncIterator[Worker]:
+    worker = Worker(folder, geometry)
+    await worker.server.start()
+    try:
+        yield worker
+    finally:
+        await worker.server.stop(0)
+        worker.owner.close()
+
+
+@pytest.fixture
+def client() -> Iterator[KvClient]:
+    client = KvClient(GEOMETRY, "secret")
+    yield client
+    client.close()
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient) -> None:
+    async with running(tmp_path) as worker:
+        mine = empty_pool()
+        peer = worker.lease(BLOCKS)
+        result = await asyncio.to_thread(client.pull, peer, [0, 3], ids(7, 2), mine)
+        assert result.transport == "tcp"
+        np.testing.assert_array_equal(mine[[7, 2]], worker.owner.blocks[[3, 1]])
+        assert not mine[[0, 1, 3, 4, 5, 6]].any()
+
+
+async def test_a_block_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "CHUNK_BYTES", 100_000)
+    async with running(tmp_path, BIG) as worker:
+        mine, client = empty_pool(BIG), KvClient(BIG, "secret")
+        await asyncio.to_thread(client.pull, worker.lease([2, 0]), [0, 1], ids(0, 1), mine)
+        np.testing.assert_array_equal(mine[:2], worker.owner.blocks[[2, 0]])
+        client.close()
+
+
+async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
+    async with running(tmp_path) as worker:
+        peer = replace(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
+        assert (await asyncio.to_thread(client.pull, peer, [0], ids(0), empty_pool())).transport == "shm"
+        elsewhere = replace(peer, shm_socket="/nowhere/x.sock")
+        other = KvClient(GEOMETRY, "secret")
+        assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0), empty_pool())).transport == "tcp"
+        other.close()
+
+
+async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:
+    async with running(tmp_path) as worker:
+        peer = worker.lease(BLOCKS)
+        assert await asyncio.to_thread(client.renew, peer, 5.0)
+        assert not await asyncio.to_thread(client.renew, replace(peer, epoch=Epoch(1)), 5.0)
+        assert await asyncio.to_thread(client.release, peer)
+        assert not await asyncio.to_thread(client.release, peer)
+        assert not await asyncio.to_thread(client.renew, peer, 5.0)
+        assert worker.told == [("renew", "lease"), ("release", "lease")]
+        with pytest.raises(TransferError, match="released lease"):
+            await asyncio.to_thread(client.pull, peer, [0], ids(0), empty_pool())
+
+
+async def test_refusals(tmp_path: Path, client: KvClient) -> None:
+    async with running(tmp_path) as worker:
+        expired = worker.lease(BLOCKS, seconds=-1.0)
+        with pytest.raises(TransferError, match="expired"):
+            await asyncio.to_thread(client.pull, expired, [0], ids(0), empty_pool())
+        peer = worker.lease(BLOCKS)
+        for epoch in (1, worker.owner.epoch ^ 1):
+            with pytest.raises(TransferError, match="epoch"):
+                await asyncio.to_thread(client.pull, replace(peer, epoch=Epoch(epoch)), [0], ids(0), empty_pool())
+        other = KvClient(replace(GEOMETRY, fingerprint="x"), "secret")
+        with pytest.raises(HandshakeError, match="model"):
+            await asyncio.to_thread(other.pull, peer, [0], ids(0), empty_pool())
+        stranger = KvClient(GEOMETRY)
+        with pytest.raises(TransferError, match="token"):
+            await asyncio.to_thread(stranger.pull, peer, [0], ids(0), empty_pool())
+        other.close()
+        stranger.close()
+    with pytest.raises(UnavailableError):
+        await asyncio.to_thread(client.release, peer)
+
+
+async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path) -> None:
+    async with running(tmp_path, BIG) as worker, open_channel(worker.server.address) as channel:
+        worker.lease([0, 1, 2] * 40)
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        request = kvstore_pb2.ReadRequest(lease_id="lease", epoch=worker.owner.epoch, positions=range(120))
+        stream = stub.Read(request, metadata=token_metadata("secret"))
+
+        async def read_on() -> None:
+            async for _ in stream:
+                worker.leases.end(LeaseId("lease"))
+
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read_on()
+        assert raised.value.code() is grpc.StatusCode.ABORTED
+
+
+async def test_reads_are_bounded(tmp_path: Path) -> None:
+    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
+        worker.lease(BLOCKS)
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        for positions, code in (([0] * 70_000, "INVALID_ARGUMENT"), ([4], "ABORTED"), ([2**32 - 1], "ABORTED")):
+            request = kvstore_pb2.ReadRequest(lease_id="lease", epoch=worker.owner.epoch, positions=positions)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Read(request, metadata=token_metadata("secret")).read()
+            assert raised.value.code().name == code
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.ReadKeys(kvstore_pb2.ReadKeysRequest(keys=[b"x"]), metadata=token_metadata("secret")).read()
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_watch_is_a_snapshot_and_then_every_event(tmp_path: Path) -> None:
+    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
+        worker.events.append(KEYS[:3], [])
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        stream = stub.Watch(kvstore_pb2.WatchRequest(), metadata=token_metadata("secret"))
+        first = from_proto(await stream.read())
+        assert (first.kind, first.sequence, first.keys) == ("snapshot", 1, tuple(KEYS[:3]))
+        worker.events.append(KEYS[3:4], KEYS[:1])
+        second, third = [from_proto(await stream.read()) for _ in range(2)]
+        assert [(e.kind, e.sequence) for e in (second, third)] == [("removed", 2), ("stored", 3)]
+        stream.cancel()
+
+
+async def test_a_watcher_that_falls_behind_gets_a_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_QUEUED_EVENTS", 2)
+    log = EventLog()
+    watcher = EventWatcher(log)
+    assert (await watcher.next()).kind == "snapshot"
+    for key in KEYS:
+        log.append([key], [])
+    event = await watcher.next()
+    assert (event.kind, event.sequence, len(event.keys)) == ("snapshot", 6, 6)
+    log.append([], KEYS[:1])
+    assert (await watcher.next()).sequence == 7
+    watcher.close()
+    log.append([], KEYS[1:2])
+
+
+def chunk(position: int, offset: int, size: int) -> kvstore_pb2.BlockChunk:
+    return kvstore_pb2.BlockChunk(position=position, offset=offset, data=b"\1" * size)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [chunk(0, 0, 1024)],
+        [chunk(0, 0, 1024), chunk(0, 0, 1024)],
+        [chunk(1, 0, 1024), chunk(0, 0, 1024)],
+        [chunk(0, 0, 1025)],
+        [chunk(0, 0, 0), chunk(0, 0, 1024), chunk(1, 0, 1024)],
+        [chunk(0, 0, 512), chunk(0, 0, 512), chunk(1, 0, 1024)],
+        [chunk(0, 0, 512), chunk(0, 512, 513)],
+        [chunk(0, 2**64 - 1, 8)],
+        [chunk(0, 0, 1024), chunk(1, 0, 1024), chunk(2, 0, 8)],
+    ],
+)
+def test_a_stream_that_is_not_what_was_asked_for(chunks: list[kvstore_pb2.BlockChunk]) -> None:
+    mine = empty_pool()
+    with pytest.raises(TransferError):
+        receive_blocks(chunks, ids(2, 3), mine)
+    assert not mine[[0, 1, 4, 5, 6, 7]].any()
+
+
+async def test_describe_says_what_the_pool_is(tmp_path: Path) -> None:
+    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
+        stub = kvstore_pb2_grpc.KvTransferStub(channel)
+        reply = await stub.Describe(types_pb2.DescribeRequest(), metadata=token_metadata("secret"))
+        assert (reply.epoch, reply.block_bytes, reply.worker_id) == (worker.owner.epoch, 1024, "owner")

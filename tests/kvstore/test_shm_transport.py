@@ -1,0 +1,136 @@
+"""Pulling by shared memory: what arrives, what is refused, and a peer that dies."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import HandshakeError, MiniInferError, TransferError
+from kvstore.shm_transport import ShmTransport, runs
+from kvstore.transport import KvClient, peer_from_handle
+from kvstore.types import BlockId, Epoch, PeerPool
+from protos import types_pb2
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+
+OWNER_PROCESS = """
+import sys, msgpack
+from dataclasses import asdict
+from pathlib import Path
+from tests.kvstore.helpers import Owner
+owner = Owner(Path(sys.argv[1]))
+print(msgpack.packb(asdict(owner.peer([1, 2, 5]))).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
+def test_runs_cover_all_pairs_in_order(pairs: list[tuple[int, int]]) -> None:
+    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+    found = list(runs(sources, targets))
+    assert [(a + i, b + i) for a, b, count in found for i in range(count)] == pairs
+    for (a, b, count), (c, d, _) in pairwise(found):
+        assert (c, d) != (a + count, b + count)
+
+
+def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:
+    owner, client, mine = Owner(tmp_path), KvClient(GEOMETRY), empty_pool()
+    peer = owner.peer([3, 4, 5, 1, 7])
+    result = client.pull(peer, [0, 1, 2, 4], ids(0, 1, 2, 6), mine)
+    assert (result.transport, result.num_bytes) == ("shm", 4 * 1024)
+    np.testing.assert_array_equal(mine[[0, 1, 2, 6]], owner.blocks[[3, 4, 5, 7]])
+    assert not mine[[3, 4, 5, 7]].any()
+    client.close()
+    owner.close()
+
+
+def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
+    owner, client = Owner(tmp_path), KvClient(GEOMETRY)
+    peer = owner.peer([3, 4])
+    owner.blocks[4, 777] ^= 1
+    client.pull(peer, [0], ids(0), empty_pool())
+    with pytest.raises(TransferError, match="intact"):
+        client.pull(peer, [0, 1], ids(0, 1), empty_pool())
+    client.close()
+    owner.close()
+
+
+def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
+    owner, mine = Owner(tmp_path), empty_pool()
+    for geometry in (replace(GEOMETRY, dtype="uint8"), replace(GEOMETRY, fingerprint="x")):
+        with pytest.raises(HandshakeError, match="here"):
+            KvClient(geometry).pull(owner.peer([1]), [0], ids(0), mine)
+    client = KvClient(GEOMETRY)
+    with pytest.raises(TransferError, match="epoch"):
+        client.pull(replace(owner.peer([1]), epoch=Epoch(5)), [0], ids(0), mine)
+    for peer in (replace(owner.peer([1]), block_ids=tuple(ids(n))) for n in (8, -1)):
+        with pytest.raises(TransferError, match="outside"):
+            client.pull(peer, [0], ids(0), mine)
+    with pytest.raises(TransferError, match="outside"):
+        client.pull(owner.peer([1]), [1], ids(0), mine)
+    with pytest.raises(MiniInferError, match="no transport"):
+        client.pull(replace(owner.peer([1]), shm_socket=""), [0], ids(0), mine)
+    assert not mine.any()
+    owner.close()
+
+
+def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    transport, mine = ShmTransport(GEOMETRY), empty_pool()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        transport.pull(owner.peer([1]), [0], ids(0), mine, 1.0)
+    assert transport.num_mappings == 1
+    owner.close()
+    transport.pull(owner.peer([2]), [0], ids(1), mine, 1.0)  # no socket needed any more
+    np.testing.assert_array_equal(mine[1], owner.blocks[2])
+    reborn = Owner(tmp_path, seed=1)
+    transport.pull(reborn.peer([2]), [0], ids(1), mine, 1.0)
+    assert transport.num_mappings == 1
+    np.testing.assert_array_equal(mine[1], reborn.blocks[2])
+    transport.close()
+    reborn.close()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+
+
+def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    client, mine = KvClient(GEOMETRY), empty_pool()
+    try:
+        assert process.stdout is not None
+        fields = msgpack.unpackb(bytes.fromhex(process.stdout.readline().decode()))
+        fields |= {name: tuple(fields[name]) for name in ("block_ids", "digests")}
+        peer = PeerPool(**fields)
+        client.pull(peer, [0], ids(0), mine)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    client.pull(peer, [1, 2], ids(1, 2), mine)  # the mapping outlives its owner
+    with pytest.raises(TransferError, match="cannot be read"):
+        KvClient(GEOMETRY).pull(peer, [0], ids(0), mine)
+    assert set(os.listdir("/dev/shm")) == before
+    client.close()
+
+
+def test_handles_that_contradict_themselves() -> None:
+    good = types_pb2.KvHandle(lease_id="x", block_ids=[1, 2], digests=[3, 4])
+    assert peer_from_handle(good).block_ids == (1, 2)
+    for bad in (types_pb2.KvHandle(block_ids=[1], digests=[1]), types_pb2.KvHandle(lease_id="x", block_ids=[1])):
+        with pytest.raises(TransferError, match="malformed"):
+            peer_from_handle(bad)
