@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from common.errors import EngineError, MiniInferError, OverloadedError, UnavailableError
@@ -54,7 +54,7 @@ class Dispatcher:
         if not self._workers.usable("decode"):
             raise UnavailableError("no decode worker is available")
 
-    async def generate(self, journal: Journal) -> AsyncIterator[list[pb.TokenDelta]]:
+    async def generate(self, journal: Journal) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """All deltas of one choice, in order; ends after one with a finish reason. Raises MiniInferError."""
         lost: set[WorkerId] = set()
         self._opened(journal)
@@ -105,7 +105,7 @@ class Dispatcher:
 
     async def _attempt(
         self, journal: Journal, decision: Decision, lost: set[WorkerId]
-    ) -> AsyncIterator[list[pb.TokenDelta]]:
+    ) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """One try on the chosen workers. Raises what is in RETRYABLE when another try makes sense."""
         chosen = decision.chosen
         handle: pb.KvHandle | None = None
@@ -136,7 +136,7 @@ class Dispatcher:
 
     async def _leg(
         self, journal: Journal, worker: WorkerId, lost: set[WorkerId], handle: pb.KvHandle | None, phase: str
-    ) -> AsyncIterator[list[pb.TokenDelta]]:
+    ) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """Submit to one worker and pass on its deltas until it has finished its part."""
         loop = asyncio.get_running_loop()
         link = self._link(worker)

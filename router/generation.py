@@ -7,7 +7,7 @@ the prefix cache. Calls dispatch for tokens and choice for text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Counts so far. A prompt counts once, however many choices it has."""
-        first = {}
+        first: dict[int, Journal] = {}
         for run in self.runs:
             first.setdefault(run.prompt_index, run.journal)
         return Usage(
@@ -49,7 +49,7 @@ class Generation:
             cached_tokens=sum(journal.num_cached_tokens for journal in first.values()),
         )
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+    async def updates(self) -> AsyncGenerator[tuple[int, Update], None]:
         """(choice index, update) as they come. Raises the first error of any choice."""
         if len(self.runs) == 1:
             run = self.runs[0]
@@ -65,7 +65,7 @@ class Generation:
             async for item in merged:
                 yield item
 
-    async def _merged(self) -> AsyncIterator[tuple[int, Update]]:
+    async def _merged(self) -> AsyncGenerator[tuple[int, Update], None]:
         queue: asyncio.Queue[tuple[int, Update] | MiniInferError] = asyncio.Queue(MERGE_QUEUE_SIZE)
         started = {run.prompt_index: asyncio.Event() for run in self.runs}
         leaders: set[int] = set()

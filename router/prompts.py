@@ -44,13 +44,13 @@ async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits:
     if isinstance(prompt, str):
         return [await text_prompt(prompt, tokenizer, limits)]
     if isinstance(prompt[0], int):
-        return [_checked_ids(prompt, limits)]  # type: ignore[arg-type]
+        return [_checked_ids(prompt, limits)]
     prompts = []
     for item in prompt:
         if isinstance(item, str):
             prompts.append(await text_prompt(item, tokenizer, limits))
         else:
-            prompts.append(_checked_ids(item, limits))  # type: ignore[arg-type]
+            prompts.append(_checked_ids(item, limits))
     return prompts
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -46,7 +46,7 @@ class GenerationResponse(Response):
         self.background = None
         self._generation = generation
         self._renderer = renderer
-        self._headers = headers
+        self._extra_headers = headers
         self._is_stream = is_stream
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -84,13 +84,17 @@ class GenerationResponse(Response):
             await self._send_error(send, error)
             return
         body = self._renderer.answer(self._select(list(results.values())), self._generation.usage())
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *self._headers]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *self._extra_headers,
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_error(self, send: Send, error: MiniInferError) -> None:
         body = error_body(error)
-        headers = [*error_headers(error), (b"content-length", b"%d" % len(body)), *self._headers]
+        headers = [*error_headers(error), (b"content-length", b"%d" % len(body)), *self._extra_headers]
         await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -104,7 +108,7 @@ class GenerationResponse(Response):
                 async for body in self._bodies(updates):
                     if not has_begun:
                         has_begun = True
-                        headers = [*_STREAM_HEADERS, *self._headers]
+                        headers = [*_STREAM_HEADERS, *self._extra_headers]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             last = self._renderer.usage_chunk(generation.usage()) if self._include_usage else b""
@@ -120,7 +124,7 @@ class GenerationResponse(Response):
             last = event(error_object(EngineError("internal error")))
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
-    async def _bodies(self, updates: AsyncIterator[tuple[int, Update]]) -> AsyncIterator[bytes]:
+    async def _bodies(self, updates: AsyncGenerator[tuple[int, Update], None]) -> AsyncGenerator[bytes, None]:
         """One piece of the stream per update that has something to tell."""
         renderer, generation = self._renderer, self._generation
         begun: set[int] = set()

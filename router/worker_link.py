@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import (
@@ -194,7 +195,7 @@ class WorkerLink:
         call = stub.Attach(metadata=self._metadata)
         async with asyncio.timeout(CALL_TIMEOUT_SECONDS):
             report = await call.read()
-        if report is grpc.aio.EOF:
+        if report is EOF:
             return
         self._commands = asyncio.Queue()
         self._stub, self.info = stub, info
@@ -206,7 +207,7 @@ class WorkerLink:
             asyncio.create_task(self._watch_health(channel, call)),
         ]
         try:
-            while report is not grpc.aio.EOF:
+            while report is not EOF:
                 self._apply(report)
                 report = await call.read()
         except asyncio.CancelledError:
@@ -308,7 +309,7 @@ class WorkerLink:
         call = self._stub.Attach(metadata=self._metadata, timeout=CALL_TIMEOUT_SECONDS)
         try:
             report = await call.read()
-            for event in report.kv_events if report is not grpc.aio.EOF else ():
+            for event in report.kv_events if report is not EOF else ():
                 if event.HasField("snapshot"):
                     keys = [BlockKey(key) for key in event.snapshot.keys]
                     self._index.snapshot(self.worker_id, event.sequence, keys)

@@ -1,0 +1,264 @@
+"""A worker without a model: a real gRPC server whose tokens are a function of the request.
+
+The token at a position depends on prompt, seed and all tokens before it, so a request that goes on elsewhere gives
+the same tokens only when nothing was lost, repeated or changed. Switches make it slow, silent, failing or dead.
+`python tests/router/scripted_worker.py --role decode ...` runs one as a process, for benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import zlib
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.model_files import resolve_model
+from common.rpc import RpcServer
+from common.text.tokenizer import load_tokenizer
+from kvstore.block_hash import HASH_VERSION, block_keys, root_key
+from protos import decode_pb2_grpc, prefill_pb2_grpc
+from protos import types_pb2 as pb
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Script:
+    """How a worker behaves. Change it at any time."""
+
+    reply: list[int] | None = None  # these tokens, then end of sequence; None: printable bytes without end
+    delay_seconds: float = 0.0  # per step
+    tokens_per_step: int = 1
+    eos_token_id: int = 257
+    token_range: tuple[int, int] = (32, 127)
+    refuse: int | None = None  # a FailureCode for every submit
+    is_silent: bool = False  # accept and never answer
+    die_after_tokens: int = -1  # break every stream after so many tokens, once
+    cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Running:
+    """One request that a session has open."""
+
+    submit: pb.Submit
+    output: list[int]
+    state: int
+    is_first: bool = True
+
+
+@dataclass(eq=False)
+class Session:
+    reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
+    running: dict[str, Running] = field(default_factory=dict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ScriptedWorker:
+    """Serve Prefill or Decode on a free port."""
+
+    def __init__(self, role: str, worker_id: str = "", script: Script | None = None, **info: Any) -> None:
+        self.role = role
+        self.script = script or Script()
+        self.submits: list[pb.Submit] = []
+        self.cancels: list[str] = []
+        self.num_tokens = 0
+        self.sessions: set[Session] = set()
+        self.draining = False
+        self.worker_id = worker_id or role
+        self.sequence = 0
+        self.keys: set[bytes] = set()
+        self._info = {
+            "worker_id": self.worker_id, "role": role, "epoch": 1, "model": "dry-run", "model_fingerprint": "f" * 64,
+            "tokenizer_hash": load_tokenizer(resolve_model("dry-run")).tokenizer_hash(), "vocab_size": 320,
+            "max_model_len": 512, "eos_token_ids": [257], "block_size": BLOCK_SIZE, "hash_version": HASH_VERSION,
+            "kv_dtype": "float32", "num_blocks": 64, "block_bytes": 1024, "transports": ["tcp"], "version": "test",
+            "quantization": "none", "device": "cpu", "max_num_seqs": 64, "kv_shape": [1, 2, 1, 16, 8], **info,
+        }  # fmt: skip
+        self.server: RpcServer | None = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> ScriptedWorker:
+        """Listen; on the same port again after `kill`."""
+        self.server = RpcServer("127.0.0.1", self.port)
+        self.port = self.server.port
+        if self.role == "prefill":
+            self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "mini_infer.v1.Prefill")
+        else:
+            self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "mini_infer.v1.Decode")
+        await self.server.start()
+        await self.server.set_serving(True)
+        return self
+
+    async def kill(self) -> None:
+        """Gone at once, like a process that was killed."""
+        assert self.server is not None
+        for session in list(self.sessions):
+            session.reports.put_nowait(None)
+        await self.server.stop(0)
+        self.server = None
+
+    # -- the service -------------------------------------------------------------------------------------------
+
+    async def Describe(self, _request: pb.DescribeRequest, _context: Any) -> pb.WorkerInfo:
+        return pb.WorkerInfo(**self._info)
+
+    async def Drain(self, _request: pb.DrainRequest, _context: Any) -> pb.DrainReply:
+        self.draining = True
+        for session in self.sessions:
+            session.reports.put_nowait(pb.StepReport(load=self._load(session)))
+        return pb.DrainReply(num_open_requests=sum(len(session.running) for session in self.sessions))
+
+    async def Attach(self, commands: AsyncIterator[pb.Command], _context: Any) -> AsyncIterator[pb.StepReport]:
+        session = Session()
+        self.sessions.add(session)
+        snapshot = pb.KvEvent(sequence=self.sequence, snapshot=pb.BlockKeys(keys=sorted(self.keys)))
+        session.reports.put_nowait(pb.StepReport(kv_events=[snapshot], load=self._load(session)))
+        tasks = [asyncio.create_task(self._read(session, commands)), asyncio.create_task(self._steps(session))]
+        try:
+            while (report := await session.reports.get()) is not None:
+                yield report
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.sessions.discard(session)
+
+    async def _read(self, session: Session, commands: AsyncIterator[pb.Command]) -> None:
+        async for command in commands:
+            if command.HasField("cancel"):
+                self.cancels.append(command.cancel.request_id)
+                session.running.pop(command.cancel.request_id, None)
+                continue
+            submit = command.submit
+            self.submits.append(submit)
+            if self.script.refuse is not None:
+                refusal = pb.Failure(
+                    request_id=submit.request_id, code=self.script.refuse, message="refused by script"
+                )
+                session.reports.put_nowait(pb.StepReport(failures=[refusal]))
+                continue
+            history = [*submit.prompt_token_ids, *submit.output_token_ids]
+            state = zlib.crc32(array("I", history).tobytes(), submit.sampling.seed & 0xFFFFFFFF)
+            session.running[submit.request_id] = Running(submit, list(submit.output_token_ids), state)
+            session.wake.set()
+        session.reports.put_nowait(None)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    async def _steps(self, session: Session) -> None:
+        while True:
+            if not session.running or self.script.is_silent:
+                session.wake.clear()
+                await session.wake.wait()
+                continue
+            await asyncio.sleep(self.script.delay_seconds)
+            report = pb.StepReport(load=self._load(session))
+            for name, running in list(session.running.items()):
+                delta = report.deltas.add()
+                delta.request_id = name
+                self._advance(running, delta)
+                if delta.finish_reason:
+                    del session.running[name]
+                    self._store(running, report)
+            session.reports.put_nowait(report)
+            if 0 <= self.script.die_after_tokens <= self.num_tokens:
+                self.script.die_after_tokens = -1
+                session.reports.put_nowait(None)
+                return
+
+    def _advance(self, running: Running, delta: pb.TokenDelta) -> None:
+        submit, sampling = running.submit, running.submit.sampling
+        if running.is_first:
+            running.is_first = False
+            cached = min(self.script.cached_tokens, len(submit.prompt_token_ids) - 1)
+            delta.times.CopyFrom(pb.RequestTimes(prefill_seconds=0.001, num_cached_tokens=cached))
+            if sampling.HasField("prompt_logprobs"):
+                alternatives = sampling.prompt_logprobs
+                delta.prompt_logprobs.extend(logprobs_of(t, alternatives) for t in submit.prompt_token_ids)
+        num_tokens = 1 if self.role == "prefill" else self.script.tokens_per_step
+        for _ in range(num_tokens):
+            token = self._next_token(running)
+            delta.token_ids.append(token)
+            self.num_tokens += 1
+            if sampling.HasField("logprobs"):
+                delta.logprobs.append(logprobs_of(token, sampling.logprobs))
+            if token == self.script.eos_token_id or token in sampling.stop_token_ids:
+                delta.finish_reason = pb.FINISH_REASON_STOP
+                delta.stop_token_id = token
+                return
+            if len(running.output) >= sampling.max_tokens:
+                delta.finish_reason = pb.FINISH_REASON_LENGTH
+                return
+        if self.role == "prefill":
+            delta.finish_reason = pb.FINISH_REASON_PREFILLED
+            delta.kv_handle.CopyFrom(
+                pb.KvHandle(
+                    lease_id=f"lease-{submit.request_id}", worker_id=self.worker_id, epoch=1,
+                    num_tokens=len(submit.prompt_token_ids),
+                )
+            )  # fmt: skip
+
+    def _next_token(self, running: Running) -> int:
+        position = len(running.output)
+        reply = self.script.reply
+        if reply is not None:
+            token = reply[position] if position < len(reply) else self.script.eos_token_id
+        else:
+            low, high = self.script.token_range
+            token = low + running.state % (high - low)
+        running.output.append(token)
+        running.state = zlib.crc32(array("I", [token]).tobytes(), running.state)
+        return token
+
+    def _store(self, running: Running, report: pb.StepReport) -> None:
+        """The prompt's blocks are in the prefix cache now."""
+        salt = running.submit.cache_salt
+        root = root_key(self._info["model_fingerprint"], "", salt)
+        new = [
+            key for key in block_keys(list(running.submit.prompt_token_ids), BLOCK_SIZE, root) if key not in self.keys
+        ]
+        if new:
+            self.keys.update(new)
+            self.sequence += 1
+            report.kv_events.add(sequence=self.sequence, stored=pb.BlockKeys(keys=new))
+
+    def _load(self, session: Session) -> pb.LoadReport:
+        return pb.LoadReport(
+            num_running=len(session.running), kv_blocks_total=64, kv_blocks_free=64, draining=self.draining,
+            num_steps=self.num_tokens,
+        )  # fmt: skip
+
+
+def logprobs_of(token: int, alternatives: int) -> pb.TokenLogprobs:
+    """A made-up distribution in which the token itself is the most likely."""
+    tops = [(token + offset) % 256 for offset in range(alternatives)]
+    return pb.TokenLogprobs(
+        token_id=token, logprob=-0.125 * (token % 8), rank=1, top_token_ids=tops,
+        top_logprobs=[-0.125 * (token % 8) - offset for offset in range(alternatives)],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role", default="decode")
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    arguments = parser.parse_args()
+
+    async def serve() -> None:
+        script = Script(tokens_per_step=arguments.tokens_per_step)
+        worker = await ScriptedWorker(arguments.role, script=script).start()
+        print(worker.address, flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()
