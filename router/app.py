@@ -66,6 +66,8 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
 
     app.add_exception_handler(MiniInferError, known)
     app.add_exception_handler(HTTPException, http)
+    # A bug: the server logs it, the client learns nothing but that.
+    app.add_exception_handler(Exception, known)
 
 
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import MiniInferError
+from protos import types_pb2 as pb
 from router.choice import Choice, Update
 from router.dispatch import Dispatcher
 from router.journal import Journal
@@ -27,6 +28,14 @@ class ChoiceRun:
     choice: Choice
     journal: Journal
     prompt_index: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """What the choices of one prompt share."""
+
+    is_computed: asyncio.Event = field(default_factory=asyncio.Event)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
 
 class Generation:
@@ -67,13 +76,12 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Update], None]:
         queue: asyncio.Queue[tuple[int, Update] | MiniInferError] = asyncio.Queue(MERGE_QUEUE_SIZE)
-        started = {run.prompt_index: asyncio.Event() for run in self.runs}
-        leaders: set[int] = set()
+        prompts: dict[int, _Prompt] = {}
         tasks = []
         for run in self.runs:
-            waits_for = started[run.prompt_index] if run.prompt_index in leaders else None
-            leaders.add(run.prompt_index)
-            tasks.append(asyncio.create_task(self._run_one(run, waits_for, started[run.prompt_index], queue)))
+            is_leader = run.prompt_index not in prompts
+            prompt = prompts.setdefault(run.prompt_index, _Prompt())
+            tasks.append(asyncio.create_task(self._run_one(run, prompt, is_leader, queue)))
         open_choices = len(tasks)
         try:
             while open_choices:
@@ -90,17 +98,23 @@ class Generation:
     async def _run_one(
         self,
         run: ChoiceRun,
-        waits_for: asyncio.Event | None,
-        started: asyncio.Event,
+        prompt: _Prompt,
+        is_leader: bool,
         queue: asyncio.Queue[tuple[int, Update] | MiniInferError],
     ) -> None:
-        if waits_for is not None:
-            await waits_for.wait()
+        if not is_leader:
+            await prompt.is_computed.wait()
+        is_first = True
         try:
             async with aclosing(self._dispatcher.generate(run.journal)) as steps:
                 async for deltas in steps:
-                    started.set()
                     update = run.choice.push(deltas)
+                    if is_first:
+                        is_first = False
+                        if is_leader:
+                            prompt.logprobs = update.prompt_logprobs
+                            prompt.is_computed.set()
+                        update.prompt_logprobs = prompt.logprobs
                     await queue.put((run.choice.index, update))
                     if update.finish_reason is not None:
                         run.journal.outcome = update.finish_reason

@@ -29,12 +29,7 @@ class BoundedProtocol(HttpToolsProtocol):
             HEADER_TIMEOUT_SECONDS, self._refuse, 408, "the headers did not arrive in time"
         )
 
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse(431, "too many headers")
@@ -45,11 +40,11 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        # One header that never ends reaches no callback; count what arrives while headers are open.
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
         if self._header_timer is not None:
-            self._count(len(data) if len(data) > MAX_HEADER_BYTES else 0)
-        if not self.transport.is_closing():
-            super().data_received(data)
+            self._count(len(data))  # all of it belongs to headers that have not ended yet
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

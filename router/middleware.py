@@ -1,23 +1,21 @@
-"""What every HTTP request passes before a route sees it: header bounds and the API key. Pure ASGI, no buffering."""
+"""What every HTTP request passes before a route sees it: header bounds and the API key. Plain ASGI."""
 
 from __future__ import annotations
 
 import hmac
-import logging
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import MiniInferError, UnauthenticatedError
 from router.errors import HttpError, error_body, error_headers, status_of
 
-logger = logging.getLogger(__name__)
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
 OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
 
 
 class Guard:
-    """Refuses what no route may see; turns a bug in a route into an answer that shows nothing of it."""
+    """Refuses what no route may see."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -27,25 +25,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        has_begun = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
         try:
             self._check(scope)
-            await self._app(scope, receive, watched_send)
         except MiniInferError as error:
-            if has_begun:
-                raise
             await send_error(send, error)
-        except Exception as error:  # a bug; the client learns only that
-            logger.exception("a route failed")
-            if has_begun:
-                raise
-            await send_error(send, error)
+            return
+        await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
