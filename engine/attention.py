@@ -25,10 +25,10 @@ class AttentionBackend(Protocol):
         """Metadata of one step. inputs: `batch.inputs` on the device, int64 (4, num_tokens)."""
         ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Store k and v, then attend causally.
+    def attend(self, layer: int, qkv: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Store K and V, then attend causally.
 
-        q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim), already rotated.
+        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim): q, k, v, with q and k already rotated.
         Returns (num_tokens, num_heads * head_dim).
         """
         ...
@@ -58,9 +58,12 @@ class PoolAttention:
             rows.append((batch.query_starts[index], batch.query_starts[index + 1], table, seq_len))
         return PoolMetadata(inputs[2], inputs[3], rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: PoolMetadata) -> Tensor:
-        write_kv(self._pool, layer, torch.stack((k, v), dim=1), metadata.block_ids, metadata.offsets)
-        out = torch.empty_like(q)
+    def attend(self, layer: int, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
+        num_kv_heads = self._pool.shape[3]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].unflatten(1, (2, num_kv_heads))
+        write_kv(self._pool, layer, kv, metadata.block_ids, metadata.offsets)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for start, stop, table, seq_len in metadata.rows:
             out[start:stop] = attend_sequence(q[start:stop], gather_kv(self._pool, layer, table, seq_len))
         return out.flatten(1)

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from engine.attention import AttentionBackend, PoolAttention
 from engine.batch import build_batch
 from engine.config import EngineConfig
+from engine.cpu_attention import CpuAttention
 from engine.kv_memory import copy_in, copy_out
 from engine.loader import LoadedModel
 from engine.logprobs import token_logprobs
@@ -59,7 +60,7 @@ class ModelRunner:
         self._host_buffer = host_buffer
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._backend: AttentionBackend = PoolAttention(kv_pool)
+        self._backend = _attention_for(loaded, kv_pool)
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -139,3 +140,9 @@ class ModelRunner:
             logits = self._model.logits(hidden[first : first + len(part)])
             found += token_logprobs(logits, part, [count] * len(part))
         return found
+
+
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
+    if kv_pool.device.type == "cpu":
+        return CpuAttention(kv_pool, loaded.config.num_heads)
+    return PoolAttention(kv_pool)

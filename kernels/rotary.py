@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (num_tokens, num_heads, head_dim), cos and sin (num_tokens, 1, head_dim) -> like x."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In place: x (num_tokens, num_heads, head_dim), cos and sin (num_tokens, 1, head_dim)."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return x.mul_(cos).addcmul_(swapped, sin)

@@ -18,7 +18,7 @@ from engine.layers.rotary import rotary_table
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 from kernels.rms_norm import rms_norm
-from kernels.rotary import rotate
+from kernels.rotary import rotate_
 from kernels.silu_mul import silu_mul
 
 
@@ -53,20 +53,18 @@ class DecoderModel:
         config = self.config
         eps, head_dim = config.rms_norm_eps, config.head_dim
         num_tokens = token_ids.shape[0]
-        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        qk_size = (num_heads + num_kv_heads) * head_dim
+        num_qk_heads = config.num_heads + config.num_kv_heads
         table = self.rotary[positions]
         cos, sin = table[:, :1], table[:, 1:]
         hidden = functional.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(rms_norm(hidden, layer.attention_norm, eps))
-            qk = qkv[:, :qk_size].view(num_tokens, num_heads + num_kv_heads, head_dim)
+            qkv = qkv.view(num_tokens, -1, head_dim)
+            qk = qkv[:, :num_qk_heads]
             if layer.qk_norm is not None:
-                qk = functional.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
-            qk = rotate(qk, cos, sin)
-            v = qkv[:, qk_size:].view(num_tokens, num_kv_heads, head_dim)
-            mixed = backend.attend(index, qk[:, :num_heads], qk[:, num_heads:], v, metadata)
-            hidden = hidden + layer.attention_output(mixed)
+                qk.copy_(functional.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm)
+            rotate_(qk, cos, sin)
+            hidden = hidden + layer.attention_output(backend.attend(index, qkv, metadata))
             gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
             hidden = hidden + layer.down(silu_mul(gate_up))
         return hidden

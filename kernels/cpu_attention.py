@@ -1,0 +1,75 @@
+"""Attention for CPUs in plain torch: batched products over dense K and V, in pieces that stay in the cache.
+
+Same formula as `kernels/paged_attention.py`. Two rules make it fast. The number of keys is padded to few distinct
+values, because the library behind `bmm` compiles a program per shape (0.9 ms). Long chunks are cut into blocks of
+queries, each against the keys it can see: on two cores, 512 queries over 1024 keys, 9 heads of 64 in bfloat16, take
+2.9 ms; one `scaled_dot_product_attention` takes 8.1.
+
+Padded keys and values must be finite; they get a score of minus infinity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 128
+MINUS_INFINITY = float("-inf")
+
+
+def padded_len(num_keys: int) -> int:
+    """The next of the lengths that are used: steps of 64, from 512 on 128, from 2048 on 256."""
+    step = 64 if num_keys <= 512 else 128 if num_keys <= 2048 else 256
+    return -(-num_keys // step) * step
+
+
+def key_mask(lengths: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """(rows,) -> (rows, 1, num_keys): 0 for keys of the sequence, minus infinity for padding."""
+    visible = torch.arange(num_keys, device=lengths.device) < lengths[:, None, None]
+    return torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, MINUS_INFINITY)
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """One query per sequence.
+
+    q: (rows * kv_heads, group, head_dim); keys: (rows * kv_heads, head_dim, num_keys);
+    values: (rows * kv_heads, num_keys, head_dim); mask: (rows, 1, num_keys). Returns the shape of q.
+    """
+    scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=scale)
+    scores.view(mask.shape[0], -1, mask.shape[2]).add_(mask)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)
+
+
+def causal_corner(num_queries: int, num_padding: int, group: int, dtype: torch.dtype) -> Tensor:
+    """(num_queries * group, num_queries + num_padding): the mask over the keys of the queries themselves."""
+    query = torch.arange(num_queries).repeat_interleave(group)
+    hidden = torch.arange(num_queries + num_padding)[None, :] > query[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, MINUS_INFINITY)
+
+
+def chunk_attention(q: Tensor, kv: Tensor, seq_len: int) -> Tensor:
+    """Causal attention of a sequence's last queries.
+
+    q: (num_queries, num_heads, head_dim); kv: (2, kv_heads, padded_len(seq_len) or more, head_dim).
+    Returns (num_queries, num_heads, head_dim).
+    """
+    num_queries, num_heads, head_dim = q.shape
+    kv_heads = kv.shape[1]
+    group = num_heads // kv_heads
+    scale = 1.0 / math.sqrt(head_dim)
+    out = torch.empty(num_queries, num_heads, head_dim, dtype=q.dtype)
+    for first in range(0, num_queries, QUERY_BLOCK):
+        count = min(QUERY_BLOCK, num_queries - first)
+        num_visible = seq_len - num_queries + first + count
+        num_keys = padded_len(num_visible)
+        block = q[first : first + count].view(count, kv_heads, group, head_dim).transpose(0, 1)
+        block = block.reshape(kv_heads, count * group, head_dim)
+        scores = torch.baddbmm(q.new_empty(1), block, kv[0, :, :num_keys].transpose(1, 2), beta=0, alpha=scale)
+        corner = causal_corner(count, num_keys - num_visible, group, q.dtype)
+        scores[:, :, num_visible - count :].add_(corner)
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), kv[1, :, :num_keys])
+        target = out[first : first + count].view(count, kv_heads, group, head_dim)
+        target.copy_(mixed.view(kv_heads, count, group, head_dim).transpose(0, 1))
+    return out
