@@ -96,7 +96,7 @@ class Cluster:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(self.url + "/readyz", timeout=2.0).status_code == 200:
                     workers = self.get("/v1/cluster")["workers"]
-                    if sum(1 for worker in workers if worker["usable"]) >= num_workers:
+                    if sum(1 for worker in workers if worker["state"] == "ready") >= num_workers:
                         return
             dead = [s for s in self.services.values() if s.process is not None and not s.is_alive()]
             if dead:
@@ -108,7 +108,7 @@ class Cluster:
         """Until no worker has a request, a lease or a block in use; returns the workers' state."""
         deadline = time.monotonic() + seconds
         while True:
-            workers = [w for w in self.get("/v1/cluster")["workers"] if w["usable"]]
+            workers = [w for w in self.get("/v1/cluster")["workers"] if w["state"] == "ready"]
             loads = [w["load"] for w in workers]
             if workers and all(_is_quiet(load) for load in loads):
                 return workers
@@ -134,8 +134,8 @@ class Cluster:
 
 
 def _is_quiet(load: dict[str, Any]) -> bool:
-    busy = ("num_running", "num_waiting", "num_swapped", "num_loading", "num_leases")
-    in_use = load["kv_blocks_total"] - load["kv_blocks_free"] - load["kv_blocks_cached"]
+    busy = ("running", "waiting", "swapped", "loading", "leases")
+    in_use = load["kv_blocks"] - load["kv_blocks_free"] - load["kv_blocks_cached"]
     return not any(load[name] for name in busy) and in_use == 0
 
 

@@ -68,7 +68,7 @@ def test_kv_is_really_pulled_through_shared_memory(cluster: Cluster) -> None:
     )
     explained = cluster.get(f"/explain/{answer.id}")
     assert "shm" in str(explained), explained
-    workers = {worker["worker_id"]: worker for worker in cluster.wait_quiet()}
+    workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
     assert set(workers) == {"prefill-0", "decode-0"}
 
 
