@@ -5,7 +5,7 @@ Who owns which block is decided elsewhere (`engine/kv_manager.py`); here are onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
+from kvstore.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,15 +86,3 @@ def copy_in(pool: Tensor, host_buffer: Tensor, copies: Sequence[tuple[HostSlot, 
     blocks = as_bytes(pool)
     for slot, block_id, count in merged_runs(copies):
         blocks[block_id : block_id + count].copy_(host_buffer[slot : slot + count])
-
-
-def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, count) of stretches where both sides ascend by one: one copy each."""
-    index = 0
-    while index < len(pairs):
-        source, target = pairs[index]
-        count = 1
-        while index + count < len(pairs) and pairs[index + count] == (source + count, target + count):
-            count += 1
-        yield source, target, count
-        index += count

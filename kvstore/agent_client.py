@@ -21,7 +21,7 @@ from kvstore.types import BlockKey, HostSlot
 from kvstore.unix_socket import connect_unix, recv_frame, send_frame
 
 logger = logging.getLogger(__name__)
-CALL_SECONDS = 5.0
+CALL_SECONDS = 2.0  # the step loop waits for it
 
 
 class AgentHostTier:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from common.errors import TransferError
 from kvstore.descriptor_server import fetch_pool
 from kvstore.memory import blocks_over, map_fd
 from kvstore.pool_info import check_compatible
+from kvstore.runs import merged_runs
 from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
 
 MAX_MAPPINGS = 64
@@ -54,7 +55,7 @@ class ShmTransport:
         remote_ids = [peer.block_ids[position] for position in positions]
         if remote_ids and not 0 <= min(remote_ids) <= max(remote_ids) < len(pool):
             raise TransferError("the KV handle names a block outside the peer's pool")
-        for remote, local, count in runs(remote_ids, local_block_ids):
+        for remote, local, count in merged_runs(list(zip(remote_ids, local_block_ids, strict=True))):
             np.copyto(local_pool[local : local + count], pool[remote : remote + count])
 
     def close(self) -> None:
@@ -86,18 +87,3 @@ class ShmTransport:
             return blocks_over(map_fd(fd, geometry.pool_bytes, False), geometry.num_blocks, geometry.block_bytes)
         finally:
             os.close(fd)
-
-
-def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, count) of stretches in which both sides ascend by one: one copy each."""
-    start = 0
-    for stop in range(1, len(sources) + 1):
-        length = stop - start
-        if (
-            stop < len(sources)
-            and sources[stop] == sources[start] + length
-            and targets[stop] == targets[start] + length
-        ):
-            continue
-        yield sources[start], targets[start], length
-        start = stop

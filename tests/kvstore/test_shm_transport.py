@@ -5,17 +5,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import HandshakeError, MiniInferError, TransferError
-from kvstore.shm_transport import ShmTransport, runs
+from kvstore.shm_transport import ShmTransport
 from kvstore.transport import KvClient, peer_from_handle
 from kvstore.types import BlockId, Epoch, PeerPool
 from protos import types_pb2
@@ -34,15 +31,6 @@ sys.stdin.read()
 
 def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
-def test_runs_cover_all_pairs_in_order(pairs: list[tuple[int, int]]) -> None:
-    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
-    found = list(runs(sources, targets))
-    assert [(a + i, b + i) for a, b, count in found for i in range(count)] == pairs
-    for (a, b, count), (c, d, _) in pairwise(found):
-        assert (c, d) != (a + count, b + count)
 
 
 def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:

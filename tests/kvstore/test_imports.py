@@ -1,0 +1,25 @@
+"""What a module may load: the pure ones nothing but the standard library, none of them torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROBE = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+PURE = ["block_hash", "block_pool", "host_tier", "index", "leases", "runs", "types"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "forbidden"),
+    [
+        (PURE, {"numpy", "google", "grpc", "msgpack", "torch"}),
+        (["events"], {"numpy", "grpc", "torch"}),
+        (["agent", "transport", "service", "agent_client", "config"], {"torch", "engine"}),
+    ],
+)
+def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:
+    for module in modules:
+        command = [sys.executable, "-c", PROBE, f"kvstore.{module}"]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        loaded = {name.partition(".")[0] for name in result.stdout.split()}
+        assert not loaded & forbidden, f"kvstore.{module} loads {sorted(loaded & forbidden)}"
