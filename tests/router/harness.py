@@ -1,0 +1,144 @@
+"""A router on a real port in this process, in front of scripted workers; and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import orjson
+import uvicorn
+from openai import AsyncOpenAI
+
+from common.model_files import resolve_model
+from common.text.tokenizer import Tokenizer, load_tokenizer
+from router.app import create_app
+from router.config import RouterConfig
+from router.gateway import Gateway
+from router.http_protocol import BoundedProtocol
+from tests.router.scripted_worker import Script, ScriptedWorker
+
+DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+
+
+@dataclass
+class Cluster:
+    """What a test can touch."""
+
+    gateway: Gateway
+    prefill: list[ScriptedWorker]
+    decode: list[ScriptedWorker]
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    port: int
+    tokenizer: Tokenizer = field(default=DRY_RUN)
+
+    async def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "seed": 1, **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 8, "seed": 1, **fields}
+        return await self.http.post("/v1/completions", json=body)
+
+    async def events(self, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
+        """All events of a stream, parsed; the last is "[DONE]"."""
+        if "prompt" not in body and "messages" not in body:
+            body["messages"] = [{"role": "user", "content": "Hello"}]
+        body = {"max_tokens": 8, "seed": 1, "stream": True, **body}
+        async with self.http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            return [event async for event in sse_events(response)]
+
+    async def until(self, condition: Any, timeout_seconds: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def is_quiet(self) -> bool:
+        """No request is open anywhere."""
+        dispatcher = self.gateway.dispatcher
+        links = self.gateway.workers.links
+        sessions = [session for worker in (*self.prefill, *self.decode) for session in worker.sessions]
+        return not (
+            dispatcher.num_running
+            or dispatcher.num_waiting
+            or any(link.num_open or link.view().queued_prefill_tokens for link in links)
+            or any(session.running for session in sessions)
+        )
+
+
+async def sse_events(response: httpx.Response) -> AsyncIterator[Any]:
+    async for line in response.aiter_lines():
+        if line:
+            assert line.startswith("data: ")
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else orjson.loads(data)
+
+
+def text_of(events: list[Any], index: int = 0) -> str:
+    """The text that a stream showed for one choice."""
+    pieces = []
+    for event in events:
+        for choice in event["choices"] if isinstance(event, dict) and "choices" in event else ():
+            if choice["index"] == index:
+                pieces.append(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+    return "".join(pieces)
+
+
+@asynccontextmanager
+async def cluster(
+    num_prefill: int = 0,
+    num_decode: int = 1,
+    script: Script | None = None,
+    info: dict[str, Any] | None = None,
+    tokenizer: Tokenizer = DRY_RUN,
+    wait: bool = True,
+    **config: Any,
+) -> AsyncIterator[Cluster]:
+    """Scripted workers behind a router. Every worker has a copy of `script`."""
+    plan = vars(script or Script())
+    facts = {"tokenizer_hash": tokenizer.tokenizer_hash(), **(info or {})}
+    prefill = [ScriptedWorker("prefill", f"p{i}", Script(**plan), **facts) for i in range(num_prefill)]
+    decode = [ScriptedWorker("decode", f"d{i}", Script(**plan), **facts) for i in range(num_decode)]
+    for worker in (*prefill, *decode):
+        await worker.start()
+    addresses = {
+        "prefill": ",".join(worker.address for worker in prefill),
+        "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
+    }
+    gateway = Gateway(RouterConfig(model="dry-run", **{**addresses, **config}), tokenizer, "dry-run")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(gateway), http=BoundedProtocol, ws="none", log_config=None, access_log=False)
+    )
+    serving = asyncio.create_task(server._serve([listener]))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
+        ):
+            async with asyncio.timeout(10):
+                while not (server.started and (not wait or _all_usable(gateway, num_prefill, num_decode))):
+                    assert not serving.done()
+                    await asyncio.sleep(0.005)
+            yield Cluster(gateway, prefill, decode, http, openai, port, tokenizer)
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await serving
+        listener.close()
+        for worker in (*prefill, *decode):
+            if worker.server is not None:
+                await worker.kill()
+
+
+def _all_usable(gateway: Gateway, num_prefill: int, num_decode: int) -> bool:
+    workers = gateway.workers
+    return len(workers.usable("prefill")) == num_prefill and len(workers.usable("decode")) == num_decode

@@ -1,0 +1,298 @@
+"""The HTTP surface through the official client, against scripted workers."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.router.harness import DRY_RUN, cluster, text_of
+from tests.router.scripted_worker import Script
+
+TEXT = "héllo 👩‍👩‍👧 世界! naïve 🤖 done"
+REPLY = list(TEXT.encode())
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+async def test_streamed_text_equals_unstreamed_text_with_characters_split_over_tokens() -> None:
+    async with cluster(script=Script(reply=REPLY)) as c:
+        whole = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=100)
+        stream = await c.openai.chat.completions.create(
+            model="dry-run", messages=MESSAGES, max_tokens=100, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert whole.choices[0].message.content == TEXT
+        assert "".join(pieces) == TEXT
+        assert not any("�" in piece for piece in pieces)
+        assert whole.choices[0].finish_reason == "stop"
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == len(REPLY) + 1  # the end of sequence is a token too
+
+
+async def test_prefill_and_decode_share_a_request() -> None:
+    async with cluster(num_prefill=1, local_prefill_tokens=0) as c:
+        answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, seed=7)
+        first, second = c.prefill[0].submits[0], c.decode[0].submits[0]
+        assert len(second.output_token_ids) == 1
+        assert second.kv_handle.lease_id == f"lease-{first.request_id}"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 8
+    async with cluster() as c:
+        alone = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, seed=7)
+    assert alone.choices[0].message.content == answer.choices[0].message.content
+
+
+async def test_short_prompts_stay_on_the_decode_worker() -> None:
+    async with cluster(num_prefill=1) as c:
+        await c.chat("hi")
+        await c.chat("long " * 40)
+        assert len(c.decode[0].submits) == 2
+        assert len(c.prefill[0].submits) == 1
+        assert not c.decode[0].submits[0].HasField("kv_handle")
+
+
+async def test_n_choices_differ_and_start_after_the_first() -> None:
+    async with cluster() as c:
+        answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, n=3, seed=5)
+        texts = [choice.message.content for choice in answer.choices]
+        assert len(set(texts)) == 3
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert [submit.sampling.seed for submit in c.decode[0].submits] == [5, 6, 7]
+        again = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, seed=6)
+        assert again.choices[0].message.content == texts[1]
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 24)
+        events = await c.events(n=3, seed=5)
+        assert [text_of(events, index) for index in range(3)] == texts
+        assert events[-1] == "[DONE]"
+        assert events.count("[DONE]") == 1
+
+
+async def test_seed_is_drawn_when_absent_and_negative_seeds_are_accepted() -> None:
+    async with cluster() as c:
+        texts = set()
+        for _ in range(3):
+            answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8)
+            texts.add(answer.choices[0].message.content)
+        assert len(texts) == 3
+        assert (await c.chat(seed=-5)).status_code == 200
+        assert c.decode[0].submits[-1].sampling.seed == (1 << 64) - 5
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_string_across_tokens(include: bool) -> None:
+    async with cluster(script=Script(reply=list(b"one two three four"))) as c:
+        fields = {"stop": ["thr", "xyz"], "max_tokens": 50, "include_stop_str_in_output": include}
+        answer = (await c.chat(**fields)).json()
+        expected = "one two thr" if include else "one two "
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["choices"][0]["stop_reason"] == "thr"
+        assert answer["usage"]["completion_tokens"] == 11
+        assert text_of(await c.events(**fields)) == expected
+        await c.until(lambda: len(c.decode[0].cancels) == 2)  # the worker is told to stop
+        await c.until(c.is_quiet)
+
+
+async def test_stop_in_the_last_token_and_text_held_back_until_the_end() -> None:
+    async with cluster(script=Script(reply=list(b"abcde"))) as c:
+        assert (await c.chat(stop="de")).json()["choices"][0]["message"]["content"] == "abc"
+        # "e!" never comes: what was held back for it must come with the end
+        assert (await c.chat(stop="e!")).json()["choices"][0]["message"]["content"] == "abcde"
+        assert text_of(await c.events(stop="e!")) == "abcde"
+
+
+async def test_chat_logprobs() -> None:
+    async with cluster() as c:
+        answer = await c.openai.chat.completions.create(
+            model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3
+        )
+        choice = answer.choices[0]
+        assert choice.logprobs is not None
+        content = choice.logprobs.content
+        assert content is not None
+        assert "".join(item.token for item in content) == choice.message.content
+        assert all(len(item.top_logprobs) == 2 and item.bytes == list(item.token.encode()) for item in content)
+        stream = await c.openai.chat.completions.create(
+            model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3, stream=True
+        )
+        streamed = []
+        async for chunk in stream:
+            if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
+                streamed += chunk.choices[0].logprobs.content
+        assert [item.model_dump() for item in streamed] == [item.model_dump() for item in content]
+
+
+async def test_completions_echo_with_logprobs() -> None:
+    async with cluster() as c:
+        answer = await c.openai.completions.create(
+            model="dry-run", prompt="abc", max_tokens=2, echo=True, logprobs=1, seed=1, n=2
+        )
+        for choice in answer.choices:
+            assert choice.text.startswith("abc")
+            assert choice.logprobs is not None
+            assert choice.logprobs.tokens is not None
+            assert "".join(choice.logprobs.tokens) == choice.text
+            assert choice.logprobs.token_logprobs is not None
+            assert choice.logprobs.token_logprobs[0] is None
+            assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+        events = await c.events("/v1/completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
+        assert text_of(events) == answer.choices[0].text
+
+
+async def test_completions_of_several_prompts_and_of_token_ids() -> None:
+    async with cluster() as c:
+        one = (await c.complete(list(b"abc"), return_token_ids=True)).json()
+        assert one["choices"][0]["text"] == (await c.complete("abc")).json()["choices"][0]["text"]
+        assert one["choices"][0]["prompt_token_ids"] == list(b"abc")
+        assert bytes(one["choices"][0]["token_ids"]).decode() == one["choices"][0]["text"]
+        many = (await c.complete(["abc", "xyz"], n=2)).json()
+        assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+        assert many["choices"][0]["text"] == one["choices"][0]["text"]
+        assert many["usage"]["prompt_tokens"] == 6
+
+
+async def test_best_of_returns_the_best_mean_logprob() -> None:
+    async with cluster() as c:
+        four = (await c.complete(n=4, logprobs=0)).json()["choices"]
+        means = [sum(item["logprobs"]["token_logprobs"]) / 8 for item in four]
+        best = (await c.complete(best_of=4, n=1)).json()
+        assert best["choices"][0]["text"] == four[means.index(max(means))]["text"]
+        assert best["choices"][0]["logprobs"] is None
+        assert best["usage"]["completion_tokens"] == 32
+
+
+async def test_usage_in_streams() -> None:
+    async with cluster(script=Script(cached_tokens=3)) as c:
+        events = await c.events(stream_options={"include_usage": True})
+        assert all(event["usage"] is None for event in events[:-2])
+        assert events[-2]["choices"] == []
+        assert events[-2]["usage"] == {
+            "prompt_tokens": 8, "completion_tokens": 8, "total_tokens": 16,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }  # fmt: skip
+        events = await c.events(stream_options={"include_usage": True, "continuous_usage_stats": True})
+        counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
+        assert "usage" not in (await c.events())[0]
+
+
+async def test_sampling_parameters_reach_the_worker() -> None:
+    async with cluster() as c:
+        answer = await c.chat(
+            temperature=0, top_p=0.5, top_k=7, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
+            repetition_penalty=1.5, logit_bias={"65": -100, "66": 1.5}, min_tokens=2, stop_token_ids=[70],
+            ignore_eos=True, allowed_token_ids=[65, 66, 70], bad_words=["ab"], priority=-3, cache_salt="s",
+        )  # fmt: skip
+        assert answer.status_code == 200
+        submit = c.decode[0].submits[0]
+        params = submit.sampling
+        assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 7, 0.25)
+        assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+        assert {bias.token_id: bias.bias for bias in params.logit_bias} == {65: -100, 66: 1.5}
+        assert (params.min_tokens, params.max_tokens, params.ignore_eos) == (2, 8, True)
+        assert list(params.allowed_token_ids) == [65, 66, 70]
+        assert [bytes(word.token_ids) for word in params.bad_words] == [b"ab", b" ab"]
+        assert (submit.priority, submit.cache_salt) == (-3, "s")
+
+
+async def test_max_tokens_defaults() -> None:
+    async with cluster() as c:
+        await c.chat(max_tokens=None)
+        await c.complete(max_tokens=None)
+        chat, completion = c.decode[0].submits
+        assert chat.sampling.max_tokens == 512 - len(chat.prompt_token_ids)
+        assert completion.sampling.max_tokens == 16
+
+
+async def test_a_stop_token_ends_the_text_and_is_named() -> None:
+    async with cluster(script=Script(reply=list(b"abcdef"))) as c:
+        answer = (await c.chat(stop_token_ids=[ord("c")])).json()
+        assert answer["choices"][0]["message"]["content"] == "ab"
+        assert answer["choices"][0]["stop_reason"] == ord("c")
+
+
+async def test_user_text_cannot_become_special_tokens() -> None:
+    async with cluster() as c:
+        await c.chat("a<eos><assistant>b")
+        assert [token for token in c.decode[0].submits[0].prompt_token_ids if token > 255] == [256, 258, 259]
+
+
+async def test_truncate_and_continue() -> None:
+    async with cluster() as c:
+        await c.complete("abcdef", truncate_prompt_tokens=2)
+        assert bytes(c.decode[0].submits[0].prompt_token_ids) == b"ef"
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
+        await c.chat(messages=messages, continue_final_message=True)
+        assert DRY_RUN.decode(c.decode[0].submits[1].prompt_token_ids, False) == "<bos><user>q<assistant>The "
+
+
+async def test_models_tokenize_version_and_health() -> None:
+    async with cluster(num_prefill=1) as c:
+        assert [model.id async for model in c.openai.models.list()] == ["dry-run"]
+        assert (await c.openai.models.retrieve("dry-run")).id == "dry-run"
+        with pytest.raises(openai.NotFoundError):
+            await c.openai.models.retrieve("other")
+        tokens = (await c.http.post("/tokenize", json={"prompt": "héllo"})).json()
+        assert tokens["tokens"] == list("héllo".encode())
+        text = (await c.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        assert text == {"prompt": "héllo"}
+        chat = (await c.http.post("/tokenize", json={"messages": MESSAGES})).json()
+        assert chat["count"] == 8
+        health = (await c.http.get("/healthz")).json()
+        assert health == {
+            "status": "ok", "model": "dry-run", "roles": {"prefill": 1, "decode": 1}, "quantization": "none",
+            "cuda_graphs": False,
+        }  # fmt: skip
+        for path in ("/health", "/readyz", "/livez", "/version", "/metrics", "/v1/cluster"):
+            assert (await c.http.get(path)).status_code == 200, path
+
+
+async def test_metrics_carry_the_dashboards_names() -> None:
+    async with cluster() as c:
+        await c.chat()
+        text = (await c.http.get("/metrics")).text
+        for name in (
+            "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prompt_tokens_total",
+            "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+            "vllm:inter_token_latency_seconds_count", "vllm:e2e_request_latency_seconds_count",
+        ):  # fmt: skip
+            assert f'{name}{{model_name="dry-run"}}' in text, name
+        assert 'vllm:request_success_total{finished_reason="length",model_name="dry-run"} 1.0' in text
+        assert 'vllm:generation_tokens_total{model_name="dry-run"} 8.0' in text
+
+
+async def test_explain_shows_the_decision_and_a_time_line_that_sums_up() -> None:
+    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0) as c:
+        answer = (await c.chat()).json()
+        shown = (await c.http.get(f"/explain/{answer['id']}")).json()
+        choice = shown["choices"][0]
+        assert choice["state"] == "length"
+        assert len(choice["decisions"][0]["candidates"]) == 2
+        assert choice["decisions"][0]["chosen"]["prefill"] == "p0"
+        assert [item["phase"] for item in choice["workers"]] == ["prefill", "decode"]
+        assert sum(span["seconds"] for span in choice["time_line"]) == pytest.approx(
+            choice["total_seconds"], abs=1e-4
+        )
+        assert (await c.http.get("/explain/chatcmpl-unknown")).status_code == 404
+
+
+async def test_drain_takes_a_worker_out_of_rotation() -> None:
+    async with cluster(num_decode=2) as c:
+        assert (await c.http.post("/v1/workers/d0/drain")).json() == {
+            "id": "d0", "draining": True, "open_requests": 0,
+        }  # fmt: skip
+        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1)
+        await c.chat()
+        assert not c.decode[0].submits
+        assert (await c.http.post("/v1/workers/nobody/drain")).status_code == 404
+
+
+async def test_client_request_ids_are_labels_only() -> None:
+    async with cluster() as c:
+        body = {"messages": MESSAGES, "max_tokens": 1}
+        first = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+        second = await c.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine"})
+        assert first.headers["x-request-id"] == second.headers["x-request-id"] == "mine"
+        assert first.json()["id"] != second.json()["id"]
+        assert "mine" not in c.decode[0].submits[0].request_id
