@@ -108,7 +108,7 @@ def run(argv: Sequence[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
         prog="mini-infer demo",
-        description="A short tour. Flags that are not listed here go to `mini-infer serve` when a cluster is started.",
+        description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
     add_server_arguments(parser)
     arguments, serve_flags = parser.parse_known_args(argv)

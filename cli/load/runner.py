@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from cli.load.results import RequestRecord
@@ -18,14 +19,13 @@ async def closed_loop(
     send: Send, requests: Iterable[PlannedRequest], concurrency: int, on_done: OnDone, stop_after_seconds: float = 0.0
 ) -> list[RequestRecord]:
     """Keep `concurrency` requests open until there are no more, or until the time is over (0: no limit)."""
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
+    begin = time.perf_counter()
     queue = iter(requests)
     records: list[RequestRecord] = []
 
     async def one_user() -> None:
         for request in queue:
-            now = loop.time() - begin
+            now = time.perf_counter() - begin
             if now >= (stop_after_seconds or math.inf):
                 return
             record = await send(request, now, begin)
@@ -46,8 +46,7 @@ async def open_loop(
     stop_after_seconds: float = 0.0,
 ) -> list[RequestRecord]:
     """Send each request at its time; `concurrency` bounds how many are open (0: no bound)."""
-    loop = asyncio.get_running_loop()
-    begin = loop.time()
+    begin = time.perf_counter()
     records: list[RequestRecord] = []
     free = asyncio.Semaphore(concurrency) if concurrency else None
 
@@ -64,7 +63,7 @@ async def open_loop(
         for request in requests:
             if request.at_seconds >= (stop_after_seconds or math.inf):
                 break
-            await asyncio.sleep(max(0.0, begin + request.at_seconds - loop.time()))
+            await asyncio.sleep(max(0.0, begin + request.at_seconds - time.perf_counter()))
             if free is not None:
                 await free.acquire()
             group.create_task(one(request))

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.cli.load.sse_server import SILENCE, chunked, event, running, text_chu
 async def ask(script, *, count=1, timeout_seconds=5.0, request=None, **target):
     async with running(script) as server:
         client = Client(Target(server.url, "m", **target), timeout_seconds)
-        begin = asyncio.get_running_loop().time()
+        begin = time.perf_counter()
         records = [
             await client.complete(request or PlannedRequest(0.0, "a b c", 5), 0.0, begin) for _ in range(count)
         ]

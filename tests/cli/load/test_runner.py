@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop, open_loop
@@ -14,7 +15,7 @@ class Sender:
         self.most_open = 0
 
     async def __call__(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
-        sent = asyncio.get_running_loop().time() - begin
+        sent = time.perf_counter() - begin
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(self.seconds)
