@@ -61,7 +61,7 @@ class PoolAttention:
     def attend(self, layer: int, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
         num_kv_heads = self._pool.shape[3]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
-        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].unflatten(1, (2, num_kv_heads))
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, num_kv_heads, qkv.shape[2])
         write_kv(self._pool, layer, kv, metadata.block_ids, metadata.offsets)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for start, stop, table, seq_len in metadata.rows:

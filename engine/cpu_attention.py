@@ -91,7 +91,7 @@ class CpuAttention:
 
     def attend(self, layer: int, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
         num_heads = self._num_heads
-        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].unflatten(1, (2, self._kv_heads))
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, self._kv_heads, self._head_dim)
         if metadata.chunks:
             self._write_chunks(layer, kv, metadata)
         elif len(metadata.groups) == 1 and metadata.groups[0].is_whole_step:
@@ -115,10 +115,12 @@ class CpuAttention:
         lengths, source_rows = [1] * num_rows, [0] * num_rows
         for index, row in members:
             lengths[row.index], source_rows[row.index] = row.length, index
-        table = torch.tensor([[index, row.index, row.length - 1] for index, row in members]).unbind(1)
+        table = torch.tensor([[index, row.index, row.length - 1] for index, row in members])
         return DecodeGroup(
             arena,
-            *table,
+            batch_rows=table[:, 0],
+            arena_rows=table[:, 1],
+            positions=table[:, 2],
             source_rows=torch.tensor(source_rows),
             is_whole_step=source_rows == list(range(num_tokens)),
             num_rows=num_rows,
@@ -157,7 +159,7 @@ class CpuAttention:
         """The chunk's sequence up to its last token, with zeros behind it."""
         num_blocks = chunk.block_ids.shape[0]
         covered = num_blocks * self._block_size
-        by_block = chunk.workspace[:, :, :covered].unflatten(2, (num_blocks, self._block_size))
+        by_block = chunk.workspace[:, :, :covered].view(2, self._kv_heads, num_blocks, self._block_size, -1)
         by_block.copy_(self._pool[chunk.block_ids, layer].permute(1, 2, 0, 3, 4))
         chunk.workspace[:, :, chunk.seq_len :] = 0  # the last block's unused places may hold anything
         return chunk.workspace
