@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from router.journal import Journal
@@ -125,7 +126,7 @@ def _time_line(journal: Journal, end: float) -> list[dict[str, Any]]:
     """Consecutive spans from arrival to end. Each event ends the span before it."""
     names = ["accepted", *(what for _, what in journal.events)]
     times = [journal.arrival, *(time for time, _ in journal.events), end]
-    spans = []
-    for name, start, stop in zip(names, times, times[1:], strict=True):
-        spans.append({"after": name, "seconds": round(stop - start, 6)})
-    return spans
+    return [
+        {"after": name, "seconds": round(stop - start, 6)}
+        for name, (start, stop) in zip(names, pairwise(times), strict=True)
+    ]

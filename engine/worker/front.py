@@ -33,6 +33,7 @@ class WorkerFront:
     def __init__(self, rank: RankProcess, events: EventLog, leases: LeaseMirror, info: pb.WorkerInfo) -> None:
         self.info = info
         self.draining = False
+        self._out_of_service = ""  # the reason, while streams are refused
         self.leases = leases
         self.last_frame_time = time.monotonic()
         self.load: dict[str, Any] = {}
@@ -60,6 +61,8 @@ class WorkerFront:
 
     async def attach(self, commands: AsyncIterator[pb.Command], prefill_only: bool) -> AsyncIterator[pb.StepReport]:
         """Serve one router until it leaves, falls behind, or this worker goes out of service (UnavailableError)."""
+        if self._out_of_service:
+            raise UnavailableError(self._out_of_service)
         session = Session()
         self._sessions.add(session)
         session.send(pb.StepReport(kv_events=[to_proto(self._events.snapshot())], load=self._load_report()))
@@ -106,8 +109,9 @@ class WorkerFront:
         for request_id in list(session.names):
             self._cancel(session, request_id)
 
-    def close_sessions(self, reason: str) -> None:
-        """End every stream; routers move their requests elsewhere."""
+    def leave_service(self, reason: str) -> None:
+        """End every stream and accept no new one; routers move their requests elsewhere."""
+        self._out_of_service = reason
         for session in list(self._sessions):
             session.close(reason)
 
@@ -119,7 +123,7 @@ class WorkerFront:
             async for frame in self._rank.frames():
                 self._apply(frame)
         finally:
-            self.close_sessions("the worker's engine stopped")
+            self.leave_service("the worker's engine stopped")
 
     def _apply(self, frame: dict[str, Any]) -> None:
         now = self.last_frame_time = time.monotonic()
@@ -146,6 +150,9 @@ class WorkerFront:
         self._send(reports, [to_proto(event) for event in events], now)
         for listener in self._listeners:
             listener(frame)
+
+    def return_to_service(self) -> None:
+        self._out_of_service = ""
 
     def _forget(self, name: str) -> None:
         session, request_id = self._owner.pop(name)

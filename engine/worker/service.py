@@ -119,8 +119,10 @@ async def _watch(
             in_service = progresses
             await server.set_serving(in_service)
             logger.warning("engine %s", "is back: in service" if in_service else "makes no progress: out of service")
-            if not in_service:
-                front.close_sessions("the engine makes no progress")
+            if in_service:
+                front.return_to_service()
+            else:
+                front.leave_service("the engine makes no progress")
     await _drain(server, front, worker.drain_grace_seconds, logger)
     frames.cancel()
     return 0
@@ -134,7 +136,7 @@ async def _drain(server: RpcServer, front: WorkerFront, grace_seconds: float, lo
     deadline = time.monotonic() + grace_seconds
     while (front.num_open_requests or front.leases.num_leases) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-    front.close_sessions("the worker has stopped")
+    front.leave_service("the worker has stopped")
     await asyncio.sleep(0.1)  # let the last reports leave
 
 
