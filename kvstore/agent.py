@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import InvalidRequestError, MiniInferError, TransferError, UnavailableError
 from common.rpc import Context, abort_with
@@ -105,22 +106,24 @@ class AgentService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
         """Blocks of the longest prefix of the keys that is here; each one's last chunk carries its digest."""
         if len(request.keys) > MAX_POSITIONS or any(len(key) != KEY_BYTES for key in request.keys):
             await abort_with(context, InvalidRequestError(f"up to {MAX_POSITIONS} keys of {KEY_BYTES} bytes", "keys"))
-        keys = [BlockKey(key) for key in request.keys]
-        region = self._regions.find(keys[0]) if keys else None
+        for index, key in enumerate(request.keys):
+            block = self._block(BlockKey(key))
+            if block is None:
+                return
+            for chunk in block_chunks(index, block):
+                if chunk.offset + len(chunk.data) == len(block) and len(block) % WORD_BYTES == 0:
+                    chunk.digest = digest_blocks(block.reshape(1, -1))[0]
+                yield chunk
+
+    def _block(self, key: BlockKey) -> npt.NDArray[np.uint8] | None:
+        """A copy of a block, so that a slow reader holds no slot; it counts as a use."""
+        region = self._regions.find(key)
         if region is None:
-            return
-        with self._regions.holding(region):
-            slots = region.tier.lookup(keys)
-            try:
-                for index, slot in enumerate(slots):
-                    block = np.frombuffer(region.block(slot), dtype=np.uint8)
-                    chunks = block_chunks(index, block)
-                    if len(block) % WORD_BYTES == 0:
-                        chunks[-1].digest = digest_blocks(block.reshape(1, -1))[0]
-                    for chunk in chunks:
-                        yield chunk
-            finally:
-                region.tier.unpin(slots)
+            return None
+        slots = region.tier.lookup([key])
+        block = np.frombuffer(region.block(slots[0]), dtype=np.uint8)
+        region.tier.unpin(slots)
+        return block
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context) -> kvstore_pb2.PoolInfo:
         return kvstore_pb2.PoolInfo(worker_id="agent", transports=["tcp"])

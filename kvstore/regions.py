@@ -73,17 +73,11 @@ class Regions:
         Raises OverloadedError when the budget is taken by regions in use, ConfigError without the memory.
         """
         region = self._regions.get((fingerprint, block_bytes)) or self._create((fingerprint, block_bytes))
-        with self.holding(region):
-            yield region
-
-    @contextlib.contextmanager
-    def holding(self, region: Region) -> Iterator[None]:
-        """Keep a region from being dropped."""
         region.num_users += 1
         self._openings += 1
         region.last_use = self._openings
         try:
-            yield
+            yield region
         finally:
             region.num_users -= 1
 

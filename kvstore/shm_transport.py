@@ -66,23 +66,25 @@ class ShmTransport:
     def _pool(self, peer: PeerPool) -> Blocks:
         key = (peer.worker_id, peer.epoch)
         with self._lock:
-            pool = self._pools.get(key)
-            if pool is None:
-                pool = self._map(peer)
-                for old in [k for k in self._pools if k[0] == peer.worker_id]:
-                    del self._pools[old]  # an earlier life of the same worker
-                self._pools[key] = pool
-                if len(self._pools) > MAX_MAPPINGS:
-                    self._pools.popitem(last=False)
-            self._pools.move_to_end(key)
-            return pool
+            known = self._pools.get(key)
+            if known is not None:
+                self._pools.move_to_end(key)
+                return known
+        pool = self._map(peer)  # without the lock: a peer that does not answer shall not hold up the others
+        with self._lock:
+            for old in [k for k in self._pools if k[0] == peer.worker_id]:
+                del self._pools[old]  # an earlier life of the same worker
+            self._pools[key] = pool
+            if len(self._pools) > MAX_MAPPINGS:
+                self._pools.popitem(last=False)
+        return pool
 
     def _map(self, peer: PeerPool) -> Blocks:
         info, fd = fetch_pool(peer.shm_socket, FETCH_SECONDS)
         try:
-            check_compatible(self._geometry, info)
             if (info.worker_id, info.epoch) != (peer.worker_id, peer.epoch):
-                raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
+                raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
+            check_compatible(self._geometry, info)
             geometry = info.geometry
             return blocks_over(map_fd(fd, geometry.pool_bytes, False), geometry.num_blocks, geometry.block_bytes)
         finally:

@@ -44,9 +44,9 @@ class TcpTransport:
             lambda: stub.Describe(types_pb2.DescribeRequest(), timeout=CALL_SECONDS, metadata=self._client.metadata)
         )
         info = pool_info.from_proto(reply)
-        check_compatible(self._geometry, info)
         if info.epoch != peer.epoch:
             raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
+        check_compatible(self._geometry, info)
         with self._lock:
             if len(self._known) >= MAX_KNOWN_PEERS:
                 self._known.clear()

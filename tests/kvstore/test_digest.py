@@ -63,6 +63,10 @@ def test_the_same_bit_flipped_in_two_words_is_found() -> None:
             for word in (0, second):
                 damaged[8 * word + bit // 8] ^= 1 << bit % 8
             assert digest(damaged) != original, f"bit {bit} of words 0 and {second}"
+    a, _ = digest_weights(32)
+    damaged = block.copy()
+    damaged[[7, 15]] ^= 0x80
+    assert (block.view(np.int64) * a).sum() == (damaged.view(np.int64) * a).sum()  # why there are two weights
 
 
 def test_sign_flips_of_16_and_32_bit_elements_are_found() -> None:

@@ -98,10 +98,13 @@ async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvCli
     async with running(tmp_path) as worker:
         peer = replace(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
         assert (await asyncio.to_thread(client.pull, peer, [0], ids(0), empty_pool())).transport == "shm"
-        elsewhere = replace(peer, shm_socket="/nowhere/x.sock")
-        other = KvClient(GEOMETRY, "secret")
-        assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0), empty_pool())).transport == "tcp"
-        other.close()
+        namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
+        for path in ("/nowhere/x.sock", str(namesake.socket)):
+            elsewhere = replace(peer, shm_socket=path)
+            other = KvClient(GEOMETRY, "secret")
+            assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0), empty_pool())).transport == "tcp"
+            other.close()
+        namesake.close()
 
 
 async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:
