@@ -1,0 +1,265 @@
+"""What happens to requests when workers die, refuse, hang or are too busy, and when clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from protos import types_pb2 as pb
+from tests.router.harness import Cluster, cluster, text_of
+from tests.router.scripted_worker import Script, ScriptedWorker
+
+SLOW = Script(delay_seconds=0.01)
+
+
+def owner(c: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
+    """(the decode worker that has the request, the other one)"""
+    first, second = c.decode
+    return (first, second) if any(s.running for s in first.sessions) else (second, first)
+
+
+async def undisturbed(**fields: Any) -> dict[str, Any]:
+    """The same request on a cluster in which nothing happens."""
+    async with cluster() as c:
+        answer = (await c.chat(max_tokens=40, **fields)).json()
+    assert "error" not in answer
+    return answer
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 1}], ids=str)
+async def test_a_killed_decode_worker_loses_and_repeats_nothing(fields: dict[str, Any]) -> None:
+    control = await undisturbed(**fields)
+    async with cluster(num_decode=2, script=SLOW) as c:
+        request = asyncio.create_task(c.chat(max_tokens=40, **fields))
+        await c.until(lambda: sum(worker.num_tokens for worker in c.decode) >= 10)
+        victim, survivor = owner(c)
+        await victim.kill()
+        answer = (await request).json()
+        resumed = [submit for submit in survivor.submits if submit.output_token_ids]
+        assert resumed  # the fault happened in the middle
+        assert all(submit.sampling.max_tokens == 40 for submit in resumed)
+        assert answer["choices"] == control["choices"]
+        assert answer["usage"] == control["usage"]
+        await c.until(c.is_quiet)
+        explained = (await c.http.get(f"/explain/{answer['id']}")).json()
+        assert sum(choice["migrations"] for choice in explained["choices"]) >= 1
+
+
+async def test_a_stream_goes_on_when_its_worker_breaks_it_off() -> None:
+    control = await undisturbed(stop=["zq"])
+    async with cluster(num_decode=2, script=Script(delay_seconds=0.002, die_after_tokens=15)) as c:
+        c.decode[1].script.die_after_tokens = -1
+        c.decode[1].script.delay_seconds = 0.002
+        for _ in range(4):  # until the one that dies has had it
+            events = await c.events(max_tokens=40, stop=["zq"])
+            assert text_of(events) == control["choices"][0]["message"]["content"]
+            assert sum(bool(e["choices"][0]["finish_reason"]) for e in events[:-1]) == 1
+            assert events.count("[DONE]") == 1
+        assert c.decode[0].script.die_after_tokens == -1  # it has died
+        await c.until(c.is_quiet)
+
+
+async def test_a_killed_prefill_worker_is_replaced_by_another_or_by_local_prefill() -> None:
+    control = await undisturbed()
+    async with cluster(num_prefill=2, script=SLOW, local_prefill_tokens=0) as c:
+        for worker in c.prefill:
+            worker.script.is_silent = True
+        for num_left in (1, 0):
+            request = asyncio.create_task(c.chat(max_tokens=40))
+            await c.until(lambda: any(s.running for worker in c.prefill for s in worker.sessions))
+            victim = next(worker for worker in c.prefill if any(s.running for s in worker.sessions))
+            for worker in c.prefill:
+                worker.script.is_silent = worker is victim
+            await victim.kill()
+            answer = (await request).json()
+            assert answer["choices"] == control["choices"]
+            c.prefill = [worker for worker in c.prefill if worker is not victim]
+            assert len(c.prefill) == num_left
+            for worker in c.prefill:
+                worker.script.is_silent = True
+        await c.until(c.is_quiet)
+
+
+@pytest.mark.parametrize("code", [pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED])
+async def test_a_worker_that_refuses_is_passed_over(code: int) -> None:
+    control = await undisturbed()
+    async with cluster(num_decode=2) as c:
+        c.decode[0].script.refuse = code
+        for _ in range(6):
+            assert (await c.chat(max_tokens=40)).json()["choices"] == control["choices"]
+        assert c.decode[0].submits
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (pb.FAILURE_CODE_INTERNAL, 500),
+        (pb.FAILURE_CODE_INVALID_ARGUMENT, 400),
+        (pb.FAILURE_CODE_RESOURCE_EXHAUSTED, 429),
+        (pb.FAILURE_CODE_UNAVAILABLE, 503),
+        (pb.FAILURE_CODE_DEADLINE_EXCEEDED, 504),
+    ],
+)
+async def test_failures_become_http_errors(code: int, status: int) -> None:
+    async with cluster(script=Script(refuse=code)) as c:
+        answer = await c.chat()
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        c.decode[0].script.refuse = None
+        assert (await c.chat()).status_code == 200
+        await c.until(c.is_quiet)
+
+
+async def test_no_worker_left_in_a_stream_is_an_error_event_within_a_second() -> None:
+    async with cluster(script=SLOW) as c:
+        request = asyncio.create_task(c.events(max_tokens=200))
+        await c.until(lambda: c.decode[0].num_tokens >= 5)
+        began = time.monotonic()
+        await c.decode[0].kill()
+        events = await request
+        assert time.monotonic() - began < 2.0
+        assert events[-2]["error"]["type"] == "service_unavailable_error"
+        assert events[-1] == "[DONE]"
+        refused = await c.chat()
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert c.is_quiet()
+
+
+async def test_retries_have_a_limit() -> None:
+    async with cluster(num_decode=3, script=Script(refuse=pb.FAILURE_CODE_UNAVAILABLE), max_retries=1) as c:
+        assert (await c.chat()).status_code == 503
+        assert sum(len(worker.submits) for worker in c.decode) == 2
+
+
+async def test_a_worker_that_comes_back_is_used_again() -> None:
+    async with cluster() as c:
+        await c.decode[0].kill()
+        await c.until(lambda: not c.gateway.workers.usable("decode"))
+        assert (await c.http.get("/readyz")).status_code == 503
+        assert (await c.http.get("/healthz")).status_code == 200
+        await c.decode[0].start()
+        await c.until(lambda: bool(c.gateway.workers.usable("decode")))
+        assert (await c.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_the_worker(stream: bool) -> None:
+    async with cluster(script=SLOW) as c:
+        with pytest.raises(httpx.ReadTimeout):
+            async with c.http.stream(
+                "POST",
+                "/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "x"}], "stream": stream, "max_tokens": 400},
+                timeout=0.2,
+            ) as response:
+                async for _ in response.aiter_bytes():
+                    await asyncio.sleep(0.05)
+                    if c.decode[0].num_tokens > 5:
+                        raise httpx.ReadTimeout("leave")
+        await c.until(lambda: bool(c.decode[0].cancels), 1.0)
+        await c.until(c.is_quiet, 1.0)
+
+
+async def test_a_client_that_leaves_while_prefill_waits_frees_it() -> None:
+    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
+        with pytest.raises(httpx.ReadTimeout):
+            await c.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.2)
+        await c.until(lambda: c.prefill[0].cancels == [c.prefill[0].submits[0].request_id], 1.0)
+        assert not c.decode[0].submits
+        await c.until(c.is_quiet, 1.0)
+
+
+async def test_the_deadline_holds_when_a_worker_never_answers() -> None:
+    async with cluster(script=Script(is_silent=True), request_timeout_seconds=0.3) as c:
+        began = time.monotonic()
+        answer = await c.chat()
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
+        assert time.monotonic() - began < 1.0
+        await c.until(lambda: bool(c.decode[0].cancels))
+        await c.until(c.is_quiet)
+
+
+async def test_too_many_waiting_requests_get_429_at_once() -> None:
+    async with cluster(script=Script(is_silent=True), max_queue=3, request_timeout_seconds=2.0) as c:
+        waiting = [asyncio.create_task(c.chat()) for _ in range(3)]
+        await c.until(lambda: c.gateway.dispatcher.num_waiting == 3)
+        began = time.monotonic()
+        refused = await c.chat()
+        assert time.monotonic() - began < 0.1
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        for session in c.decode[0].sessions:
+            c.decode[0].script.is_silent = False
+            session.wake.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
+
+
+async def test_many_requests_through_a_kill_equal_the_run_without_it() -> None:
+    prompts = [f"prompt {number} " * (number % 5 + 1) for number in range(40)]
+
+    async def run(c: Cluster, disturb: bool) -> list[str]:
+        tasks = [asyncio.create_task(c.chat(p, max_tokens=20 + i % 30)) for i, p in enumerate(prompts)]
+        if disturb:
+            await c.until(lambda: c.decode[0].num_tokens > 100)
+            assert any(session.running for session in c.decode[0].sessions)
+            await c.decode[0].kill()
+        return [(await task).json()["choices"][0]["message"]["content"] for task in tasks]
+
+    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=30, script=Script(delay_seconds=0.001)) as c:
+        expected = await run(c, disturb=False)
+        assert await run(c, disturb=True) == expected
+        await c.until(c.is_quiet)
+
+
+async def test_prefix_index_sends_a_repeated_prompt_to_the_cache() -> None:
+    async with cluster(num_decode=3) as c:
+        prompt = "a shared beginning that is long enough for several blocks " * 3
+        await c.chat(prompt)
+        first = next(worker for worker in c.decode if worker.submits)
+        await c.until(lambda: c.gateway.workers.index.num_keys > 0)
+        for _ in range(4):
+            await c.chat(prompt)
+        assert len(first.submits) == 5
+        await c.chat(prompt, cache_salt="other tenant")  # nothing of it is shared
+        shown = c.gateway.workers.cached_tokens(list(first.submits[0].prompt_token_ids), "third")
+        assert shown == {}
+
+
+async def test_mismatched_worker_is_refused_with_what_differs() -> None:
+    async with cluster(num_decode=1) as c:
+        odd = await ScriptedWorker("decode", "odd", model_fingerprint="0" * 64).start()
+        try:
+            c.gateway.workers._add("decode", odd.address)
+            link = c.gateway.workers.links[-1]
+            await c.until(lambda: link.refused != "")
+            assert "model_fingerprint differs: odd has" in link.refused
+            assert "--model" in link.refused
+            states = {item["id"]: item["state"] for item in c.gateway.workers.describe()}
+            assert states[odd.address] == "refused"
+        finally:
+            await odd.kill()
+
+
+async def test_a_worker_without_sign_of_life_is_given_up() -> None:
+    """A server whose health check hangs stands for a stopped process."""
+    async with cluster(num_decode=2, script=SLOW, worker_timeout_seconds=0.5) as c:
+        request = asyncio.create_task(c.chat(max_tokens=60))
+        await c.until(lambda: sum(worker.num_tokens for worker in c.decode) >= 5)
+        victim, survivor = owner(c)
+        victim.script.is_silent = True
+        assert victim.server is not None
+
+        async def hang(*_: Any) -> None:
+            await asyncio.sleep(60)
+
+        victim.server._health.Check = hang
+        link = next(link for link in c.gateway.workers.links if link.address == victim.address)
+        assert (await request).status_code == 200
+        assert survivor.submits[-1].output_token_ids
+        assert link.num_lost == 1
