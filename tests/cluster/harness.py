@@ -165,7 +165,7 @@ def running_cluster(
 
         socket_path = run_dir / "agent.sock"
         if with_agent:
-            agent_args = [f"--socket={socket_path}", "--memory-gb=0.25"]
+            agent_args = [f"--socket={socket_path}", "--host-tier-gb=0.25"]
             add("agent", ["-m", "kvstore", "--port=0", *agent_args])
         for worker, port in zip(names, ports, strict=True):
             module = worker.split("-")[0] + "_service"

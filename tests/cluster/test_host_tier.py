@@ -1,0 +1,54 @@
+"""A cluster whose pools are far too small: blocks go to the node agent's host memory and come back, no token changes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.cluster.harness import Cluster, running_cluster
+
+PROMPTS = [f"conversation {i}: " + "once upon a time " * (3 + i % 5) for i in range(12)]
+OPTIONS = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+
+
+def complete_all(cluster: Cluster) -> list[str]:
+    client = cluster.client()
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = pool.map(lambda p: client.completions.create(model="dry-run", prompt=p, **OPTIONS), PROMPTS)  # type: ignore[call-overload]
+        return [answer.choices[0].text for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    llm = LLM("dry-run", num_gpu_blocks=512, num_threads=1)
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    return [completion.text for completion in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_tiny_pools_with_a_node_agent(expected: list[str], preemption: str) -> None:
+    args = ["--model=dry-run", "--num-gpu-blocks=24", "--num-threads=1", f"--preemption={preemption}"]
+    with running_cluster(engine_args=args, with_agent=True) as cluster:
+        assert complete_all(cluster) == expected
+        cluster.wait_quiet()
+        cluster.services["agent"].kill()  # without the agent, workers go on by themselves
+        assert complete_all(cluster) == expected
+        cluster.wait_quiet()
+
+
+def test_the_tier_outlives_a_worker(expected: list[str]) -> None:
+    """What one life of a worker evicted is a cache hit of the next one."""
+    args = ["--model=dry-run", "--num-gpu-blocks=40", "--num-threads=1"]
+    with running_cluster(num_prefill=0, engine_args=args, with_agent=True) as cluster:
+        assert complete_all(cluster) == expected
+        cluster.wait_quiet()
+        cluster.services["decode-0"].kill()
+        cluster.start_service("decode-0")
+        cluster.wait_ready(1)
+        answer = cluster.client().completions.create(model="dry-run", prompt=PROMPTS[0], **OPTIONS)  # type: ignore[call-overload]
+        assert answer.choices[0].text == expected[0]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 0
