@@ -26,8 +26,6 @@ from kvstore.pool_info import PoolInfo
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
-__all__ = ["CHUNK_BYTES", "KvTransferService", "LeaseMirror", "PoolView"]
-
 CHUNK_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 16
 MAX_QUEUED_EVENTS = 4096  # of a watcher that reads slowly; it then gets a new snapshot

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,40 @@ def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
     client.pull(peer, [0], ids(0), empty_pool())
     with pytest.raises(TransferError, match="intact"):
         client.pull(peer, [0, 1], ids(0, 1), empty_pool())
+    client.close()
+    owner.close()
+
+
+def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path) -> None:
+    geometry = replace(GEOMETRY, num_layers=200)  # 100 KB: a copy takes long enough to be overtaken
+    owner, client, mine = Owner(tmp_path, geometry), KvClient(geometry), empty_pool(geometry)
+    peer = owner.peer([3])
+    promised, other = owner.blocks[3].copy(), owner.blocks[4].copy()
+    stop = threading.Event()
+
+    def reuse() -> None:
+        while not stop.is_set():
+            owner.blocks[3] = other
+            owner.blocks[3] = promised
+
+    writer = threading.Thread(target=reuse)
+    writer.start()
+    num_refused = 0
+    try:
+        for attempt in range(20_000):
+            try:
+                client.pull(peer, [0], ids(0), mine)
+            except TransferError:
+                num_refused += 1
+            else:
+                assert (mine[0] == promised).all()
+            if attempt >= 300 and num_refused:
+                break
+    finally:
+        stop.set()
+        writer.join()
+    assert num_refused > 0  # the race did happen
+    client.pull(peer, [0], ids(0), mine)
     client.close()
     owner.close()
 
