@@ -1,4 +1,4 @@
-"""A cluster whose pools are far too small: blocks go to the node agent's host memory and come back, no token changes."""
+"""A cluster whose pools are far too small: blocks go to the node agent's memory and come back, no token changes."""
 
 from __future__ import annotations
 
