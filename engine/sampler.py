@@ -154,11 +154,14 @@ def _draw_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParam
     token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
     if num_candidates == vocab_size:
         return token_ids
-    again = (values[:, -1:] >= thresholds)[:, 0].nonzero()[:, 0].tolist()
-    for index in again:
+    reaches_end = (values[:, -1:] >= thresholds)[:, 0].tolist()
+    for index, param in enumerate(params):
+        # A top-k beyond the candidates also leaves top-p without the mass that it counts in.
+        if not reaches_end[index] and param.top_k < num_candidates:
+            continue
         row = scaled[index : index + 1]
         ordered = row.sort(dim=-1, descending=True).values
-        threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), params[index : index + 1])
+        threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])
         kept = row.masked_fill(row < threshold, float("-inf"))
         token_ids[index] = _draw_whole(kept, keys[index : index + 1])[0]
     return token_ids

@@ -62,11 +62,11 @@ class DecoderModel:
             qkv = qkv.view(num_tokens, -1, head_dim)
             qk = qkv[:, :num_qk_heads]
             if layer.qk_norm is not None:
-                qk.copy_(functional.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm)
+                qk.copy_(rms_norm(qk, layer.qk_norm, eps))
             rotate_(qk, cos, sin)
-            hidden = hidden + layer.attention_output(backend.attend(index, qkv, metadata))
+            hidden += layer.attention_output(backend.attend(index, qkv, metadata))
             gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
-            hidden = hidden + layer.down(silu_mul(gate_up))
+            hidden += layer.down(silu_mul(gate_up))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,288 @@
+"""Draws: their distribution, what each parameter does to it, and that nothing but seed and position matters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import sampler as sampler_module
+from engine.request import Request, RequestId, SamplingParams, ScheduledRow
+from engine.sampler import SampledTokens, Sampler
+
+VOCAB_SIZE = 50
+EOS = 7
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def row_of(
+    *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), name: str = "a", **params: Any
+) -> ScheduledRow:
+    values = {"max_tokens": 1000, "seed": 11, **params}
+    request = Request(
+        RequestId(name), list(prompt), SamplingParams(**values), list(output), eos_token_ids=frozenset([EOS])
+    )
+    return ScheduledRow(request, request.num_tokens - 1, 1, True)
+
+
+def logits_row(seed: int = 0, size: int = VOCAB_SIZE, spread: float = 2.0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def sample(rows: Sequence[ScheduledRow], logits: Tensor, **kwargs: Any) -> SampledTokens:
+    return Sampler().sample(logits.expand(len(rows), -1).clone(), rows, **kwargs)
+
+
+def draw_many(logits: Tensor, count: int, **params: Any) -> Counter[int]:
+    """Draws at `count` positions of one seed."""
+    rows = [row_of(output=[0] * index, **params) for index in range(count)]
+    return Counter(sample(rows, logits).token_ids)
+
+
+def assert_distributed(counts: Counter[int], probabilities: Tensor) -> None:
+    """Chi-square at about five sigma over the tokens that are expected often enough."""
+    total = sum(counts.values())
+    chi_square, degrees = 0.0, -1
+    rare_expected, rare_found = 0.0, 0
+    for token_id, probability in enumerate(probabilities.tolist()):
+        expected = probability * total
+        if probability == 0.0:
+            assert counts[token_id] == 0
+        elif expected < 5:
+            rare_expected, rare_found = rare_expected + expected, rare_found + counts[token_id]
+        else:
+            chi_square += (counts[token_id] - expected) ** 2 / expected
+            degrees += 1
+    if rare_expected > 5:
+        chi_square += (rare_found - rare_expected) ** 2 / rare_expected
+        degrees += 1
+    assert chi_square < degrees + 5 * math.sqrt(2 * max(degrees, 1)), (chi_square, degrees)
+
+
+def test_greedy_takes_the_best_in_any_company() -> None:
+    logits = torch.stack([logits_row(seed) for seed in range(4)])
+    rows = [row_of(temperature=0.0, name=str(index)) for index in range(4)]
+    best = logits.argmax(-1).tolist()
+    assert Sampler().sample(logits, rows).token_ids == best
+    rows[2] = row_of(temperature=1.0, seed=3)
+    mixed = Sampler().sample(logits, rows).token_ids
+    assert [mixed[index] for index in (0, 1, 3)] == [best[index] for index in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    logits = logits_row()
+    counts = draw_many(logits, 6000, temperature=temperature)
+    assert_distributed(counts, (logits / temperature).softmax(-1))
+
+
+def naive_truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Probabilities by the definitions, token by token."""
+    order = logits.argsort(descending=True).tolist()
+    kept = order[:top_k] if top_k else order
+    mass = logits[kept].softmax(-1)
+    total, nucleus = 0.0, []
+    for token_id, probability in zip(kept, mass.tolist(), strict=True):
+        nucleus.append(token_id)
+        total += probability
+        if total >= top_p:
+            break
+    best = float(logits.softmax(-1).max())
+    chosen = [token_id for token_id in nucleus if float(logits.softmax(-1)[token_id]) >= min_p * best]
+    result = torch.zeros_like(logits)
+    result[chosen] = logits[chosen].softmax(-1)
+    return result
+
+
+TRUNCATIONS = [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (20, 0.8, 0.05), (1, 1.0, 0.0), (3, 0.01, 0.9)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), TRUNCATIONS)
+@pytest.mark.parametrize("num_candidates", [8, 1024])
+def test_truncation_keeps_what_its_definition_keeps(
+    top_k: int, top_p: float, min_p: float, num_candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8 candidates, most of these rows need the second, whole pass."""
+    monkeypatch.setattr(sampler_module, "NUM_CANDIDATES", num_candidates)
+    logits = logits_row(5)
+    counts = draw_many(logits, 3000, temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert_distributed(counts, naive_truncation(logits, top_k, top_p, min_p))
+
+
+def test_the_candidate_pass_draws_what_the_whole_pass_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.stack([logits_row(seed, 5000) for seed in range(40)])
+    rows = [
+        row_of(output=[0] * index, temperature=0.8, top_p=(0.3, 0.9, 0.999)[index % 3], top_k=(0, 50)[index % 2])
+        for index in range(40)
+    ]
+    first = Sampler().sample(logits, rows).token_ids
+    monkeypatch.setattr(sampler_module, "NUM_CANDIDATES", 5000)
+    assert Sampler().sample(logits, rows).token_ids == first
+
+
+def test_ties_at_a_threshold_are_all_kept() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    counts = draw_many(logits, 400, temperature=1.0, top_k=2)
+    assert set(counts) == {0, 1, 2, 3}
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    logits = logits_row(1)
+    alone = [sample([row_of(output=[0] * index, temperature=1.0)], logits).token_ids[0] for index in range(60)]
+    together = sample([row_of(output=[0] * index, temperature=1.0) for index in range(60)], logits).token_ids
+    assert together == alone
+    crowd = [row_of(output=[0] * index, temperature=1.0, seed=index + 50, name=str(index)) for index in range(9)]
+    assert sample([*crowd, row_of(output=[0] * 5, temperature=1.0)], logits).token_ids[-1] == alone[5]
+    # The same position reached by a longer prompt and fewer outputs, or as the end of a chunk.
+    moved = row_of(prompt=[1, 2, 3, 0, 0, 0], output=[0, 0], temperature=1.0)
+    assert sample([moved], logits).token_ids[0] == alone[5]
+    chunk = ScheduledRow(moved.request, 2, 6, True)
+    assert sample([chunk], logits).token_ids[0] == alone[5]
+
+
+def test_other_seeds_and_positions_draw_other_tokens() -> None:
+    flat = torch.zeros(1000)
+    by_position = [sample([row_of(output=[0] * index, temperature=1.0)], flat).token_ids[0] for index in range(50)]
+    by_seed = [sample([row_of(temperature=1.0, seed=seed)], flat).token_ids[0] for seed in range(50)]
+    large = [sample([row_of(temperature=1.0, seed=(1 << 64) - 1 - seed)], flat).token_ids[0] for seed in range(50)]
+    for tokens in (by_position, by_seed, large):
+        assert len(set(tokens)) > 40
+
+
+def test_draws_of_neighbouring_seeds_are_independent() -> None:
+    """A draw under seed s says nothing about the one under s + 1 at the same or the next position."""
+    flat = torch.zeros(4)
+    for shift in (0, 1):
+        pairs: Counter[int] = Counter()
+        for seed in range(2000):
+            first, second = sample(
+                [
+                    row_of(temperature=1.0, seed=seed),
+                    row_of(temperature=1.0, seed=seed + 1, output=[0] * shift),
+                ],
+                flat,
+            ).token_ids
+            pairs[4 * first + second] += 1
+        assert_distributed(pairs, torch.full((16,), 1 / 16))
+
+
+@pytest.mark.parametrize("output", [[], [4, 4, 9]])
+def test_penalties_follow_their_formulas(output: list[int]) -> None:
+    logits = logits_row(2)
+    seen: list[Tensor] = []
+    row = row_of(
+        prompt=[1, 2, 4],
+        output=output,
+        temperature=0.0,
+        presence_penalty=0.7,
+        frequency_penalty=-0.3,
+        repetition_penalty=1.5,
+    )
+    sample([row], logits, hooks={row.request.request_id: lambda _request, changed: seen.append(changed.clone())})
+    expected = logits.tolist()
+    for token_id in {1, 2, 4, *output}:
+        value = expected[token_id]
+        expected[token_id] = value / 1.5 if value > 0 else value * 1.5
+    for token_id, count in Counter(output).items():
+        expected[token_id] -= 0.7 + -0.3 * count
+    assert seen[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_logit_bias_and_allowed_ids() -> None:
+    logits = logits_row(3)
+    worst = int(logits.argmin())
+    assert sample([row_of(temperature=0.0, logit_bias=((worst, 100.0),))], logits).token_ids == [worst]
+    counts = draw_many(logits, 500, temperature=1.0, allowed_token_ids=(4, 40))
+    assert set(counts) == {4, 40}
+    expected = torch.zeros(VOCAB_SIZE)
+    expected[[4, 40]] = logits[[4, 40]].softmax(-1)
+    assert_distributed(counts, expected)
+
+
+def test_bad_words_stop_their_last_token_only_after_the_first_ones() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[20, 21]] = torch.tensor([10.0, 9.0])
+    bad = {"temperature": 0.0, "bad_words": ((5, 20), (30,))}
+    assert sample([row_of(output=[5], **bad)], logits).token_ids == [21]
+    assert sample([row_of(output=[6], **bad)], logits).token_ids == [20]
+    assert sample([row_of(prompt=[5], **bad)], logits).token_ids == [21]
+    logits[30] = 20.0
+    assert sample([row_of(prompt=[6], **bad)], logits).token_ids == [20]
+    longer = {"temperature": 0.0, "bad_words": (tuple([9] * 10 + [20]),)}
+    assert sample([row_of(prompt=[9], **longer)], logits).token_ids == [30]
+
+
+def test_min_tokens_masks_every_way_to_stop() -> None:
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[EOS, 12, 13]] = torch.tensor([10.0, 9.0, 8.0])
+    params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (12,)}
+    assert sample([row_of(output=[0], **params)], logits).token_ids == [13]
+    assert sample([row_of(output=[0, 0], **params)], logits).token_ids == [EOS]
+    assert sample([row_of(output=[0], ignore_eos=True, **params)], logits).token_ids == [EOS]
+
+
+def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+    logits = logits_row(4)
+    worst = int(logits.argmin())
+    row = row_of(temperature=0.0, logit_bias=((worst, 100.0),), logprobs=3)
+    entry = sample([row], logits).logprobs[0]
+    expected = logits.log_softmax(-1)
+    assert entry is not None
+    assert (entry.token_id, entry.rank) == (worst, VOCAB_SIZE)
+    assert entry.logprob == pytest.approx(float(expected[worst]), abs=1e-5)
+    assert list(entry.top_token_ids) == expected.topk(3).indices.tolist()
+    assert list(entry.top_logprobs) == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
+    none = sample([row_of(temperature=0.0, logprobs=0)], logits).logprobs[0]
+    assert none is not None
+    assert (none.rank, none.top_token_ids) == (1, ())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_cannot_be_drawn_from_fail_alone(temperature: float) -> None:
+    logits = torch.stack([logits_row(seed) for seed in range(4)])
+    logits[1, 3] = float("nan")
+    logits[2, 3] = float("inf")
+    rows = [row_of(temperature=temperature, name=str(index)) for index in range(4)]
+    rows[3] = row_of(temperature=temperature, allowed_token_ids=(4,), bad_words=((4,),))
+    result = Sampler().sample(logits, rows)
+    assert sorted(result.errors) == [1, 2, 3]
+    assert "no token is allowed" in result.errors[3]
+    assert result.token_ids[0] == Sampler().sample(logits[:1], rows[:1]).token_ids[0]
+    assert result.token_ids[1:] == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 100.0])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    logits = logits_row(6, spread=30.0)
+    tokens = [sample([row_of(temperature=temperature, seed=seed)], logits) for seed in range(20)]
+    assert not any(token.errors for token in tokens)
+    if temperature < 1:
+        assert {token.token_ids[0] for token in tokens} == {int(logits.argmax())}
+
+
+def test_a_hook_masks_its_own_request_only() -> None:
+    logits = logits_row(7)
+    best = int(logits.argmax())
+
+    def forbid_best(_request: Request, row: Tensor) -> None:
+        row[best] = float("-inf")
+
+    rows = [row_of(temperature=0.0, name="a"), row_of(temperature=0.0, name="b")]
+    tokens = sample(rows, logits, hooks={RequestId("b"): forbid_best}).token_ids
+    assert tokens == [best, int(logits.topk(2).indices[1])]
+
+
+def test_logits_are_left_unchanged() -> None:
+    logits = logits_row(8)[None]
+    kept = logits.clone()
+    Sampler().sample(logits, [row_of(temperature=1.0, top_k=3, presence_penalty=1.0, logit_bias=((1, 5.0),))])
+    assert torch.equal(logits, kept)
