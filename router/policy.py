@@ -26,7 +26,7 @@ DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
 DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
 DEFAULT_STEP_SECONDS = 0.02
 KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
-NEAR = 1.02  # costs within 2% are equal; the least loaded one is taken
+NEAR = 1.02  # costs within 2% are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +179,15 @@ def _pair(request: RequestView, first: WorkerView, second: WorkerView, rates: _R
 
 
 class CostPolicy:
-    """The cheapest candidate; among equals the least loaded, then by draw."""
+    """The cheapest candidate; among equals the one with most in its cache, the least loaded, then by draw."""
 
     name = "cost"
 
     def pick(self, request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
         limit = min(candidate.cost for candidate in candidates) * NEAR
         near = [candidate for candidate in candidates if candidate.cost <= limit]
-        least = min(candidate.load for candidate in near)
-        return _drawn([candidate for candidate in near if candidate.load == least], request.draw)
+        best = max((candidate.cached_tokens, -candidate.load) for candidate in near)
+        return _drawn([c for c in near if (c.cached_tokens, -c.load) == best], request.draw)
 
 
 class RoundRobinPolicy:

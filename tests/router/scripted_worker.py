@@ -159,7 +159,7 @@ class ScriptedWorker:
                 await session.wake.wait()
                 continue
             await asyncio.sleep(self.script.delay_seconds)
-            report = pb.StepReport(load=self._load(session))
+            report = pb.StepReport()
             for name, running in list(session.running.items()):
                 delta = report.deltas.add()
                 delta.request_id = name
@@ -167,6 +167,7 @@ class ScriptedWorker:
                 if delta.finish_reason:
                     del session.running[name]
                     self._store(running, report)
+            report.load.CopyFrom(self._load(session))
             session.reports.put_nowait(report)
             if 0 <= self.script.die_after_tokens <= self.num_tokens:
                 self.script.die_after_tokens = -1
