@@ -249,12 +249,16 @@ def logprobs_of(token: int, alternatives: int) -> pb.TokenLogprobs:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", default="decode")
+    parser.add_argument("--worker-id", default="")
     parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--delay-seconds", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=512)
     arguments = parser.parse_args()
 
     async def serve() -> None:
-        script = Script(tokens_per_step=arguments.tokens_per_step)
-        worker = await ScriptedWorker(arguments.role, script=script).start()
+        script = Script(tokens_per_step=arguments.tokens_per_step, delay_seconds=arguments.delay_seconds)
+        length = arguments.max_model_len
+        worker = await ScriptedWorker(arguments.role, arguments.worker_id, script, max_model_len=length).start()
         print(worker.address, flush=True)
         await asyncio.Event().wait()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -241,20 +244,26 @@ async def test_mismatched_worker_is_refused_with_what_differs() -> None:
             await odd.kill()
 
 
-async def test_a_worker_without_sign_of_life_is_given_up() -> None:
-    """A server whose health check hangs stands for a stopped process."""
-    async with cluster(num_decode=2, script=SLOW, worker_timeout_seconds=0.5) as c:
-        request = asyncio.create_task(c.chat(max_tokens=60))
-        await c.until(lambda: sum(worker.num_tokens for worker in c.decode) >= 5)
-        victim, survivor = owner(c)
-        victim.script.is_silent = True
-        assert victim.server is not None
-
-        async def hang(*_: Any) -> None:
-            await asyncio.sleep(60)
-
-        victim.server._health.Check = hang
-        link = next(link for link in c.gateway.workers.links if link.address == victim.address)
-        assert (await request).status_code == 200
-        assert survivor.submits[-1].output_token_ids
-        assert link.num_lost == 1
+async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
+    control = await undisturbed()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.router.scripted_worker", "--worker-id", "stopped", "--delay-seconds", "0.01",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        async with cluster(decode=address, worker_timeout_seconds=1.0, wait=False) as c:
+            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1, 10)
+            request = asyncio.create_task(c.chat(max_tokens=40))
+            await c.until(lambda: c.gateway.dispatcher.num_running == 1)
+            process.send_signal(signal.SIGSTOP)
+            c.gateway.workers._add("decode", c.decode[0].address)
+            assert (await request).json()["choices"] == control["choices"]
+            assert Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T"
+            assert c.decode[0].submits[0].output_token_ids
+            process.send_signal(signal.SIGCONT)
+            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2, 10)
+    finally:
+        process.kill()
+        await process.wait()

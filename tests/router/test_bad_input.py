@@ -1,0 +1,332 @@
+"""Everything that is wrong with a request gets a 4xx in OpenAI's shape, quickly, and the next request works."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from tests.router.harness import Cluster, cluster
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+JSON = {"content-type": "application/json"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def c() -> AsyncIterator[Cluster]:
+    async with cluster() as made:
+        yield made
+
+
+RAW_BODIES: dict[str, bytes] = {
+    "empty": b"",
+    "not json": b"hello",
+    "truncated": b'{"messages": [',
+    "an array": b"[]",
+    "a string": b'"x"',
+    "null": b"null",
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "nul byte": b"\0{}",
+    "not utf-8": b'{"prompt": "\xff\xfe"}',
+    "lone surrogate": b'{"prompt": "\\ud800"}',
+    "nan": b'{"prompt": "x", "temperature": NaN}',
+    "infinity": b'{"prompt": "x", "temperature": Infinity}',
+    "duplicate key": b'{"prompt": "x", "n": 1, "n": 2}',
+    "duplicate key deep": b'{"messages": [{"role": "user", "content": "a:b", "content": "c"}]}',
+    "deep nesting": b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "huge integer": b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    "comment": b'{"prompt": "x"} // no',
+}
+_MESSAGE_CASES: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "x"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "messages",
+    ),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "evil": 1}]}, "messages"),
+    ({"messages": MESSAGES * 5000}, "messages"),
+]
+_CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 1e308}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**9}, "messages"),
+    ({"max_completion_tokens": 10**18}, "max_completion_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": True}, "n"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"320": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 10_000}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"seed": 1 << 64}, "seed"),
+    ({"seed": -(1 << 64)}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": "yes"}, "stream"),
+    ({"stop_token_ids": [320]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**12]}, "allowed_token_ids.0"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"priority": "high"}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"$ref": "#"}}}, "response_format"),
+    ({"structured_outputs": {"regex": "(a+)+"}}, "structured_outputs"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"best_of": 2}, "best_of"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"user": "x" * 100_000}, "user"),
+]
+_PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [320]}, "prompt"),
+    ({"prompt": [1 << 40]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs"),
+    ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": ["x"] * 100, "n": 2}, "n"),
+    ({"prompt": [5] * 512}, "prompt"),
+    ({"prompt": [5] * 513}, "prompt"),
+    ({"prompt": [5] * 500, "max_tokens": 13}, "prompt"),
+    ({"prompt": "a" * 10_000_000}, "prompt"),
+]
+
+
+async def refused(c: Cluster, path: str, content: bytes, headers: dict[str, str] = JSON) -> dict[str, Any]:
+    """Send it; check status, shape and time; check that the next good request works. Returns the error."""
+    num_before = len(c.decode[0].submits)
+    began = time.perf_counter()
+    answer = await c.http.post(path, content=content, headers=headers)
+    seconds = time.perf_counter() - began
+    assert 400 <= answer.status_code < 500, answer.text[:300]
+    assert len(c.decode[0].submits) == num_before
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 400
+    assert "Traceback" not in answer.text
+    assert "/work" not in answer.text
+    assert seconds < (0.1 if len(content) < 1 << 20 else 0.5)
+    assert (await c.complete(max_tokens=1)).status_code == 200
+    return {**error, "status": answer.status_code}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", RAW_BODIES)
+async def test_bodies(c: Cluster, name: str) -> None:
+    error = await refused(c, COMPLETIONS, RAW_BODIES[name])
+    assert error["status"] == 400
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", range(len(_MESSAGE_CASES)))
+async def test_messages(c: Cluster, case: int) -> None:
+    fields, param = _MESSAGE_CASES[case]
+    error = await refused(c, CHAT, orjson.dumps(fields))
+    assert error["param"].startswith(param)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", range(len(_CHAT_CASES)), ids=lambda case: str(_CHAT_CASES[case])[:40])
+async def test_parameters(c: Cluster, case: int) -> None:
+    fields, param = _CHAT_CASES[case]
+    # The standard encoder, because some of these numbers are too large for the fast one.
+    import json
+
+    error = await refused(c, CHAT, json.dumps({"messages": MESSAGES, **fields}).encode())
+    assert error["param"] == param
+    assert param.split(".")[0] in error["message"] or param == "messages"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", range(len(_PROMPT_CASES)))
+async def test_prompts(c: Cluster, case: int) -> None:
+    fields, param = _PROMPT_CASES[case]
+    error = await refused(c, COMPLETIONS, orjson.dumps(fields))
+    assert (error["param"] or "").split(".")[0] == param, error
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_context_length(c: Cluster) -> None:
+    error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 600}))
+    assert error["code"] == "context_length_exceeded"
+    assert (await c.complete([5] * 511, max_tokens=1)).status_code == 200
+    assert (await c.complete([5] * 511, max_tokens=None)).json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_content_type_method_path_and_size(c: Cluster) -> None:
+    body = orjson.dumps({"prompt": "x"})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert (await refused(c, COMPLETIONS, body, {"content-type": kind}))["status"] == 415
+    assert (await refused(c, "/v1/nothing", body))["status"] == 404
+    assert (await c.http.get(COMPLETIONS)).status_code == 405
+    big = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
+    assert (await c.http.post(COMPLETIONS, content=big, headers=JSON)).status_code == 413
+    assert (await refused(c, COMPLETIONS, orjson.dumps({"prompt": "x", "model": "other"})))["status"] == 404
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> None:
+    answer = await c.chat(
+        metadata={"a": "b"}, store=False, user="u", service_tier="auto", tool_choice="none", tools=[],
+        parallel_tool_calls=True, response_format={"type": "text"}, suffix=None, modalities=["text"],
+    )  # fmt: skip
+    assert answer.status_code == 200
+
+
+async def raw(c: Cluster, data: bytes, end: bool = False) -> bytes:
+    """Bytes on a connection of their own, and what comes back until the server closes it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        if end:
+            writer.write_eof()
+        return await asyncio.wait_for(reader.read(), 3)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (HEAD + b"big: " + b"x" * (1 << 20) + b"\r\n\r\n", b"431"),
+        (HEAD + b"big: " + b"x" * (1 << 18), b"431"),  # and it never ends
+        (HEAD + b"".join(b"h%d: x\r\n" % i for i in range(10_000)) + b"\r\n", b"431"),
+        (HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+        (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n{}", b"400"),
+        (HEAD + b"content-length: -5\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),
+        (b"GET /\xff\xfe HTTP/9.9\r\n\r\n", b"400"),
+    ],
+    ids=["1 MB header", "endless header", "10k headers", "both lengths", "two lengths", "negative", "tls", "version"],
+)
+async def test_http(c: Cluster, data: bytes, status: bytes) -> None:
+    answer = await raw(c, data)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert set(orjson.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+    assert (await c.complete(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_half_closed_and_an_abandoned_body_leave_nothing_open(c: Cluster) -> None:
+    await raw(c, HEAD + b'content-length: 50\r\n\r\n{"prompt"', end=True)
+    assert (await c.complete(max_tokens=1)).status_code == 200
+    await c.until(c.is_quiet)
+
+
+async def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.body.BODY_TIMEOUT_SECONDS", 0.1)
+    async with cluster() as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
+        writer.write(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
+        assert (await asyncio.wait_for(reader.readline(), 3)).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_slow_headers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.1)
+    async with cluster() as c:
+        assert (await raw(c, HEAD)).startswith(b"HTTP/1.1 408")
+
+
+async def test_api_key_guards_every_route_but_health() -> None:
+    async with cluster(api_key="sesame") as c:
+        for path in ("/healthz", "/health", "/readyz", "/livez"):
+            assert (await c.http.get(path)).status_code == 200
+        paths = (
+            "/v1/models",
+            "/metrics",
+            "/v1/cluster",
+            "/explain/x",
+            "/version",
+            "/docs",
+            "/openapi.json",
+            "/nothing",
+        )
+        for path in (*paths, "//healthz", "/healthz/../v1/models", "/%68ealthz", "/v1/models?x=/healthz"):
+            answer = await c.http.get(path)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for value in ("Bearer wrong", "Bearer ", "sesame", "Basic sesame", "Bearer sesamee"):
+            assert (await c.http.get("/v1/models", headers={"authorization": value})).status_code == 401
+        assert (await c.chat()).status_code == 401
+        good = {"authorization": "Bearer sesame"}
+        assert (await c.http.get("/v1/models", headers=good)).status_code == 200
+        assert (await c.http.post("/v1/workers/d0/drain", headers=good)).status_code == 200
+
+
+async def test_a_bug_in_a_route_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as c:
+
+        def broken(*_: Any) -> None:
+            raise ZeroDivisionError("secret /path")
+
+        monkeypatch.setattr(c.gateway.dispatcher, "admit", broken)
+        answer = await c.chat()
+        assert answer.status_code == 500
+        assert answer.json() == {
+            "error": {"message": "internal error", "type": "server_error", "param": None, "code": None}
+        }
