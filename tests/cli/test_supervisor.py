@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cli.child import child_command
-from cli.restart import RestartPolicy
 from cli.ports import free_ports
+from cli.restart import RestartPolicy
 from cli.supervisor import ServiceSpec, StartError, Supervisor
 
 
@@ -142,20 +141,22 @@ async def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(cluster)
 
 async def test_sigkill_of_the_parent_leaves_no_process_and_no_directory(cluster):
     ports = [str(port) for port in free_ports(2)]
-    parent = subprocess.Popen(
-        [sys.executable, "-m", "tests.cli.small_cluster", *ports, str(cluster.events_path)],
-        stdout=subprocess.PIPE,
-        text=True,
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.cli.small_cluster",
+        *ports,
+        str(cluster.events_path),
+        stdout=asyncio.subprocess.PIPE,
     )
     assert parent.stdout is not None
-    with parent.stdout:
-        word, _, path = (await asyncio.to_thread(parent.stdout.readline)).strip().partition(" ")
+    word, _, path = (await parent.stdout.readline()).decode().strip().partition(" ")
     assert word == "ready"
     assert (Path(path) / "a.sock").exists()
     assert Path(path).stat().st_mode & 0o777 == 0o700
     pids = [pid for _, pid in cluster.events("start")]
     assert all(is_alive(pid) for pid in pids)
     parent.kill()
-    parent.wait()
+    await parent.wait()
     await eventually(lambda: not any(is_alive(pid) for pid in pids))
     await eventually(lambda: not Path(path).exists())
