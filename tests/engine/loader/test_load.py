@@ -1,0 +1,124 @@
+"""Fingerprints, the dry-run model, resolved settings and int8 weights."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.model_files import ModelFiles, resolve_model
+from engine.config import EngineConfig
+from engine.layers.linear import Int8Linear, Linear, quantize_int8
+from engine.loader.fingerprint import fingerprint
+from engine.loader.load import resolve_quant_mode
+from engine.quantize import to_int8
+from tests.engine.driving import Driver, directory, make_runner, open_model
+from tests.engine.tiny_models import TINY_MODELS
+
+DRY_RUN = ModelFiles("dry-run", "dry-run", Path())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_equal_files_have_equal_fingerprints_and_others_not(tmp_path: Path) -> None:
+    first = TINY_MODELS["llama"].save(tmp_path / "first")
+    shutil.copytree(first, tmp_path / "second")
+    loaded, _ = open_model(directory(first))
+    assert open_model(directory(tmp_path / "second"))[0].fingerprint == loaded.fingerprint
+    others = {
+        loaded.fingerprint,
+        open_model(directory(first), dtype="float32")[0].fingerprint,
+        open_model(directory(first), quant_mode="none")[0].fingerprint,
+        open_model(directory(first), load_format="dummy")[0].fingerprint,
+    }
+    weights = tmp_path / "second" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    others.add(open_model(directory(tmp_path / "second"))[0].fingerprint)
+    assert len(others) == 5
+
+
+def test_the_fingerprint_of_a_real_file_is_cheap() -> None:
+    path = resolve_model("").path
+    began = time.process_time()
+    fingerprint({}, [path])
+    assert time.process_time() - began < 0.3
+
+
+def test_dry_run_output_is_lively_and_repeatable() -> None:
+    loaded, config = open_model(DRY_RUN)
+    assert (loaded.dtype, loaded.quant_mode) == (torch.float32, "none")
+    prompts = [list(b"Hello"), list(b"What is the capital of France?"), [256, *b"abc"]]
+    outputs = []
+    for _ in range(2):
+        driver = Driver(make_runner(loaded, config), config)
+        requests = [driver.add(prompt) for prompt in prompts]
+        driver.finish(requests, 60, chunk=16)
+        outputs.append([request.output_token_ids for request in requests])
+    assert outputs[0] == outputs[1]
+    for tokens in outputs[0]:
+        assert len(set(tokens)) > 20
+
+
+def test_quant_mode_is_resolved_or_refused() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    auto = EngineConfig()
+    assert resolve_quant_mode(auto, torch.bfloat16, cpu) == "int8-weight"
+    assert resolve_quant_mode(auto, torch.float32, cpu) == "none"
+    assert resolve_quant_mode(auto, torch.bfloat16, gpu) == "none"
+    with pytest.raises(ConfigError, match="int8-weight"):
+        resolve_quant_mode(EngineConfig(quant_mode="int8-weight"), torch.float32, cpu)
+
+
+def test_a_missing_gpu_is_said() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        open_model(DRY_RUN, device="cuda")
+
+
+def test_int8_rounding_is_within_half_a_step() -> None:
+    weight = torch.randn(40, 64).bfloat16()
+    weight[3] = 0
+    quantized, scales = quantize_int8(weight)
+    error = (quantized.float() * scales.float()[:, None] - weight.float()).abs()
+    assert bool((error <= 0.51 * scales.float()[:, None]).all())
+    assert int(quantized[3].abs().max()) == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
+    bias = torch.randn(96).bfloat16() if has_bias else None
+    linear = to_int8(Linear(torch.randn(96, 64).bfloat16(), bias))
+    x = torch.randn(Int8Linear.MAX_INT8_ROWS + 1, 64).bfloat16()
+    many, few = linear(x)[:-1], linear(x[:-1])
+    exact = x[:-1].float() @ linear.weight.float().T + (0 if bias is None else bias.float())
+    for result in (many, few):
+        torch.testing.assert_close(result.float(), exact, atol=0.15, rtol=0.02)
+    assert not torch.equal(many, few)  # they are two paths, or this test shows nothing
+
+
+def test_int8_weights_change_the_model_little() -> None:
+    """Greedy tokens may differ; log-probabilities stay close to those of bfloat16 without quantization."""
+    from dataclasses import replace
+
+    from tests.engine.driving import GREEDY
+
+    prompt = list(b"The capital of France is a place where people live")
+    logprobs = []
+    for mode in ("none", "int8-weight"):
+        loaded, config = open_model(DRY_RUN, dtype="bfloat16", quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
+        driver.finish([request], 1, chunk=64)
+        logprobs.append(torch.tensor([entry.logprob for entry in driver.results[0].prompt_logprobs[0]]))
+    spread = float(logprobs[0].std())
+    assert float((logprobs[0] - logprobs[1]).abs().mean()) < 0.1 * spread

@@ -1,0 +1,108 @@
+"""Directories with safetensors: what is wrong with one is said in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import ConfigError, UnsupportedModelError
+from tests.engine.driving import directory, open_model
+from tests.engine.tiny_models import TINY_MODELS
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return TINY_MODELS["llama"].save(tmp_path / "model")
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+def test_missing_weights_are_named(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_model(directory(model_dir))
+
+
+def test_unexpected_weights_are_named(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({"model.layers.0.extra.weight": torch.zeros(1)}))
+    with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.0\.extra\.weight"):
+        open_model(directory(model_dir))
+
+
+def test_wrong_shapes_are_named(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(5)}))
+    with pytest.raises(ConfigError, match=r"wrong shape: model\.norm\.weight is \[5\], not \[48\]"):
+        open_model(directory(model_dir))
+
+
+def test_many_problems_are_counted(model_dir: Path) -> None:
+    edit_config(model_dir, num_hidden_layers=5)
+    with pytest.raises(ConfigError, match=r"missing: .* and 13 more"):
+        open_model(directory(model_dir))
+
+
+def test_stored_tables_are_ignored(model_dir: Path) -> None:
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    edit_weights(model_dir, lambda tensors: tensors.update(table))
+    open_model(directory(model_dir))
+
+
+def test_weights_are_cast(model_dir: Path) -> None:
+    loaded, _ = open_model(directory(model_dir), dtype="bfloat16", quant_mode="none")
+    stored = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(loaded.model.embedding, stored.bfloat16())
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, (50).to_bytes(8, "little") + b"{" * 50])
+def test_damaged_files_are_named(model_dir: Path, content: bytes) -> None:
+    (model_dir / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        open_model(directory(model_dir))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    path = TINY_MODELS["llama-tied-sharded"].save(tmp_path / "model")
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(ConfigError, match=shards[1].name):
+        open_model(directory(path))
+    (path / "model.safetensors.index.json").unlink()
+    for shard in path.glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(ConfigError, match=r"no \.safetensors files"):
+        open_model(directory(path))
+
+
+def test_unsupported_models_say_what_is_known(model_dir: Path) -> None:
+    edit_config(model_dir, architectures=["GPT2LMHeadModel"])
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mistral"):
+        open_model(directory(model_dir))
+    edit_config(model_dir, architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UnsupportedModelError, match="gptq"):
+        open_model(directory(model_dir))
+
+
+def test_dummy_weights_need_only_the_config(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    first, _ = open_model(directory(model_dir), load_format="dummy")
+    second, _ = open_model(directory(model_dir), load_format="dummy")
+    assert first.fingerprint == second.fingerprint
+    assert torch.equal(first.model.embedding, second.model.embedding)
+    assert 0.015 < float(first.model.embedding.float().std()) < 0.025

@@ -1,0 +1,139 @@
+"""What config.json may say, in both of transformers' spellings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.layers.rotary import rotary_frequencies
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.models.config import RopeConfig, config_from_hf, read_hf_config
+from engine.models.families import family_of
+
+OLD_STYLE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [3, 4],
+}
+
+
+def test_old_and_new_spelling_mean_the_same() -> None:
+    new = {key: value for key, value in OLD_STYLE.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}
+    new["dtype"] = "bfloat16"
+    config = config_from_hf(OLD_STYLE)
+    assert config == config_from_hf(new)
+    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (500000.0, "linear", 2.0)
+    assert (config.num_kv_heads, config.head_dim, config.eos_token_ids) == (4, 16, (3, 4))
+
+
+def test_generation_config_decides_the_end_of_sequence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OLD_STYLE))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert config_from_hf(read_hf_config(tmp_path)).eos_token_ids == (9,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 1.0}))
+    assert config_from_hf(read_hf_config(tmp_path)).eos_token_ids == (3, 4)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"architectures": []}, "architectures"),
+        ({"architectures": None}, "architectures"),
+    ],
+)
+def test_what_is_not_supported_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_hf({**OLD_STYLE, **change})
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_key_value_heads": 3}, {"head_dim": 15}, {"vocab_size": "many"}, {"hidden_size": 0}]
+)
+def test_shapes_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        config_from_hf({**OLD_STYLE, **change})
+
+
+def test_context_length() -> None:
+    config = replace(DRY_RUN_CONFIG, max_position_embeddings=2048)
+    assert config.context_length(0) == 2048
+    assert config.context_length(100) == 100
+    with pytest.raises(ConfigError, match="at most 2048"):
+        config.context_length(2049)
+    windowed = replace(config, sliding_window=512)
+    assert windowed.context_length(0) == 512
+    with pytest.raises(ConfigError, match="sliding window of 512"):
+        windowed.context_length(513)
+
+
+def test_windows_that_are_switched_off_do_not_count() -> None:
+    raw = {**OLD_STYLE, "sliding_window": 128}
+    assert config_from_hf(raw).sliding_window == 128
+    assert config_from_hf({**raw, "layer_types": ["full_attention"] * 2}).sliding_window is None
+    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        named = {**raw, "architectures": [architecture]}
+        assert family_of(architecture).adapt_config(config_from_hf(named), named).sliding_window is None
+        named["use_sliding_window"] = True
+        assert family_of(architecture).adapt_config(config_from_hf(named), named).sliding_window == 128
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    YARN,
+    {**YARN, "attention_factor": 1.3},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 16,
+        "truncate": False,
+    },
+]
+
+
+@pytest.mark.parametrize("values", ROPES)
+def test_scaled_frequencies_equal_those_of_transformers(values: dict[str, Any]) -> None:
+    parameters = {**values, "rope_theta": 1_000_000.0}
+    theirs = transformers.LlamaConfig(head_dim=128, rope_parameters=parameters, max_position_embeddings=131072)
+    expected, factor = ROPE_INIT_FUNCTIONS[values["rope_type"]](theirs, torch.device("cpu"))
+    raw = {**OLD_STYLE, "rope_scaling": None, "rope_parameters": parameters, "max_position_embeddings": 131072}
+    frequencies, scale = rotary_frequencies(config_from_hf(raw).rope, 128)
+    torch.testing.assert_close(frequencies, expected)
+    assert scale == pytest.approx(factor)
+
+
+def test_plain_frequencies() -> None:
+    frequencies, scale = rotary_frequencies(RopeConfig(theta=100.0), 4)
+    assert frequencies.tolist() == pytest.approx([1.0, 0.1])
+    assert scale == 1.0
