@@ -64,7 +64,7 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
 def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
     """Flags first, then MINI_INFER_* variables, then defaults. Raises ConfigError."""
     known_modes = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
-    check_quant_mode([*argv], env, known_modes)
+    check_quant_mode(argv, env, known_modes)
     namespace = build_parser().parse_args(argv)
     serve = from_namespace(ServeConfig, namespace, env)
     engine = from_namespace(EngineConfig, namespace, env)
@@ -87,13 +87,9 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
 
 def check_quant_mode(argv: Sequence[str], env: dict[str, str], known: Sequence[str]) -> None:
     """A mode of other programs gets an answer that names ours. Raises ConfigError."""
-    modes = [env.get(ENV_PREFIX + "QUANT_MODE", "")]
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        if flag == "--quant-mode":
-            modes.append(value)
-        elif flag.startswith("--quant-mode="):
-            modes.append(flag.partition("=")[2])
-    mode = modes[-1] or modes[0]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quant-mode", default=env.get(ENV_PREFIX + "QUANT_MODE", ""))
+    mode = parser.parse_known_args(argv)[0].quant_mode
     if mode and mode not in known:
         instead = f"use {QUANT_MODE_HELP[mode]}" if mode in QUANT_MODE_HELP else f"choose one of {', '.join(known)}"
         raise ConfigError(f"--quant-mode {mode} is not available: {instead}")

@@ -1,0 +1,58 @@
+import asyncio
+import json
+
+import pytest
+
+from cli.api_client import AnswerStats, ApiClient, ApiError
+from common.errors import UnavailableError
+from tests.cli.load.sse_server import SILENCE, chunked, event, running
+
+DONE = b"data: [DONE]\n\n"
+
+
+def piece(text):
+    return event(choices=[{"index": 0, "delta": {"content": text}}])
+
+
+def ask(url, stats):
+    with ApiClient(url, api_key="k", timeout_seconds=2.0) as client:
+        return list(client.stream_chat("m", [{"role": "user", "content": "q"}], stats, max_tokens=3))
+
+
+async def test_an_answer_and_its_stats():
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    end = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+    parts = [event(choices=[{"delta": {"role": "assistant"}}]), piece("a 🦜"), piece("b"), end]
+    stats = AnswerStats()
+    async with running(lambda _: chunked([*parts, event(choices=[], usage=usage), DONE])) as server:
+        assert await asyncio.to_thread(ask, server.url, stats) == ["a 🦜", "b"]
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (9, 4, 2)
+    assert stats.finish_reason == "stop"
+    assert 0 < stats.first_token_seconds <= stats.total_seconds
+    assert server.requests[0]["max_tokens"] == 3
+    assert "Bearer k" in server.requests[0]["head"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "told"),
+    [
+        (
+            chunked([json.dumps({"error": {"message": "no such model"}}).encode()], "404 Not Found"),
+            ApiError,
+            "no such",
+        ),
+        (chunked([b"<html>"], "502 Bad Gateway"), ApiError, "HTTP 502"),
+        (chunked([piece("a"), event(error={"message": "worker lost"})]), ApiError, "worker lost"),
+        (chunked([piece("a")], end=False), UnavailableError, "broke"),
+        ([*chunked([piece("a")], end=False), SILENCE], UnavailableError, "broke"),
+    ],
+)
+async def test_failures_are_one_line(reply, error, told):
+    async with running(lambda _: reply) as server:
+        with pytest.raises(error, match=told):
+            await asyncio.to_thread(ask, server.url, AnswerStats())
+
+
+def test_nobody_listens():
+    with ApiClient("http://127.0.0.1:1") as client, pytest.raises(UnavailableError, match="no server answers"):
+        client.first_model()

