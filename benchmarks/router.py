@@ -1,0 +1,219 @@
+"""What the router costs: time added to the first token, and chunks per second that it can stream.
+
+    python -m benchmarks.router [--clients 1,32] [--tokens 256] [--seconds 5] [--json]
+
+A scripted worker (no model) answers at once, one token per step; `direct` is an HTTP server that writes the same
+number of chunks without any work, measured in the same run by the same load generator. The worker and the load
+generator share one core, the router or the direct server has the other. On a busy machine compare the columns of
+one run with each other; `cpu` is the router's own processor time per chunk, which does not depend on neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import uvloop
+
+_BODY = {"messages": [{"role": "user", "content": "Say something about routers."}], "stream": True, "seed": 1}
+_CHUNK = (
+    b'data: {"id":"chatcmpl-0123456789abcdef0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
+    b'"model":"dry-run","choices":[{"index":0,"delta":{"content":"x"},"logprobs":null,"finish_reason":null}]}\n\n'
+)
+
+
+@dataclass
+class Figures:
+    """One row of the report."""
+
+    target: str
+    clients: int
+    requests: int
+    first_chunk_ms_p50: float
+    first_chunk_ms_p99: float
+    tokens_per_s: float
+    chunks_per_s: float
+    cpu_us_per_chunk: float
+
+
+class DirectServer(asyncio.Protocol):
+    """Answers every request with the same chunks, one write each."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        write = self._transport.write
+        write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK)
+        for _ in range(self._num_tokens):
+            write(chunk)
+        write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def serve_direct(num_tokens: int) -> None:
+    server = await asyncio.get_running_loop().create_server(lambda: DirectServer(num_tokens), "127.0.0.1", 0)
+    print(f"direct ready on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+class Client(asyncio.Protocol):
+    """One connection that repeats a request and notes when chunks come."""
+
+    def __init__(self, request: bytes, deadline: float) -> None:
+        self.first_chunk_seconds: list[float] = []
+        self.num_chunks = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request, self._deadline = request, deadline
+        self._sent = 0.0
+        self._waits_for_first = False
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._send()
+
+    def _send(self) -> None:
+        self._waits_for_first = True
+        self._sent = time.perf_counter()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        num_chunks = data.count(b'"content":"') - data.count(b'"content":""')
+        if self._waits_for_first and num_chunks:
+            self._waits_for_first = False
+            self.first_chunk_seconds.append(time.perf_counter() - self._sent)
+        self.num_chunks += num_chunks
+        self._tail = (self._tail + data)[-64:]
+        if self._tail.endswith(b"0\r\n\r\n") and b"[DONE]" in self._tail:
+            self._tail = b""
+            if time.perf_counter() < self._deadline:
+                self._send()
+            else:
+                self._transport.close()
+                self.done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(exc or ConnectionError("the server closed the connection"))
+
+
+async def measure(target: str, url: str, pid: int, num_clients: int, num_tokens: int, seconds: float) -> Figures:
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({**_BODY, "max_tokens": num_tokens}).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    loop = asyncio.get_running_loop()
+    cpu_before, began = cpu_seconds(pid), time.perf_counter()
+    clients = []
+    for _ in range(num_clients):
+        _, client = await loop.create_connection(lambda: Client(request, began + seconds), host, int(port))
+        clients.append(client)
+    await asyncio.gather(*(client.done for client in clients))
+    wall, cpu = time.perf_counter() - began, cpu_seconds(pid) - cpu_before
+    firsts = sorted(value for client in clients for value in client.first_chunk_seconds)
+    num_chunks = sum(client.num_chunks for client in clients)
+    return Figures(
+        target=target,
+        clients=num_clients,
+        requests=len(firsts),
+        first_chunk_ms_p50=round(statistics.median(firsts) * 1e3, 3),
+        first_chunk_ms_p99=round(firsts[int(len(firsts) * 0.99)] * 1e3, 3),
+        tokens_per_s=round(len(firsts) * num_tokens / wall),
+        chunks_per_s=round(num_chunks / wall),
+        cpu_us_per_chunk=round(cpu / max(num_chunks, 1) * 1e6, 2),
+    )
+
+
+def cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def start(core: int, *arguments: str) -> subprocess.Popen[str]:
+    def pin() -> None:
+        os.sched_setaffinity(0, {core})
+
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=pin)
+
+
+def ready_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit("a process of the benchmark did not start")
+    return line.rpartition(" ")[2]
+
+
+def run(client_counts: list[int], num_tokens: int, seconds: float) -> list[Figures]:
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = cores[0], cores[-1]
+    os.sched_setaffinity(0, {ours})
+    processes = [start(ours, "-m", "tests.router.scripted_worker", "--max-model-len", "8192")]
+    try:
+        worker = ready_address(processes[0])
+        router_arguments = ("-m", "router", "--model", "dry-run", "--decode", worker, "--port", "0")
+        processes.append(start(theirs, *router_arguments, "--log-level", "warning"))
+        processes.append(start(theirs, "-m", "benchmarks.router", "--serve-direct", str(num_tokens)))
+        urls = {"router": ready_address(processes[1]), "direct": ready_address(processes[2])}
+        pids = {"router": processes[1].pid, "direct": processes[2].pid}
+        time.sleep(1.0)  # the worker attaches
+
+        async def measure_all() -> list[Figures]:
+            rows = []
+            for count in client_counts:
+                for target in ("direct", "router"):
+                    await measure(target, urls[target], pids[target], count, num_tokens, 0.5)  # warm-up
+                    rows.append(await measure(target, urls[target], pids[target], count, num_tokens, seconds))
+            return rows
+
+        return uvloop.run(measure_all())
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Overhead and capacity of the router.")
+    parser.add_argument("--clients", default="1,32", help="numbers of concurrent clients")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per answer, one chunk each")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--serve-direct", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve_direct:
+        uvloop.run(serve_direct(arguments.serve_direct))
+        return
+    rows = run([int(count) for count in arguments.clients.split(",")], arguments.tokens, arguments.seconds)
+    if not arguments.json:
+        print(
+            f"{'target':8} {'clients':>7} {'first p50':>10} {'p99':>9} {'tokens/s':>9} {'chunks/s':>9} {'cpu us':>7}"
+        )
+    for row in rows:
+        if arguments.json:
+            print(json.dumps(asdict(row)))
+            continue
+        print(
+            f"{row.target:8} {row.clients:7} {row.first_chunk_ms_p50:7.3f} ms {row.first_chunk_ms_p99:6.2f} ms "
+            f"{row.tokens_per_s:9} {row.chunks_per_s:9} {row.cpu_us_per_chunk:7.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
