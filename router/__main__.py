@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
+import signal
 import socket
 import sys
 
@@ -69,8 +69,10 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str, li
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again
     gc.set_threshold(GC_THRESHOLD, 20, 20)
-    with contextlib.suppress(asyncio.CancelledError):
-        await server.serve(sockets=[listener])
+    # uvicorn takes these signals to shut down, then raises them again: let that find a handler, and exit with 0.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    await server.serve(sockets=[listener])
     return 0 if server.started else 1
 
 

@@ -13,6 +13,7 @@ from router.errors import HttpError, error_body
 from router.middleware import MAX_HEADER_BYTES, MAX_HEADERS
 
 HEADER_TIMEOUT_SECONDS = 10.0
+LINGER_SECONDS = 1.0
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -21,6 +22,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _num_header_bytes = 0
     _header_timer: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -36,11 +38,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        if not self.transport.is_closing():
+        if not self._is_refused:
             super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused:
             return
         super().data_received(data)
         if self._header_timer is not None:
@@ -64,11 +66,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close; whatever the client still sends is not read."""
+        """Answer, then drop what the client still sends: closing at once would reset the connection under the
+        answer, and the client would never see it."""
         self._stop_timer()
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
+        self._is_refused = True
         body = error_body(HttpError(status, message))
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status, _REASONS[status], len(body)) + body)
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)

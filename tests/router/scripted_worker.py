@@ -159,6 +159,8 @@ class ScriptedWorker:
                 await session.wake.wait()
                 continue
             await asyncio.sleep(self.script.delay_seconds)
+            while session.reports.qsize() > 1:  # as a real worker: a step at a time, for all requests together
+                await asyncio.sleep(0)
             report = pb.StepReport()
             for name, running in list(session.running.items()):
                 delta = report.deltas.add()
