@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_STYLES = {"starting": "yellow", "ready": "green", "stopped": "red"}
+_STYLES = {"starting": "yellow", "ready": "green", "failed": "red"}
 
 
 class StartDisplay:
@@ -51,6 +52,13 @@ class StartDisplay:
             self._console.print(Text(f"{name:<{self._width}} | {text}"), soft_wrap=True)
         else:
             sys.stderr.write(f"{name:<{self._width}} | {text}\n")
+
+    def reveal(self, name: str, lines: Sequence[str]) -> None:
+        """Show lines that were held back, because they say why the service ended."""
+        if not self._show_logs:
+            self._show_logs = True
+            for text in lines:
+                self.line(name, text)
 
     def state(self, name: str, state: str) -> None:
         """A service changed its state."""

@@ -22,7 +22,7 @@ from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
 from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import RunDirectory
-from cli.supervisor import Supervisor
+from cli.supervisor import StartError, Supervisor
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
@@ -155,6 +155,9 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
         with display:
             starting = asyncio.create_task(supervisor.start())
             await asyncio.wait([starting])
+            error = None if starting.cancelled() else starting.exception()
+            if isinstance(error, StartError):
+                display.reveal(error.name, error.tail)
         if not starting.cancelled():
             starting.result()
             grace_seconds = float("inf")

@@ -25,11 +25,16 @@ CHECK_SECONDS = 1.0
 MAX_LINE_BYTES = 1 << 16
 
 LineSink = Callable[[str, str], None]  # (service, line)
-StateSink = Callable[[str, str], None]  # (service, "starting" | "ready" | "restarting" | "gave up" | "stopped")
+StateSink = Callable[[str, str], None]  # (service, "starting" | "ready" | "failed" | "restarting" | "gave up" | "stopped")
 
 
 class StartError(MiniInferError):
-    """A service ended before it was ready."""
+    """A service ended before it was ready. `tail`: what it wrote last."""
+
+    def __init__(self, message: str, name: str, tail: Sequence[str]) -> None:
+        super().__init__(message)
+        self.name = name
+        self.tail = tuple(tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +209,8 @@ class Supervisor:
             if not ended.done():
                 self._on_state(name, "ready")
                 return
-            self._on_state(name, "stopped")
-            raise StartError(_start_error(name, ended.result(), service.tail))
+            self._on_state(name, "failed")
+            raise StartError(_start_error(name, ended.result(), service.tail), name, service.tail)
         finally:
             ready.cancel()
             ended.cancel()
