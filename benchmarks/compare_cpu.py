@@ -1,0 +1,147 @@
+"""The engine on a CPU beside transformers (and llama.cpp, where llama-cpp-python is installed), in one run.
+
+    python -m benchmarks.compare_cpu --rounds 3 --json
+
+One stream of the default model under transformers in bfloat16, one and eight streams under the engine, each round one
+after the other, so that a busy machine slows all of them. What counts is the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.model_files import resolve_model
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.layers.weights import ShapeRecorder
+from engine.loader.gguf import GgufFile, GgufWeights
+from engine.models.config import ModelConfig, config_from_gguf
+from engine.models.families import family_of
+from engine.request import SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare_cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--input", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--output", type=int, default=64, help="generated tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(torch.get_num_threads())
+    contestants = open_contestants(options.output)
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(options.rounds + 1):
+        for name, run in contestants.items():
+            speed = run([random.randrange(10, 40_000) for _ in range(options.input)])
+            if round_number:  # the first round warms up
+                speeds[name].append(speed)
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    base = medians["transformers bfloat16, 1 stream"]
+    for name, speed in medians.items():
+        figures = {"what": name, "tok_s": round(speed, 1), "ratio_to_transformers": round(speed / base, 2)}
+        print(
+            json.dumps(figures) if options.json else f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x", flush=True
+        )
+    return 0
+
+
+def open_contestants(num_output: int) -> dict[str, Callable[[list[int]], float]]:
+    """Name -> function from a prompt to decoded tokens per second, prompts' time not counted."""
+    parts = assemble(EngineConfig(device="cpu", prefix_cache=False))
+    contestants = {
+        "transformers bfloat16, 1 stream": transformers_speed(parts.model_config, num_output),
+        "mini-infer, 1 stream": engine_speed(parts.engine, num_output, 1),
+        "mini-infer, 8 streams": engine_speed(parts.engine, num_output, 8),
+    }
+    try:
+        import llama_cpp
+    except ImportError:
+        return contestants
+    model = llama_cpp.Llama(str(resolve_model("").path), n_ctx=2048, n_threads=torch.get_num_threads(), verbose=False)
+
+    def llama_speed(prompt: list[int]) -> float:
+        tokens = model.generate(prompt, temp=0.0)
+        next(tokens)
+        began = time.perf_counter()
+        for _ in range(num_output - 1):
+            next(tokens)
+        return (num_output - 1) / (time.perf_counter() - began)
+
+    contestants["llama.cpp, 1 stream"] = llama_speed
+    return contestants
+
+
+def engine_speed(engine: Engine, num_output: int, num_streams: int) -> Callable[[list[int]], float]:
+    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+
+    def run(prompt: list[int]) -> float:
+        requests = [engine.add_request(prompt[index:] + prompt[:index], params) for index in range(num_streams)]
+        while any(not request.output_token_ids for request in requests):
+            engine.step()
+        began = time.perf_counter()
+        done = sum(len(request.output_token_ids) for request in requests)
+        while engine.has_work():
+            engine.step()
+        return (num_streams * num_output - done) / (time.perf_counter() - began)
+
+    return run
+
+
+def transformers_speed(config: ModelConfig, num_output: int) -> Callable[[list[int]], float]:
+    """`generate` of transformers on the same weights in bfloat16."""
+    import transformers
+
+    theirs = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(theirs).eval()
+    model.load_state_dict(default_weights())
+    model = model.to(torch.bfloat16)
+
+    def generate(prompt: list[int], count: int) -> float:
+        began = time.perf_counter()
+        ids = torch.tensor([prompt])
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        return time.perf_counter() - began
+
+    def run(prompt: list[int]) -> float:
+        return (num_output - 1) / (generate(prompt, num_output) - generate(prompt, 1))
+
+    return run
+
+
+def default_weights() -> dict[str, torch.Tensor]:
+    """The default model's weights in float32 under transformers' names."""
+    file = GgufFile(resolve_model("").path)
+    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
+    weights = GgufWeights(file, config, True, torch.float32, torch.device("cpu"))
+    needed = ShapeRecorder()
+    family_of(config.architecture).build(config, needed)
+    held = {name: weights.take(name, shape) for name, shape in needed.shapes.items()}
+    held["lm_head.weight"] = held["model.embed_tokens.weight"]
+    return held
+
+
+if __name__ == "__main__":
+    sys.exit(main())

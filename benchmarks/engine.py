@@ -1,0 +1,211 @@
+"""Speed of one engine, without services: decode at several batch sizes, prefill, and a mixed offline load.
+
+    python -m benchmarks.engine --batch 1,8,64 --input 1024 --output 128 --json
+    python -m benchmarks.engine --model DIR --load-format dummy --prefill 2048,8192 --offline256
+
+Prompts are drawn fresh in every run and the prefix cache is off, so nothing is measured that a cache gave. All engine
+settings are flags (`--device`, `--dtype`, `--quant-mode`, ...). Each figure stands beside its floor on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.floors import Peaks, decode_floor_seconds, measure_peaks, prefill_floor_seconds
+from common.config import add_arguments, from_namespace
+from common.errors import ConfigError
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.request import Request, SamplingParams
+
+OFFLINE_REQUESTS, OFFLINE_MIN, OFFLINE_MAX = 256, 100, 1024
+PREFILL_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One loaded engine and what its figures are compared with."""
+
+    parts: EngineParts
+    peaks: Peaks
+    random: random.Random
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        vocab_size = self.parts.model_config.vocab_size
+        return [self.random.randrange(vocab_size) for _ in range(num_tokens)]
+
+    def add(self, num_input: int, num_output: int) -> Request:
+        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        return self.parts.engine.add_request(self.prompt(num_input), params)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        bench = open_bench(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for batch in options.batch:
+        report(decode_figures(bench, batch, options.input, options.output), options.json)
+    for num_tokens in options.prefill:
+        report(prefill_figures(bench, num_tokens), options.json)
+    if options.offline256:
+        report(offline_figures(bench), options.json)
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description="Speed of one engine.")
+    add_arguments(parser, EngineConfig)
+    parser.add_argument("--batch", type=int_list, default=[], help="sequences that decode together: 1,8,64")
+    parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
+    parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
+    parser.add_argument("--prefill", type=int_list, default=[], help="single prompts of these lengths")
+    parser.add_argument("--offline256", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
+    parser.add_argument("--bandwidth", type=float, default=0.0, help="GB/s of memory for the floor; 0: measure")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args(argv)
+    if not (options.batch or options.prefill or options.offline256):
+        options.batch = [1, 8]
+    return options
+
+
+def int_list(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def open_bench(options: argparse.Namespace) -> Bench:
+    """Load the model, with room for the largest load."""
+    config = from_namespace(EngineConfig, options)
+    loads = [(batch, options.input + options.output) for batch in options.batch]
+    loads += [(1, num_tokens + 1) for num_tokens in options.prefill]
+    sequences = max([config.max_num_seqs, *options.batch])
+    blocks = max([count * (-(-tokens // config.block_size) + 1) for count, tokens in loads], default=0)
+    if options.offline256:
+        per_sequence = -(-2 * OFFLINE_MAX // config.block_size)
+        blocks = max(blocks, sequences * per_sequence * 2 // 3)  # a mean sequence needs 1,124 tokens
+    config = replace(
+        config,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, sequences),
+        num_gpu_blocks=config.num_gpu_blocks or blocks,
+        prefix_cache=False,
+    )
+    parts = assemble(config)
+    dtype = getattr(torch, parts.geometry.dtype)
+    peaks = measure_peaks(torch.device(parts.device), dtype)
+    if options.bandwidth:
+        peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
+    print(
+        f"memory {peaks.read_bytes_per_second / 1e9:.0f} GB/s, products {peaks.flops_per_second / 1e12:.2f} TFLOP/s",
+        file=sys.stderr,
+    )
+    return Bench(parts, peaks, random.Random())
+
+
+def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) -> dict[str, Any]:
+    """All prompts first, then the steps in which every sequence gets one token."""
+    engine, config = bench.parts.engine, bench.parts.model_config
+    requests = [bench.add(num_input, num_output) for _ in range(batch)]
+    began = time.perf_counter()
+    while any(not request.output_token_ids for request in requests):
+        engine.step()
+    prefilled = time.perf_counter()
+    done = sum(len(request.output_token_ids) for request in requests)
+    steps = 0
+    while engine.has_work():
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - prefilled
+    num_tokens = sum(len(request.output_token_ids) for request in requests) - done
+    floor = decode_floor_seconds(
+        config, bench.parts.geometry.dtype, bench.parts.quantization, batch, num_input + num_output / 2, bench.peaks
+    )
+    tokens_per_second = num_tokens / seconds
+    return {
+        **identity(bench),
+        "batch": batch,
+        "input": num_input,
+        "output": num_output,
+        "tpot_ms": round(seconds / max(steps, 1) * 1e3, 3),
+        "tok_s": round(tokens_per_second, 1),
+        "prefill_s": round(prefilled - began, 4),
+        "floor_tok_s": round(batch / floor, 1),
+        "fraction_of_floor": round(tokens_per_second * floor / batch, 3),
+    }
+
+
+def prefill_figures(bench: Bench, num_tokens: int) -> dict[str, Any]:
+    """Time to the first token of one prompt on an idle engine; the best of a few."""
+    best = float("inf")
+    for _ in range(PREFILL_REPEATS):
+        bench.add(num_tokens, 1)
+        began = time.perf_counter()
+        while bench.parts.engine.has_work():
+            bench.parts.engine.step()
+        best = min(best, time.perf_counter() - began)
+    floor = prefill_floor_seconds(bench.parts.model_config, num_tokens, bench.peaks)
+    return {
+        **identity(bench),
+        "prefill": num_tokens,
+        "prefill_s": round(best, 4),
+        "tok_s": round(num_tokens / best, 1),
+        "floor_s": round(floor, 4),
+        "fraction_of_floor": round(floor / best, 3),
+    }
+
+
+def offline_figures(bench: Bench) -> dict[str, Any]:
+    """All requests at once; output tokens per second until the last one is done."""
+    draw = bench.random.randint
+    requests = [
+        bench.add(draw(OFFLINE_MIN, OFFLINE_MAX), draw(OFFLINE_MIN, OFFLINE_MAX)) for _ in range(OFFLINE_REQUESTS)
+    ]
+    began = time.perf_counter()
+    shown = began
+    while bench.parts.engine.has_work():
+        bench.parts.engine.step()
+        if time.perf_counter() - shown > 10:
+            shown = time.perf_counter()
+            done = sum(len(request.output_token_ids) for request in requests)
+            print(f"offline256: {done} tokens after {shown - began:.0f} s", file=sys.stderr)
+    seconds = time.perf_counter() - began
+    num_output = sum(len(request.output_token_ids) for request in requests)
+    num_input = sum(request.num_prompt_tokens for request in requests)
+    return {
+        **identity(bench),
+        "offline": OFFLINE_REQUESTS,
+        "seconds": round(seconds, 2),
+        "tok_s": round(num_output / seconds, 1),
+        "total_tok_s": round((num_input + num_output) / seconds, 1),
+    }
+
+
+def identity(bench: Bench) -> dict[str, Any]:
+    return {
+        "model": bench.parts.files.name,
+        "device": bench.parts.device,
+        "dtype": bench.parts.geometry.dtype,
+        "quant_mode": bench.parts.quantization,
+    }
+
+
+def report(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures), flush=True)
+    else:
+        print("  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What the machine allows: bytes a decode step must read, operations a prompt needs, and measured peak rates.
+
+A floor is the time that the weights and KV of a step take at full memory bandwidth, or a prompt's products at full
+speed of a large one. Figures are given as fractions of it, so that they can be compared between machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.config import ModelConfig
+from kvstore.types import DTYPE_BYTES
+
+# One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32.
+WEIGHT_BYTES = {"int8-weight": 1.0, "int4-weight": 0.625}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Measured rates of this machine."""
+
+    read_bytes_per_second: float
+    flops_per_second: float
+
+
+def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
+    """Best of several: reading a large tensor, and a large product."""
+    on_gpu = device.type == "cuda"
+    data = torch.empty((4 << 30) // 4 if on_gpu else (512 << 20) // 4, device=device).fill_(1.0)
+    seconds = _best_seconds(lambda: data.sum(), device)
+    size = 8192 if on_gpu else 1536
+    left, right = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
+    product_seconds = _best_seconds(lambda: left @ right, device)
+    return Peaks(data.numel() * 4 / seconds, 2 * size**3 / product_seconds)
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Weights that every token passes through: all products and the output projection, not the embedding's rows."""
+    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
+    return config.num_layers * 2 * config.kv_size * DTYPE_BYTES[dtype]
+
+
+def decode_floor_seconds(
+    config: ModelConfig, dtype: str, quant_mode: str, batch: int, mean_context: float, peaks: Peaks
+) -> float:
+    """One step: all weights once, and the KV of every sequence."""
+    weight_bytes = num_weights(config) * WEIGHT_BYTES.get(quant_mode, DTYPE_BYTES[dtype])
+    kv_bytes = batch * mean_context * kv_bytes_per_token(config, dtype)
+    return (weight_bytes + kv_bytes) / peaks.read_bytes_per_second
+
+
+def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) -> float:
+    """Two operations per weight and token, four per query, visible key and dimension; logits of one token only."""
+    inner = num_weights(config) - config.vocab_size * config.hidden_size
+    attention = 4 * config.num_layers * config.q_size * num_tokens * (num_tokens + 1) / 2
+    return (2 * inner * num_tokens + attention) / peaks.flops_per_second
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
