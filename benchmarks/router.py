@@ -45,21 +45,27 @@ class Figures:
 
 
 class DirectServer(asyncio.Protocol):
-    """Answers every request with the same chunks, one write each."""
+    """Answers every request with the same chunks, each in a turn of the event loop and so a write of its own."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
+        self._chunk = b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK)
+        self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        write = self._transport.write
-        write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        chunk = b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK)
-        for _ in range(self._num_tokens):
-            write(chunk)
-        write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        self._transport.write(head + self._chunk)
+        self._loop.call_soon(self._write_next, self._num_tokens - 1)
+
+    def _write_next(self, num_left: int) -> None:
+        if num_left:
+            self._transport.write(self._chunk)
+            self._loop.call_soon(self._write_next, num_left - 1)
+        else:
+            self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def serve_direct(num_tokens: int) -> None:
@@ -159,11 +165,12 @@ def ready_address(process: subprocess.Popen[str]) -> str:
     return line.rpartition(" ")[2]
 
 
-def run(client_counts: list[int], num_tokens: int, seconds: float) -> list[Figures]:
+def run(client_counts: list[int], num_tokens: int, seconds: float, step_seconds: float) -> list[Figures]:
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[0], cores[-1]
     os.sched_setaffinity(0, {ours})
-    processes = [start(ours, "-m", "tests.router.scripted_worker", "--max-model-len", "8192")]
+    worker_flags = ("--delay-seconds", str(step_seconds))
+    processes = [start(ours, "-m", "tests.router.scripted_worker", "--max-model-len", "8192", *worker_flags)]
     try:
         worker = ready_address(processes[0])
         router_arguments = ("-m", "router", "--model", "dry-run", "--decode", worker, "--port", "0")
@@ -194,13 +201,19 @@ def main() -> None:
     parser.add_argument("--clients", default="1,32", help="numbers of concurrent clients")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per answer, one chunk each")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="duration of a step of the scripted worker")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--serve-direct", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve_direct:
         uvloop.run(serve_direct(arguments.serve_direct))
         return
-    rows = run([int(count) for count in arguments.clients.split(",")], arguments.tokens, arguments.seconds)
+    rows = run(
+        [int(count) for count in arguments.clients.split(",")],
+        arguments.tokens,
+        arguments.seconds,
+        arguments.step_seconds,
+    )
     if not arguments.json:
         print(
             f"{'target':8} {'clients':>7} {'first p50':>10} {'p99':>9} {'tokens/s':>9} {'chunks/s':>9} {'cpu us':>7}"
