@@ -1,0 +1,163 @@
+"""Figures of a whole local cluster through HTTP, each beside its comparison in the same run.
+
+    python -m benchmarks.serving [--scenario streams,prefix,gap] [--rounds 5] [-- flags of `mini-infer serve`]
+
+streams: output tokens/s of 8 concurrent streams beside one.
+prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
+gap: longest pause of a running stream while a 2,000-token prompt arrives: one worker that computes it at once, one
+that computes it in chunks, and a prefill worker that keeps it away from the stream.
+
+Starts the clusters that it needs, one after the other, and prints one JSON object a line. Wall-clock times on a busy
+machine mean little; the ratios within one line are what to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from cli.bench import first_model
+from cli.load.client import Client, Target
+from cli.load.results import RequestRecord
+from cli.load.runner import closed_loop
+from cli.load.workload import PlannedRequest, Prompt, PromptMaker
+from cli.local_server import LocalServer
+from common.errors import UnavailableError
+
+NUM_STREAMS = 8
+STREAM_TOKENS = 96
+PREFIX_TOKENS = 1000
+LONG_PROMPT_TOKENS = 2000
+UNCHUNKED_TOKENS = 4096
+CHUNK_TOKENS = 256
+SEED = 1  # of the prompts; drawn fresh in every round
+
+
+class Session:
+    """Requests to one cluster, with prompts that no earlier one shares."""
+
+    def __init__(self, url: str, rng: random.Random) -> None:
+        self._client = Client(Target(url, first_model(url, "")))
+        self._rng = rng
+        self._maker = PromptMaker()
+
+    def prompt(self, length: int) -> str:
+        prompt: Prompt = self._maker.fresh(self._rng, length)
+        assert isinstance(prompt, str)
+        return prompt
+
+    async def ask(self, prompt: str, num_output_tokens: int) -> RequestRecord:
+        request = PlannedRequest(0.0, prompt, num_output_tokens)
+        return _checked(await self._client.complete(request, 0.0, 0.0))
+
+    async def many(self, count: int, num_output_tokens: int) -> float:
+        """Output tokens a second of `count` requests at once."""
+        requests = [PlannedRequest(0.0, self.prompt(64), num_output_tokens) for _ in range(count)]
+        records = await closed_loop(self._client.complete, requests, count, lambda record: None)
+        for record in records:
+            _checked(record)
+        seconds = max(record.end for record in records) - min(record.sent for record in records)
+        return sum(record.num_output_tokens for record in records) / seconds
+
+    async def longest_gap(self) -> float:
+        """Seconds; of a stream into which a long prompt falls."""
+        stream = asyncio.create_task(self.ask(self.prompt(64), STREAM_TOKENS))
+        await asyncio.sleep(0.3)
+        arrival = time.perf_counter()
+        await self.ask(self.prompt(LONG_PROMPT_TOKENS), 1)
+        end = time.perf_counter()
+        times = (await stream).chunk_times
+        pairs = itertools.pairwise(times)
+        return max((after - before for before, after in pairs if after > arrival and before < end), default=0.0)
+
+
+def _checked(record: RequestRecord) -> RequestRecord:
+    if record.error:
+        raise UnavailableError(f"a request failed: {record.error}")
+    return record
+
+
+async def measure_streams(session: Session, rounds: int) -> dict[str, Any]:
+    one, many = [], []
+    for _ in range(rounds):
+        one.append(await session.many(1, STREAM_TOKENS))
+        many.append(await session.many(NUM_STREAMS, STREAM_TOKENS))
+    alone, together = statistics.median(one), statistics.median(many)
+    return {"one_stream_tok_s": alone, f"{NUM_STREAMS}_streams_tok_s": together, "ratio": together / alone}
+
+
+async def measure_prefix(session: Session, rounds: int) -> dict[str, Any]:
+    cold, warm, cached = [], [], []
+    for _ in range(rounds):
+        prefix = session.prompt(PREFIX_TOKENS)
+        cold.append((await session.ask(f"{prefix} {session.prompt(16)}", 4)).ttft * 1e3)
+        hit = await session.ask(f"{prefix} {session.prompt(16)}", 4)
+        warm.append(hit.ttft * 1e3)
+        cached.append(hit.num_cached_tokens)
+    new, shared = statistics.median(cold), statistics.median(warm)
+    return {"ttft_new_ms": new, "ttft_shared_ms": shared, "lower_by": 1 - shared / new, "cached_tokens": min(cached)}
+
+
+async def measure_gap(session: Session, rounds: int) -> dict[str, Any]:
+    return {"longest_gap_ms": statistics.median([await session.longest_gap() * 1e3 for _ in range(rounds)])}
+
+
+Measure = Callable[[Session, int], Coroutine[Any, Any, dict[str, Any]]]
+
+
+def on_cluster(measure: Measure, rounds: int, flags: list[str]) -> dict[str, Any]:
+    """Start a cluster, warm it up, measure, stop it."""
+
+    async def measured(url: str) -> dict[str, Any]:
+        session = Session(url, random.Random(SEED))
+        for count in (1, NUM_STREAMS):
+            await session.many(count, 8)
+        return await measure(session, rounds)
+
+    with LocalServer(flags) as server:
+        return uvloop.run(measured(server.url))
+
+
+def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
+    """The same stream and the same prompts on three clusters."""
+    clusters = {
+        "unchunked": ["--prefill=0", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
+        "chunked": ["--prefill=0", f"--max-num-batched-tokens={CHUNK_TOKENS}"],
+        "disaggregated": [f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
+    }
+    patient = "--stall-seconds=120"  # an unchunked prompt is one long step, not a dead engine
+    gaps = {name: on_cluster(measure_gap, rounds, [*own, patient, *flags]) for name, own in clusters.items()}
+    values = {f"longest_gap_{name}_ms": gap["longest_gap_ms"] for name, gap in gaps.items()}
+    base = gaps["unchunked"]["longest_gap_ms"]
+    lower = {f"{name}_lower_by": 1 - gaps[name]["longest_gap_ms"] / base for name in ("chunked", "disaggregated")}
+    return values | lower
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description="A local cluster through HTTP.")
+    parser.add_argument("--scenario", default="streams,prefix,gap", help="which, separated by commas")
+    parser.add_argument("--rounds", type=int, default=5)
+    options, flags = parser.parse_known_args()
+    flags = [flag for flag in flags if flag != "--"]
+    for name in options.scenario.split(","):
+        if name == "gap":
+            result = gap_scenario(options.rounds, flags)
+        elif name in ("streams", "prefix"):
+            measure = measure_streams if name == "streams" else measure_prefix
+            result = on_cluster(measure, options.rounds, flags)
+        else:
+            parser.error(f"no scenario {name!r}: choose streams, prefix or gap")
+        print(json.dumps({"scenario": name, "rounds": options.rounds} | result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
