@@ -122,7 +122,7 @@ class CpuAttention:
             arena_rows=table[:, 1],
             positions=table[:, 2],
             source_rows=torch.tensor(source_rows),
-            is_whole_step=source_rows == list(range(num_tokens)),
+            is_whole_step=len(members) == num_tokens and source_rows == list(range(num_tokens)),
             num_rows=num_rows,
             mask=key_mask(torch.tensor(lengths), num_keys, self._pool.dtype),
             views=arena.views(num_rows, num_keys),

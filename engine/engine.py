@@ -52,6 +52,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.num_steps = 0
+        self.num_failed_steps = 0  # steps that had to be repeated row by row
         self.last_step = StepStats()
         self.last_rows: list[ScheduledRow] = []
         self._runner = runner
@@ -118,6 +119,7 @@ class Engine:
         try:
             return self._runner.run(plan)
         except Exception as error:
+            self.num_failed_steps += 1
             logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
             if len(plan.rows) == 1:
                 return _failed(plan.rows, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError
@@ -58,9 +60,22 @@ def test_no_setting_changes_a_token(
         assert [c.token_ids for c in completions] == one_by_one[params]
     if settings.get("num_gpu_blocks") == 32:
         assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.num_failed_steps == 0
     pool = llm.engine.scheduler.kv.pool
     pool.check_integrity()
     assert pool.num_used == 0
+
+
+def test_requests_that_come_and_go_change_no_token() -> None:
+    """Rows of a batch are vacated and taken again in every order."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 90))] for _ in range(60)]
+    params = [SamplingParams(max_tokens=rng.randrange(1, 40), temperature=0.0, ignore_eos=True) for _ in prompts]
+    alone = make(prefix_cache=False)
+    expected = [alone.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
+    llm = make(max_num_seqs=16, max_num_batched_tokens=64)
+    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    assert llm.engine.num_failed_steps == 0
 
 
 def test_stream_gives_the_text_of_generate() -> None:
