@@ -25,7 +25,9 @@ CHECK_SECONDS = 1.0
 MAX_LINE_BYTES = 1 << 16
 
 LineSink = Callable[[str, str], None]  # (service, line)
-StateSink = Callable[[str, str], None]  # (service, "starting" | "ready" | "failed" | "restarting" | "gave up" | "stopped")
+StateSink = Callable[
+    [str, str], None
+]  # (service, "starting" | "ready" | "failed" | "restarting" | "gave up" | "stopped")
 
 
 class StartError(MiniInferError):
@@ -59,6 +61,7 @@ class Service:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._is_swept = False  # whether all of its session is gone
 
     @property
     def is_running(self) -> bool:
@@ -82,6 +85,7 @@ class Service:
             raise
         finally:
             os.close(write_end)
+        self._is_swept = False
         self._reader = asyncio.create_task(self._read(read_end))
 
     async def wait(self) -> int:
@@ -90,12 +94,15 @@ class Service:
         assert self._reader is not None
         code = await self._process.wait()
         self.kill()  # what the service started has no parent now
+        self._is_swept = True
         await asyncio.wait([self._reader], timeout=1.0)
         return code
 
     def kill(self) -> None:
-        """SIGKILL for the service and everything in its session."""
-        self._signal_group(signal.SIGKILL)
+        """SIGKILL for the service and everything in its session, while there is something: ids are used again."""
+        if self._process is not None and not self._is_swept:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, grace_seconds: float) -> None:
         """SIGTERM, up to `grace_seconds`, then SIGKILL."""
@@ -109,11 +116,6 @@ class Service:
             self._on_line(self.spec.name, f"still running {grace_seconds:.0f} s after SIGTERM: killed")
             self.kill()
             await self.wait()
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
 
     async def _read(self, pipe: int) -> None:
         stream = asyncio.StreamReader()
@@ -195,8 +197,7 @@ class Supervisor:
     def kill(self) -> None:
         """End all at once; `stop` then returns soon."""
         for service in self._services:
-            if service.is_running:
-                service.kill()
+            service.kill()
 
     async def _start_one(self, service: Service) -> None:
         name = service.spec.name

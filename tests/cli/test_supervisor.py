@@ -58,6 +58,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def quick_restarts() -> RestartPolicy:
+    return RestartPolicy(first_delay_seconds=0.01)
+
+
 async def eventually(condition, seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
@@ -102,8 +106,7 @@ async def test_an_early_death_names_the_reason_and_ends_the_rest(cluster):
 
 
 async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
-    quick = lambda: RestartPolicy(first_delay_seconds=0.01)  # noqa: E731
-    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=quick)):
+    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=quick_restarts)):
         victim = dict(cluster.events("start"))["b"]
         os.kill(victim, signal.SIGKILL)
         await eventually(lambda: len(cluster.events("start")) == 3)
@@ -112,18 +115,24 @@ async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
         assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
 
 
-async def test_giving_up_on_one_leaves_the_others_running(cluster):
-    never = lambda: RestartPolicy(max_restarts=0)  # noqa: E731
-    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=never)):
+async def test_giving_up_on_one_leaves_the_others_running(cluster, monkeypatch):
+    supervisor = cluster.supervisor(
+        cluster.spec("a"), cluster.spec("b"), new_policy=lambda: RestartPolicy(max_restarts=0)
+    )
+    async with running(supervisor):
         pids = dict(cluster.events("start"))
         os.kill(pids["b"], signal.SIGKILL)
         await eventually(lambda: ("b", "gave up") in cluster.states)
         assert is_alive(pids["a"])
+        killed = []
+        monkeypatch.setattr("os.killpg", lambda *call: killed.append(call))
+        supervisor.kill()  # nothing for b: its process id may belong to somebody else by now
+        assert [pid for pid, _ in killed] == [pids["a"]]
+        monkeypatch.undo()
 
 
 async def test_what_a_dead_service_had_started_goes_with_it(cluster):
-    quick = lambda: RestartPolicy(first_delay_seconds=0.01)  # noqa: E731
-    async with running(cluster.supervisor(cluster.spec("front", "parent"), new_policy=quick)):
+    async with running(cluster.supervisor(cluster.spec("front", "parent"), new_policy=quick_restarts)):
         rank = cluster.events("child")[0][1]
         assert is_alive(rank)
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)

@@ -84,6 +84,7 @@ def own_daemon(scratch: Path) -> Iterator[str]:
         finally:
             daemon.terminate()
             daemon.wait(60)
+            shutil.rmtree(scratch / "data", ignore_errors=True)  # gigabytes of image layers
 
 
 def compose_command(scratch: Path, env: dict[str, str]) -> list[str]:

@@ -7,7 +7,6 @@ Grafana come from a registry, which a test must not need. Their files are tested
 from __future__ import annotations
 
 import json
-import shutil
 
 import httpx
 import pytest
@@ -40,9 +39,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def cluster(tmp_path_factory: pytest.TempPathFactory):
     scratch = tmp_path_factory.mktemp("docker")
-    request.addfinalizer(lambda: shutil.rmtree(scratch, ignore_errors=True))  # gigabytes of image layers
     (port,) = free_ports(1)
     settings = {"MINI_INFER_IMAGE": IMAGE, "MINI_INFER_PUBLISH": str(port), "COMPOSE_PROJECT_NAME": "mini-infer-test"}
     with docker_engine(scratch, settings) as docker:
