@@ -78,6 +78,17 @@ def test_requests_that_come_and_go_change_no_token() -> None:
     assert llm.engine.num_failed_steps == 0
 
 
+def test_one_sequence_outgrows_the_others() -> None:
+    """The first row of the batch moves to longer rows of its own and leaves a vacant place behind."""
+    prompts = [[7] * 250, *([9, i] for i in range(15))]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    alone = make(prefix_cache=False)
+    expected = [alone.generate([p], params)[0].token_ids for p in prompts]
+    llm = make(max_num_seqs=16, max_num_batched_tokens=512)
+    assert [c.token_ids for c in llm.generate(prompts, params)] == expected
+    assert llm.engine.num_failed_steps == 0
+
+
 def test_stream_gives_the_text_of_generate() -> None:
     llm = make()
     expected = llm.generate(PROMPTS[4], GREEDY)[0].text
