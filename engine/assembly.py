@@ -89,12 +89,11 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EnginePa
         host_tier,
         config.prefix_cache,
     )
-    longest = loaded.config.max_position_embeddings
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=min(config.max_model_len or longest, longest),
+        max_model_len=loaded.config.context_length(config.max_model_len),
         preempt_by_swap=config.preemption == "swap",
     )
     engine = Engine(

@@ -19,8 +19,8 @@ class EngineConfig:
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(
-        "auto", "weights in memory; auto: int8-weight on a CPU (unless float32), none on a GPU",
-        choices=("auto", "none", "int8-weight"),
+        "auto", "weights in memory; auto on a CPU: int4-weight for 4-bit GGUF files, int8-weight for others",
+        choices=("auto", "none", "int8-weight", "int4-weight"),
     )  # fmt: skip
     block_size: int = setting(16, "tokens per KV block")
     num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))

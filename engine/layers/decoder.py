@@ -93,9 +93,10 @@ def _build_layer(config: ModelConfig, weights: WeightSource, prefix: str) -> Dec
     def fused(names: list[tuple[str, int]], in_size: int, bias: bool) -> Linear:
         parts = [weights.take(f"{prefix}{name}.weight", (size, in_size)) for name, size in names]
         biases = [weights.take(f"{prefix}{name}.bias", (size,)) for name, size in names] if bias else []
+        full_names = tuple(f"{prefix}{name}.weight" for name, _ in names)
         if len(names) == 1:
-            return Linear(parts[0], biases[0] if bias else None)
-        return Linear(torch.cat(parts), torch.cat(biases) if bias else None)
+            return Linear(parts[0], biases[0] if bias else None, full_names)
+        return Linear(torch.cat(parts), torch.cat(biases) if bias else None, full_names)
 
     qkv_names = [("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)]
     qk_norm = None

@@ -19,13 +19,14 @@ class LinearMap(Protocol):
 
 
 class Linear:
-    """y = x W^T + b."""
+    """y = x W^T + b. `names`: the checkpoint's weights whose rows follow each other in W."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("bias", "names", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, names: tuple[str, ...] = ()) -> None:
         self.weight = weight  # (out, in)
         self.bias = bias
+        self.names = names
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -52,6 +53,32 @@ class Int8Linear:
         if x.shape[0] > self.MAX_INT8_ROWS:
             return functional.linear(x, self.weight, self.bias)
         y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight_int8, self.scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class Int4Linear:
+    """Like `Int8Linear`, with 4-bit weights that share a scale and an offset per 32 columns.
+
+    [3072, 576] at 1 row takes 33 us, int8 57; [49152, 576] 0.56 ms and 0.83.
+    """
+
+    MAX_INT4_ROWS = 8
+
+    __slots__ = ("bias", "group_size", "packed", "scales_and_zeros", "weight")
+
+    def __init__(
+        self, packed: Tensor, scales_and_zeros: Tensor, group_size: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self.packed = packed  # as torch's `_convert_weight_to_int4pack_for_cpu` lays it out
+        self.scales_and_zeros = scales_and_zeros  # (in / group_size, out, 2) bfloat16
+        self.group_size = group_size
+        self.weight = weight  # (out, in) in the dtype of x, the same numbers
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] > self.MAX_INT4_ROWS:
+            return functional.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, self.group_size, self.scales_and_zeros)
         return y if self.bias is None else y.add_(self.bias)
 
 

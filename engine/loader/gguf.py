@@ -17,6 +17,7 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.loader.checkpoint import Shape
 from engine.loader.gguf_header import GgufTensor, read_gguf_header
+from engine.loader.gguf_int4 import BLOCK_BYTES, Int4Rows, int4_rows
 from engine.models.config import ModelConfig
 
 OUTPUT_WEIGHT = "output.weight"
@@ -68,6 +69,15 @@ class GgufFile:
         values = np.require(values, np.float32, ["C", "W"])  # plain types come as read-only views of the file
         return torch.from_numpy(values.reshape(tensor.shape))
 
+    def has_int4(self, name: str) -> bool:
+        return self.tensors[name].type_id in BLOCK_BYTES
+
+    def read_int4(self, name: str) -> Int4Rows:
+        """One tensor of 4-bit blocks, not dequantized."""
+        tensor = self.tensors[name]
+        raw, _ = self._raw(tensor)
+        return int4_rows(torch.from_numpy(raw.copy()), tensor.type_id)
+
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
         """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -97,16 +107,33 @@ class GgufWeights:
         self._permuted = permuted
         self._dtype = dtype
         self._device = device
+        self.int4: dict[str, Int4Rows] = {}  # taken weights that the file holds as 4-bit blocks, if `keep_int4`
+        self.keep_int4 = False
         self._name_of = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
         self.shapes: dict[str, Shape] = {hf: file.tensors[name].shape for hf, name in self._name_of.items()}
 
+    @property
+    def has_int4(self) -> bool:
+        """Most matrices are 4-bit blocks."""
+        matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
+        return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
+
     def take(self, name: str, shape: Shape) -> Tensor:
-        weight = self._file.read(self._name_of[name])
-        if self._permuted and ".self_attn.q_proj." in name:
-            weight = unpermute(weight, self._config.num_heads)
-        elif self._permuted and ".self_attn.k_proj." in name:
-            weight = unpermute(weight, self._config.num_kv_heads)
+        stored = self._name_of[name]
+        if self.keep_int4 and self._file.has_int4(stored):
+            read = self._file.read_int4(stored)
+            rows = Int4Rows(*(self._in_order(name, part) for part in (read.codes, read.scales, read.zeros)))
+            self.int4[name] = rows
+            return rows.dequantize(self._dtype)
+        weight = self._in_order(name, self._file.read(stored))
         return weight.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
+        if self._permuted and ".self_attn.q_proj." in name:
+            return unpermute(rows, self._config.num_heads)
+        if self._permuted and ".self_attn.k_proj." in name:
+            return unpermute(rows, self._config.num_kv_heads)
+        return rows
 
 
 def hf_name(name: str) -> str:

@@ -76,14 +76,22 @@ def resolve_dtype(files: ModelFiles, engine_config: EngineConfig) -> torch.dtype
     return torch.float32 if files.kind == "dry-run" else torch.bfloat16
 
 
-def resolve_quant_mode(engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """`auto`: int8 weights on a CPU with bfloat16, else none. Raises ConfigError for what has no kernel."""
+def resolve_quant_mode(
+    engine_config: EngineConfig, dtype: torch.dtype, device: torch.device, has_int4: bool = False
+) -> str:
+    """`auto`: on a CPU with bfloat16 the 4-bit weights of a file that has them, else int8; elsewhere none.
+
+    Raises ConfigError for what has no kernel or no weights.
+    """
+    wanted = engine_config.quant_mode
     fits = device.type == "cpu" and dtype == torch.bfloat16
-    if engine_config.quant_mode == "auto":
-        return "int8-weight" if fits else "none"
-    if engine_config.quant_mode == "int8-weight" and not fits:
-        raise ConfigError("--quant-mode int8-weight needs --device cpu and --dtype bfloat16; use --quant-mode none")
-    return engine_config.quant_mode
+    if wanted == "auto":
+        return ("int4-weight" if has_int4 else "int8-weight") if fits else "none"
+    if wanted != "none" and not fits:
+        raise ConfigError(f"--quant-mode {wanted} needs --device cpu and --dtype bfloat16; use --quant-mode none")
+    if wanted == "int4-weight" and not has_int4:
+        raise ConfigError("--quant-mode int4-weight needs a GGUF file with Q4_0 or Q4_1 weights; use int8-weight")
+    return wanted
 
 
 def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.device | None = None) -> LoadedModel:
@@ -91,15 +99,19 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     started = time.perf_counter()
     device = device or resolve_device(engine_config)
     dtype = resolve_dtype(files, engine_config)
-    quant_mode = resolve_quant_mode(engine_config, dtype, device)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
+        int4_source = source.weights if isinstance(source.weights, GgufWeights) else None
+        has_int4 = int4_source is not None and int4_source.has_int4
+        quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
+        if int4_source is not None:
+            int4_source.keep_int4 = quant_mode == "int4-weight"
         if source.shapes is not None:
             needed = ShapeRecorder()
             source.family.build(source.config, needed)
             check_weights(needed.shapes, source.shapes, source.config.tie_word_embeddings)
         model = source.family.build(source.config, source.weights)
-        quantize_model(model, quant_mode)
+        quantize_model(model, quant_mode, {} if int4_source is None else int4_source.int4)
     identity = {
         "config": source.config,
         "dtype": DTYPE_NAMES[dtype],

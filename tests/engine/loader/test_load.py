@@ -72,10 +72,13 @@ def test_quant_mode_is_resolved_or_refused() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     auto = EngineConfig()
     assert resolve_quant_mode(auto, torch.bfloat16, cpu) == "int8-weight"
+    assert resolve_quant_mode(auto, torch.bfloat16, cpu, has_int4=True) == "int4-weight"
     assert resolve_quant_mode(auto, torch.float32, cpu) == "none"
     assert resolve_quant_mode(auto, torch.bfloat16, gpu) == "none"
     with pytest.raises(ConfigError, match="int8-weight"):
         resolve_quant_mode(EngineConfig(quant_mode="int8-weight"), torch.float32, cpu)
+    with pytest.raises(ConfigError, match="Q4_0"):
+        resolve_quant_mode(EngineConfig(quant_mode="int4-weight"), torch.bfloat16, cpu)
 
 
 def test_a_missing_gpu_is_said() -> None:

@@ -1,0 +1,67 @@
+"""4-bit blocks kept as they are: what is read, what is computed, and how close a whole model stays to the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from common.model_files import ModelFiles
+from engine.layers.linear import Int4Linear, Int8Linear, Linear
+from engine.loader.gguf_int4 import int4_rows
+from engine.quantize import to_int4
+from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
+from tests.engine.gguf_files import write_gguf
+from tests.engine.loader.test_gguf import WIDE
+from tests.engine.tiny_models import VOCAB_SIZE, TinyModel
+
+KINDS = [gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -> None:
+    torch.manual_seed(0)
+    raw = gguf.quantize(torch.randn(8, 96).numpy(), kind)
+    expected = torch.from_numpy(gguf.dequantize(raw, kind))
+    step = expected.view(8, 3, 32).diff(dim=-1).abs().amax(-1, keepdim=True) / 15
+    found = int4_rows(torch.from_numpy(raw), int(kind)).dequantize(torch.float32)
+    error = (found - expected).view(8, 3, 32).abs()
+    assert bool((error <= 0.08 * step + 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> None:
+    torch.manual_seed(0)
+    raws = [torch.from_numpy(gguf.quantize(torch.randn(size, 64).numpy(), kind)) for size in (48, 16)]
+    parts = [int4_rows(raw, int(kind)) for raw in raws]
+    exact_weight = torch.cat([part.dequantize(torch.float32) for part in parts])
+    bias = torch.randn(64).bfloat16()
+    linear = to_int4(Linear(exact_weight.bfloat16(), bias), parts)
+    x = torch.randn(Int4Linear.MAX_INT4_ROWS + 1, 64).bfloat16()
+    exact = x.float() @ exact_weight.T + bias.float()
+    torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
+    torch.testing.assert_close(linear(x[:-1]).float(), exact[:-1], atol=0.15, rtol=0.02)
+
+
+def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "Q4_1")
+    files = ModelFiles("m", "gguf", path)
+    prompt = random_prompt(40, VOCAB_SIZE, 3)
+    logprobs = {}
+    for mode, dtype in (("none", "float32"), ("int8-weight", "bfloat16"), ("auto", "bfloat16")):
+        loaded, config = open_model(files, dtype=dtype, quant_mode=mode)
+        driver = Driver(make_runner(loaded, config), config)
+        request = driver.add(prompt, replace(GREEDY, prompt_logprobs=0))
+        driver.finish([request], 1, chunk=1)
+        entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
+        logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
+    assert loaded.quant_mode == "int4-weight"
+    assert isinstance(loaded.model.layers[0].qkv, Int4Linear)
+    assert isinstance(loaded.model.lm_head, Int8Linear)  # 211 rows do not fill the packed layout
+    error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
+    assert error["auto"] < error["int8-weight"]
+    assert error["auto"] < 0.05 * float(logprobs["none"].std())
