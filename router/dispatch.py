@@ -108,21 +108,19 @@ class Dispatcher:
     ) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """One try on the chosen workers. Raises what is in RETRYABLE when another try makes sense."""
         chosen = decision.chosen
-        handle: pb.KvHandle | None = None
         if chosen.prefill is not None:
-            async with aclosing(self._leg(journal, chosen.prefill, lost, None, "prefill")) as steps:
+            async with aclosing(self._leg(journal, chosen.prefill, lost, "prefill")) as steps:
                 async for deltas in steps:
                     yield deltas
                     if deltas[-1].finish_reason == pb.FINISH_REASON_PREFILLED:
-                        handle = deltas[-1].kv_handle
+                        journal.kv_handle = deltas[-1].kv_handle
                     elif deltas[-1].finish_reason:
                         return
-        elif self._workers.usable("prefill") or not journal.has_started:
+        elif journal.kv_handle is None:
             self._metrics.local_prefills.inc()
-        async with aclosing(
-            self._leg(journal, self._decode_worker(chosen.decode, lost), lost, handle, "decode")
-        ) as steps:
+        async with aclosing(self._leg(journal, self._decode_worker(chosen.decode, lost), lost, "decode")) as steps:
             async for deltas in steps:
+                journal.kv_handle = None  # it has been read
                 yield deltas
 
     def _decode_worker(self, chosen: WorkerId, lost: set[WorkerId]) -> WorkerId:
@@ -135,13 +133,13 @@ class Dispatcher:
         return min(links, key=lambda link: link.view().load).worker_id
 
     async def _leg(
-        self, journal: Journal, worker: WorkerId, lost: set[WorkerId], handle: pb.KvHandle | None, phase: str
+        self, journal: Journal, worker: WorkerId, lost: set[WorkerId], phase: str
     ) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """Submit to one worker and pass on its deltas until it has finished its part."""
         loop = asyncio.get_running_loop()
         link = self._link(worker)
-        pending = 0 if handle is not None else journal.num_tokens
-        submit = journal.submit(journal.next_attempt_id(), loop.time(), handle)
+        pending = 0 if journal.kv_handle is not None else journal.num_tokens
+        submit = journal.submit(journal.next_attempt_id(), loop.time())
         attempt = link.open(submit, pending, journal.deadline)
         journal.note(loop.time(), f"{phase} on {worker}")
         is_first = True

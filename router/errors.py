@@ -37,6 +37,10 @@ class HttpError(MiniInferError):
         self.status = status
 
 
+class ModelNotFoundError(NotFoundError):
+    """The client names a model that is not served."""
+
+
 def status_of(error: BaseException) -> int:
     if isinstance(error, HttpError):
         return error.status
@@ -52,7 +56,7 @@ def error_object(error: BaseException) -> dict[str, Any]:
     elif isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
     elif isinstance(error, NotFoundError):
-        code = "not_found"
+        code = "model_not_found" if isinstance(error, ModelNotFoundError) else "not_found"
     return {
         "error": {
             "message": public_message(error),

@@ -14,12 +14,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidRequestError, NotFoundError
+from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.body import read_json_object
 from router.choice import Choice, StopRules
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
+from router.errors import ModelNotFoundError
 from router.explain import ExplainLog
 from router.generation import ChoiceRun, Generation
 from router.journal import Journal
@@ -227,7 +228,7 @@ class Gateway:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model_names:
-            raise NotFoundError(f"no model {name[:64]!r}; this server has {self.model_name!r}")
+            raise ModelNotFoundError(f"no model {name[:64]!r}; this server has {self.model_name!r}")
 
 
 def best_results(results: list[ChoiceResult], n: int) -> list[ChoiceResult]:

@@ -27,6 +27,7 @@ class Journal:
     traceparent: str = ""
 
     output_token_ids: list[int] = field(default_factory=list)
+    kv_handle: pb.KvHandle | None = None  # where the prompt's KV waits for a decode worker that has not come yet
     num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first attempt
     num_attempts: int = 0
     num_migrations: int = 0
@@ -51,7 +52,7 @@ class Journal:
         self.num_attempts += 1
         return f"{self.request_id}.{self.num_attempts}"
 
-    def submit(self, attempt_id: str, now: float, handle: pb.KvHandle | None = None) -> pb.Submit:
+    def submit(self, attempt_id: str, now: float) -> pb.Submit:
         """The message that makes a worker go on from here."""
         return pb.Submit(
             request_id=attempt_id,
@@ -60,7 +61,7 @@ class Journal:
             sampling=self._sampling(),
             priority=self.priority,
             cache_salt=self.cache_salt,
-            kv_handle=handle,
+            kv_handle=self.kv_handle,
             deadline_seconds=max(self.deadline - now, 0.001),
             traceparent=self.traceparent,
         )

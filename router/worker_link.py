@@ -179,6 +179,9 @@ class WorkerLink:
                 reason = f"{error.code().name.lower().replace('_', ' ')}"
             except TimeoutError:
                 reason = "no answer"
+            except Exception:  # a bug in handling one report must not lose the worker for good
+                logger.exception("the link to worker %s failed", self.address)
+                reason = "internal error"
             was_attached = self.info is not None
             self._lose(reason)
             backoff = MIN_BACKOFF_SECONDS if was_attached else min(backoff * 2, MAX_BACKOFF_SECONDS)

@@ -97,6 +97,19 @@ async def test_a_worker_that_refuses_is_passed_over(code: int) -> None:
         assert c.decode[0].submits
 
 
+async def test_a_decode_worker_that_refuses_leaves_the_kv_to_the_next_one() -> None:
+    control = await undisturbed()
+    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0) as c:
+        c.decode[0].script.refuse = pb.FAILURE_CODE_UNAVAILABLE
+        for _ in range(20):
+            assert (await c.chat(max_tokens=40)).json()["choices"] == control["choices"]
+            if c.decode[0].submits:
+                break
+        assert c.decode[0].submits  # it was asked, and refused
+        assert c.decode[1].submits[-1].kv_handle == c.decode[0].submits[-1].kv_handle
+        assert len(c.prefill[0].submits) == len(c.decode[1].submits)  # nothing was computed twice
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
-from common.text.tokenizer import Tokenizer, load_tokenizer
+from common.text.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
 
 SMOL = load_tokenizer(resolve_model(""))
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -41,6 +41,7 @@ CORPUS = [
     "\x00\x01\x7f control",
 ]
 MESSAGES = [{"role": "user", "content": "What is 2+2?"}]
+SPELLABLE = {byte for char, byte in byte_level_alphabet().items() if SMOL._backend.token_to_id(char) is not None}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,8 @@ def test_token_ids_equal_transformers(oracle: Any, text: str) -> None:
 def test_any_text_encodes_like_the_trained_tokenizer_and_comes_back(oracle_with_digits: Backend, text: str) -> None:
     token_ids = SMOL.encode(text, allow_special=True)
     assert token_ids == oracle_with_digits.encode(text, add_special_tokens=False).ids
-    assert SMOL.decode(token_ids, skip_special=False) == text
+    if set(text.encode()) <= SPELLABLE:  # the vocabulary lacks tokens for some control and rare bytes
+        assert SMOL.decode(token_ids, skip_special=False) == text
 
 
 def test_chat_template_equals_transformers(oracle: Any) -> None:
