@@ -1,0 +1,248 @@
+"""Decode attention over the paged KV pool on a GPU: one query per sequence, split over the sequence's keys.
+
+For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's first `length` keys.
+
+The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
+(num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
+the device. A program takes an equal share of its sequence's tiles; programs without a share return. Each split
+leaves its partial output and log-sum-exp; the last one to finish (a counter per row and KV head) combines them in
+the order of the splits, so the result does not depend on timing, and sets the counter back to zero for the next
+launch. A sequence of one share is written directly.
+
+Reference: `attend_sequence` of `kernels/paged_attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SPLITS = 64
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """tile: keys per step of a program's loop. programs_per_sm: how many programs the splits aim at."""
+
+    tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+
+
+DEFAULT_TUNING = DecodeTuning()
+
+
+class DecodeWorkspace:
+    """Partial results of one launch: for at most `max_programs` programs that split a sequence.
+
+    One workspace serves launches that run one after the other (all layers of all steps of one stream). The counters
+    start at zero and every launch leaves them at zero.
+    """
+
+    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        padded = padded_group(num_heads // num_kv_heads)
+        programs = max(
+            rows * num_kv_heads * num_splits(rows, num_kv_heads, device) for rows in range(1, max_rows + 1)
+        )
+        self.outputs = torch.empty(programs, padded, head_dim, dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(programs, padded, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+def padded_group(group: int) -> int:
+    """Query heads of a KV head, padded to the smallest M of `tl.dot`."""
+    return max(16, 1 << (group - 1).bit_length())
+
+
+def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, programs_per_sm: int = 2) -> int:
+    """The largest power of two that keeps all programs resident at once; 1 when rows alone fill the GPU."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    share = programs_per_sm * num_sms // (num_rows * num_kv_heads)
+    return min(MAX_SPLITS, 1 << max(share.bit_length() - 1, 0))
+
+
+@triton.jit
+def _tile_offsets(
+    table_ptr, first_token, length, block_stride,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Where the tile's tokens lie relative to a pointer at [block 0, layer, k or v, head]: (TILE,)."""
+    tokens = first_token + tl.arange(0, TILE)
+    if BLOCK_SIZE >= TILE:
+        block = tl.load(table_ptr + first_token // BLOCK_SIZE).to(tl.int64)
+        offsets = block * block_stride + (first_token % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
+    else:
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
+        offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
+    return offsets
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _paged_decode_kernel(
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, counters_ptr,
+    layer, q_stride, table_stride, block_stride, layer_stride, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    num_tiles = tl.cdiv(length, TILE)
+    share = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
+    if split >= num_used:
+        return
+
+    members = tl.arange(0, PADDED)
+    dims = tl.arange(0, HEAD_DIM)
+    heads = kv_head * GROUP + members
+    is_member = (members < GROUP)[:, None]
+    q = tl.load(q_ptr + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
+    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
+    table_ptr = tables_ptr + row * table_stride
+
+    highest = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mixed = tl.zeros((PADDED, HEAD_DIM), tl.float32)
+    for tile in tl.range(split * share, tl.minimum(split * share + share, num_tiles), num_stages=NUM_STAGES):
+        offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+        visible = tile * TILE + tl.arange(0, TILE) < length
+        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, axis=1)
+        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    # A row of length 0 (padding of a bucket) gets zeros.
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = out_ptr + (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    if num_used == 1:
+        tl.store(
+            out_row + members[:, None] * HEAD_DIM + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member
+        )
+    else:
+        base = (row * NUM_KV_HEADS + kv_head) * NUM_SPLITS
+        mine = (base + split) * PADDED + members
+        tl.store(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_member)
+        tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
+        tl.debug_barrier()  # all of the program's stores come before its one release below
+        counter = counters_ptr + row * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1:
+            tl.store(counter, 0)
+            _combine(outputs_ptr, log_sums_ptr, out_row, base, num_used, GROUP, PADDED, HEAD_DIM, NUM_SPLITS)
+
+
+@triton.jit
+def _combine(
+    outputs_ptr, log_sums_ptr, out_row, base, num_used,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of the splits' outputs. Reads past the first-level cache: other programs wrote them."""
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, HEAD_DIM)
+    used = splits < num_used
+    for member in tl.static_range(GROUP):
+        rows = (base + splits) * PADDED + member
+        log_sums = tl.load(log_sums_ptr + rows, mask=used, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :],
+            mask=used[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
+        mixed = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+        tl.store(out_row + member * HEAD_DIM + dims, mixed.to(out_row.dtype.element_ty))
+
+
+def paged_decode(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
+    tuning: DecodeTuning = DEFAULT_TUNING, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
+
+    q: (num_rows, num_heads, head_dim), heads contiguous, rows of any stride (a view of qkv will do).
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two.
+    block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows.
+    Returns (num_rows, num_heads * head_dim).
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+    count = splits or num_splits(num_rows, num_kv_heads, q.device, tuning.programs_per_sm)
+    if count > 1 and num_rows * num_kv_heads * count > workspace.outputs.shape[0]:
+        raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
+    _paged_decode_kernel[(num_kv_heads, num_rows, count)](
+        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums, workspace.counters,
+        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, PADDED=padded_group(num_heads // num_kv_heads),
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count,
+        NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _simple_decode_kernel(
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr,
+    layer, q_stride, table_stride, block_stride, layer_stride, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    dims = tl.arange(0, HEAD_DIM)
+    q = tl.load(q_ptr + row * q_stride + head * HEAD_DIM + dims).to(tl.float32)
+    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + (head // GROUP) * (BLOCK_SIZE * HEAD_DIM)
+    values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    mixed = tl.zeros((HEAD_DIM,), tl.float32)
+    for first in range(0, length, BLOCK_SIZE):
+        offsets = _tile_offsets(
+            tables_ptr + row * table_stride, first, length, block_stride, BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM
+        )
+        visible = first + tl.arange(0, BLOCK_SIZE) < length
+        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(tl.float32)
+        scores = tl.where(visible, tl.sum(keys * q[None, :], axis=1) * scale, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=0))
+        weights = tl.exp2(scores - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, axis=0)
+        values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0)
+        mixed = mixed * shrink + tl.sum(values.to(tl.float32) * weights[:, None], axis=0)
+        highest = new_highest
+    mixed = mixed / tl.where(total > 0, total, 1.0)
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    tl.store(out_ptr + (row * num_heads + head) * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
+
+
+def simple_decode(q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor) -> Tensor:
+    """The same result from one program per query head that walks the whole sequence: what splitting is measured by."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
+    _simple_decode_kernel[(num_heads, num_rows)](
+        q, pool, block_tables, lengths, out,
+        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,73 @@
+"""Root-mean-square norm on a GPU, alone or fused with the residual addition before it.
+
+rms_norm:      y = x / sqrt(mean(x^2) + eps) * weight
+add_rms_norm:  residual += x;  y = rms_norm(residual)
+
+One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
+`residual` is rounded first, so that the fused form equals addition and norm done one after the other.
+Reference: `kernels/rms_norm.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, n, x_stride, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * n + columns, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
+        tl.store(residual_ptr + row * n + columns, x, mask=inside)
+    value = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
+    tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (num_rows, n) with rows of stride 1, weight (n,) -> (num_rows, n), contiguous."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds x (num_rows, n) to `residual` (num_rows, n, contiguous) in place and returns the norm of the sum."""
+    if not residual.is_contiguous():
+        raise ValueError("the residual must be contiguous")
+    out = torch.empty_like(residual)
+    _launch(x, residual, weight, out, eps)
+    return out
+
+
+def num_warps_for(n: int) -> int:
+    """16 bytes a thread and load; several loads a thread once a row is long."""
+    return min(max(triton.next_power_of_2(n) // 512, 1), 16)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    num_rows, n = x.shape
+    if num_rows == 0:
+        return
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        n,
+        x.stride(0),
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=triton.next_power_of_2(n),
+        num_warps=num_warps_for(n),
+    )

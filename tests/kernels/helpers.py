@@ -1,0 +1,48 @@
+"""Inputs and comparisons that several kernel tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Triton's interpreter cuts bfloat16 off where a GPU rounds to nearest.
+BFLOAT16_BOUND = 5e-3 if torch.cuda.is_available() else 1.5e-2
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of the reference; NaN anywhere gives NaN, which no bound passes."""
+    out, reference = out.double(), reference.double()
+    return float((out - reference).norm() / reference.norm())
+
+
+def poisoned_pool(
+    num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int,
+    dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """A KV pool of NaN: what is read without having been written shows."""
+    shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def fill_sequence(pool: Tensor, layer: int, block_ids: list[int], seq_len: int) -> Tensor:
+    """Random K and V for one sequence, stored in its blocks. Returns them: (2, num_kv_heads, seq_len, head_dim)."""
+    num_kv_heads, block_size, head_dim = pool.shape[3:]
+    kv = torch.randn(2, num_kv_heads, seq_len, head_dim, device=pool.device).to(pool.dtype)
+    for index, block_id in enumerate(block_ids):
+        part = kv[:, :, index * block_size : (index + 1) * block_size]
+        pool[block_id, layer, :, :, : part.shape[2]] = part
+    return kv
+
+
+def block_tables_for(seq_lens: list[int], block_size: int, device: torch.device) -> tuple[list[list[int]], Tensor]:
+    """Shuffled blocks for each sequence, and the same as an int32 table whose unused entries point nowhere."""
+    counts = [-(-seq_len // block_size) for seq_len in seq_lens]
+    shuffled = torch.randperm(sum(counts)).tolist()
+    tables, first = [], 0
+    for count in counts:
+        tables.append(shuffled[first : first + count])
+        first += count
+    padded = torch.full((len(seq_lens), max(counts) + 1), 1 << 30, dtype=torch.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    return tables, padded.to(device)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.paged_decode import DecodeTuning, DecodeWorkspace, num_splits, paged_decode, simple_decode
+from kernels.paged_attention import attend_sequence
+from tests.kernels.helpers import BFLOAT16_BOUND, block_tables_for, fill_sequence, poisoned_pool, relative_error
+
+LAYER = 1
+
+
+def run(
+    seq_lens: list[int], num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype,
+    device: torch.device, splits: int | None, head_dim: int = 32,
+) -> None:  # fmt: skip
+    tables, table = block_tables_for(seq_lens, block_size, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, dtype, device)
+    kvs = [fill_sequence(pool, LAYER, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    qkv = torch.randn(len(seq_lens), num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
+    q = qkv[:, :num_heads]
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    workspace = DecodeWorkspace(len(seq_lens), num_heads, num_kv_heads, head_dim, device)
+    workspace.outputs = torch.full((1024, *workspace.outputs.shape[1:]), float("nan"), device=device)
+    workspace.log_sums = torch.full((1024, workspace.log_sums.shape[1]), float("nan"), device=device)
+    expected = torch.cat(
+        [attend_sequence(q[row : row + 1].double(), kv.double()).flatten(1) for row, kv in enumerate(kvs)]
+    )
+    tuning = DecodeTuning(tile=16, num_warps=4, num_stages=2)
+    bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        out = paged_decode(q, pool, LAYER, table, lengths, workspace, tuning, splits)
+        assert relative_error(out, expected) < bound
+        assert not workspace.counters.any()
+    assert relative_error(simple_decode(q, pool, LAYER, table, lengths), expected) < bound
+
+
+@pytest.mark.parametrize("splits", [1, 4, None])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2)])
+def test_equals_the_reference(splits: int | None, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+    run([1, 16, 17, 70], num_heads, num_kv_heads, 16, torch.bfloat16, device, splits)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_blocks_larger_and_smaller_than_a_tile(block_size: int, device: torch.device) -> None:
+    run([75], 2, 1, block_size, torch.float32, device, 2)
+
+
+def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
+    seq_lens = [1, 40, 64]
+    tables, table = block_tables_for(seq_lens, 16, device)
+    pool = poisoned_pool(sum(map(len, tables)), 1, 1, 16, 16, torch.float32, device)
+    kvs = [fill_sequence(pool, 0, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    q = torch.randn(3, 2, 16, device=device)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    workspace = DecodeWorkspace(3, 2, 1, 16, device)
+    out = paged_decode(q, pool, 0, table, lengths, workspace, DecodeTuning(tile=32), 1)
+    for row, kv in enumerate(kvs):
+        assert relative_error(out[row], attend_sequence(q[row : row + 1], kv).flatten()) < 1e-5
+
+
+def test_padding_rows_get_zeros(device: torch.device) -> None:
+    pool = torch.randn(1, 1, 2, 1, 16, 16, device=device)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    workspace = DecodeWorkspace(2, 2, 1, 16, device)
+    lengths = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    out = paged_decode(torch.randn(2, 2, 16, device=device), pool, 0, table, lengths, workspace)
+    assert not out[0].any()
+    assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
+
+
+def test_more_rows_never_get_more_splits() -> None:
+    counts = [num_splits(rows, 4, torch.device("cpu")) for rows in range(1, 300)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == 1
+
+
+def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
+    workspace = DecodeWorkspace(1, 2, 1, 16, device)
+    table = torch.zeros(600, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="too small"):
+        paged_decode(
+            torch.randn(600, 2, 16, device=device), torch.randn(1, 1, 2, 1, 16, 16, device=device), 0, table,
+            torch.ones(600, dtype=torch.int32, device=device), workspace, splits=2,
+        )  # fmt: skip

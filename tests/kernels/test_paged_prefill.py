@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles
+from kernels.paged_attention import attend_sequence
+from tests.kernels.helpers import BFLOAT16_BOUND, block_tables_for, fill_sequence, poisoned_pool, relative_error
+
+TUNING = PrefillTuning(tile_m=16, tile_n=16, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_against_cached_context(
+    num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows: a whole prompt, a chunk after a cached prefix, one token."""
+    head_dim, seq_lens, query_lens = 32, [21, 50, 33], [21, 13, 1]
+    starts = [0, 21, 34, 35]
+    tables, table = block_tables_for(seq_lens, block_size, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, dtype, device)
+    kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    q = torch.randn(starts[-1], num_heads + 2, head_dim, device=device).to(dtype)[:, :num_heads]
+    tiles = prefill_tiles(starts, seq_lens, num_heads // num_kv_heads, TUNING)
+    out = torch.full((starts[-1], num_heads * head_dim), float("nan"), dtype=dtype, device=device)
+    paged_prefill(q, pool, 1, table, torch.tensor(tiles, dtype=torch.int32, device=device), TUNING, out)
+    bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
+    for row, kv in enumerate(kvs):
+        own = slice(starts[row], starts[row] + query_lens[row])
+        assert relative_error(out[own], attend_sequence(q[own].double(), kv.double()).flatten(1)) < bound
+
+
+def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
+    tables, table = block_tables_for([45], 8, device)
+    pool = poisoned_pool(len(tables[0]), 1, 1, 8, 16, torch.float32, device)
+    kv = fill_sequence(pool, 0, tables[0], 45)
+    q = torch.randn(45, 2, 16, device=device)
+    tiles = torch.tensor(prefill_tiles([0, 45], [45], 2, TUNING), dtype=torch.int32, device=device)
+    out = paged_prefill(q, pool, 0, table, tiles, TUNING)
+    assert relative_error(out, attend_sequence(q, kv).flatten(1)) < 1e-5
+
+
+def test_tiles_cover_each_token_once_longest_first() -> None:
+    starts, seq_lens = [0, 21, 21, 34], [21, 9, 50]
+    tiles = prefill_tiles(starts, seq_lens, 3, PrefillTuning(tile_m=16))
+    covered = sorted(token for _, first, _, count in tiles for token in range(first, first + count))
+    assert covered == list(range(34))
+    assert [tile[2] for tile in tiles] == sorted((tile[2] for tile in tiles), reverse=True)
+    by_first = {first: (row, position) for row, first, position, _ in tiles}
+    assert by_first[0] == (0, 0)
+    assert by_first[21] == (2, 37)

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu import silu_mul as gpu
+from kernels.silu_mul import silu_mul
+from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 16), (3, 1536), (2, 1031), (0, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_reference(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = torch.randn(rows, 2 * n, device=device, dtype=dtype) * 4
+    out = gpu.silu_mul(gate_up)
+    assert out.shape == (rows, n)
+    if rows:
+        bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
+        assert relative_error(out, silu_mul(gate_up)) < bound
+
+
+def test_large_negative_gates_give_zero_not_nan(device: torch.device) -> None:
+    gate_up = torch.tensor([[-1e4, -200.0, 200.0, 0.0, 1.0, 1.0, 1.0, 1.0]], device=device)
+    assert gpu.silu_mul(gate_up).tolist() == [[0.0, 0.0, 200.0, 0.0]]
