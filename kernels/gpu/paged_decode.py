@@ -235,7 +235,7 @@ def _simple_decode_kernel(
 
 
 def simple_decode(q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor) -> Tensor:
-    """The same result from one program per query head that walks the whole sequence: what splitting is measured by."""
+    """One program per query head walks the whole sequence: what splitting is measured against."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)

@@ -1,7 +1,7 @@
-"""Prefill attention over the paged KV pool on a GPU: chunks of queries against everything cached before and in them.
+"""Prefill attention over the paged KV pool on a GPU: chunks of queries against all keys up to them.
 
-For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i]; the chunk's own K and V
-are in the pool already. Rows of different lengths are packed one after the other.
+For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i]; the chunk's own K
+and V are in the pool already. Rows of different lengths are packed one after the other.
 
 A program takes one KV head and TILE_M consecutive rows of (token, query head of the group), so that K and V are read
 once for a whole group and a tile spans few positions: little work is lost at the diagonal. Keys before the tile's
@@ -61,7 +61,7 @@ def _attend_tile(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [first_key, end_key) to a tile's running softmax; without MASKED all of them are visible to all rows."""
+    """Add keys [first_key, end_key) to a tile's running softmax; without MASKED all rows see all of them."""
     dims = tl.arange(0, HEAD_DIM)
     for first in tl.range(first_key, end_key, TILE_N, num_stages=NUM_STAGES):
         offsets = _tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, HEAD_DIM)

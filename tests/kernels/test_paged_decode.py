@@ -5,7 +5,14 @@ import torch
 
 from kernels.gpu.paged_decode import DecodeTuning, DecodeWorkspace, num_splits, paged_decode, simple_decode
 from kernels.paged_attention import attend_sequence
-from tests.kernels.helpers import BFLOAT16_BOUND, block_tables_for, fill_sequence, poisoned_pool, relative_error
+from tests.kernels.helpers import (
+    BFLOAT16_BOUND,
+    HALF_DTYPE,
+    block_tables_for,
+    fill_sequence,
+    poisoned_pool,
+    relative_error,
+)
 
 LAYER = 1
 
@@ -38,7 +45,7 @@ def run(
 @pytest.mark.parametrize("splits", [1, 4, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2)])
 def test_equals_the_reference(splits: int | None, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
-    run([1, 16, 17, 70], num_heads, num_kv_heads, 16, torch.bfloat16, device, splits)
+    run([1, 16, 17, 70], num_heads, num_kv_heads, 16, HALF_DTYPE, device, splits)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])

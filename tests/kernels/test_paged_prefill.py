@@ -5,14 +5,21 @@ import torch
 
 from kernels.gpu.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles
 from kernels.paged_attention import attend_sequence
-from tests.kernels.helpers import BFLOAT16_BOUND, block_tables_for, fill_sequence, poisoned_pool, relative_error
+from tests.kernels.helpers import (
+    BFLOAT16_BOUND,
+    HALF_DTYPE,
+    block_tables_for,
+    fill_sequence,
+    poisoned_pool,
+    relative_error,
+)
 
 TUNING = PrefillTuning(tile_m=16, tile_n=16, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
 def test_chunks_against_cached_context(
     num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -51,14 +51,6 @@ def test_padding_stores_nothing(device: torch.device) -> None:
 def test_a_head_that_is_no_power_of_two_is_refused(device: torch.device) -> None:
     pool = poisoned_pool(2, 1, 1, 4, 48, torch.float32, device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
+    qkv, table = torch.randn(1, 4, 48, device=device), torch.ones(1, 2, 48, device=device)
     with pytest.raises(ValueError, match="power of two"):
-        rope_and_write_kv(
-            torch.randn(1, 4, 48, device=device),
-            torch.ones(1, 2, 48, device=device),
-            index,
-            index,
-            None,
-            1e-6,
-            pool,
-            0,
-        )
+        rope_and_write_kv(qkv, table, index, index, None, 1e-6, pool, 0)
