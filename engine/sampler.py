@@ -20,7 +20,7 @@ from kernels.gumbel import exponential_noise, noise_key
 
 LogitsHook = Callable[[Request, Tensor], None]  # changes a row of logits (vocab,) in place; for grammars
 
-NUM_CANDIDATES = 1024  # first try of truncated sampling: the likeliest tokens only
+NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
 ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
 
 
