@@ -101,17 +101,20 @@ class GenerationResponse(Response):
     # -- server-sent events ------------------------------------------------------------------------------------
 
     async def _send_stream(self, send: Send) -> None:
-        generation = self._generation
         has_begun = False
+        last = b""  # what is sent together with the end
         try:
-            async with aclosing(generation.updates()) as updates:
-                async for body in self._bodies(updates):
+            async with aclosing(self._generation.updates()) as updates:
+                async for body, is_last in self._bodies(updates):
+                    if is_last:
+                        last = body
+                        continue
                     if not has_begun:
                         has_begun = True
-                        headers = [*_STREAM_HEADERS, *self._extra_headers]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        await self._begin(send)
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-            last = self._renderer.usage_chunk(generation.usage()) if self._include_usage else b""
+            if self._include_usage:
+                last += self._renderer.usage_chunk(self._generation.usage())
         except MiniInferError as error:
             if not has_begun:
                 await self._send_error(send, error)
@@ -122,12 +125,21 @@ class GenerationResponse(Response):
             if not has_begun:
                 raise
             last = event(error_object(EngineError("internal error")))
+        if not has_begun:
+            await self._begin(send)
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
-    async def _bodies(self, updates: AsyncGenerator[tuple[int, Update], None]) -> AsyncGenerator[bytes, None]:
-        """One piece of the stream per update that has something to tell."""
+    async def _begin(self, send: Send) -> None:
+        headers = [*_STREAM_HEADERS, *self._extra_headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _bodies(
+        self, updates: AsyncGenerator[tuple[int, Update], None]
+    ) -> AsyncGenerator[tuple[bytes, bool], None]:
+        """One piece of the stream per update that has something to tell, and whether it is the last."""
         renderer, generation = self._renderer, self._generation
         begun: set[int] = set()
+        num_open = len(generation.runs)
         usage = generation.usage()
         async for index, update in updates:
             if self._continuous_usage:
@@ -136,5 +148,6 @@ class GenerationResponse(Response):
             if index not in begun:
                 begun.add(index)
                 body = renderer.start(index, usage) + body
+            num_open -= update.finish_reason is not None
             if body:
-                yield body
+                yield body, num_open == 0

@@ -175,6 +175,7 @@ async def test_usage_in_streams() -> None:
         assert counts == sorted(counts)
         assert counts[-1] == 8
         assert "usage" not in (await c.events())[0]
+        assert not c.decode[0].cancels  # what has ended by itself is not cancelled
 
 
 async def test_sampling_parameters_reach_the_worker() -> None:
