@@ -84,6 +84,8 @@ def own_daemon(scratch: Path) -> Iterator[str]:
         finally:
             daemon.terminate()
             daemon.wait(60)
+            # dockerd leaves its network namespace mounted, and pytest could not remove the folder then.
+            subprocess.run(["umount", str(scratch / "exec/netns/default")], capture_output=True, check=False)
             shutil.rmtree(scratch / "data", ignore_errors=True)  # gigabytes of image layers
 
 

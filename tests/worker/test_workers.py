@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.rpc import open_channel
+from common.rpc import open_channel, token_metadata
 from engine import LLM, SamplingParams
 from protos import decode_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
@@ -276,6 +280,59 @@ async def test_kv_service_refuses_what_no_lease_covers(workers: dict[str, Worker
         assert (await stub.Release(request, timeout=5)).held
         assert not (await stub.Release(request, timeout=5)).held
         await p.until_quiet()
+
+
+async def test_random_bytes_on_the_port_harm_nothing(workers: dict[str, Worker], expected: list[int]) -> None:
+    rng = random.Random(3)
+    host, port = workers["decode"].address.split(":")
+    for size in (1, 64, 4096, 200_000):
+        with socket.create_connection((host, int(port)), timeout=5) as raw, contextlib.suppress(OSError):
+            raw.sendall(rng.randbytes(size))
+    async with attached(workers["decode"]) as d:
+        await d.submit("after", cache_salt="after")
+        assert (await d.until_end("after"))[0] == expected
+
+
+async def test_a_cluster_token_is_demanded(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    worker = Worker("prefill", tmp_path, free_ports(1)[0], "--cluster-token=right", "--host=0.0.0.0")
+    try:
+        deadline = time.monotonic() + 60
+        async with open_channel(worker.address) as channel:
+            while "ready on" not in worker.service.log() and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            for token, code in (("", "UNAUTHENTICATED"), ("wrong", "UNAUTHENTICATED"), ("right", "OK")):
+                call = worker.stub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=token_metadata(token))
+                assert (await call.code()).name == code
+            kv = kvstore_pb2_grpc.KvTransferStub(channel)
+            assert (await kv.Renew(kvstore_pb2.LeaseRequest(), timeout=5).code()).name == "UNAUTHENTICATED"
+    finally:
+        stop(worker)
+
+
+def test_a_port_that_others_reach_needs_a_token(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "decode_service", "--model=dry-run", "--host=0.0.0.0", f"--run-dir={tmp_path}"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "--cluster-token" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model=/does/not/exist"], "not found"),
+        (["--model=dry-run", "--num-gpu-blocks=1", "--block-size=16", "--kv-lease-seconds=0"], "kv-lease-seconds"),
+        (["--model=dry-run", "--quant-mode=int8-weight", "--device=cuda"], "cuda"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    argv = [sys.executable, "-m", "decode_service", f"--run-dir={tmp_path}", *arguments]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("decode: ")]
+    assert len(errors) == 1, result.stderr
+    assert message in errors[0]
+    assert "Traceback" not in result.stderr
 
 
 async def test_sigterm_drains(tmp_path: Path) -> None:
