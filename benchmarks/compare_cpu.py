@@ -13,6 +13,7 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -67,7 +68,7 @@ def open_contestants(num_output: int, clock: Clock) -> dict[str, Callable[[list[
         "mini-infer, 8 streams": engine_speed(parts.engine, num_output, 8, clock),
     }
     try:
-        import llama_cpp
+        import llama_cpp  # type: ignore[import-not-found]
     except ImportError:
         return contestants
     model = llama_cpp.Llama(str(resolve_model("").path), n_ctx=2048, n_threads=torch.get_num_threads(), verbose=False)
@@ -116,9 +117,9 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: Clock) -> Ca
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         tie_word_embeddings=True,
     )
-    model = transformers.LlamaForCausalLM(theirs).eval()
+    model = transformers.LlamaForCausalLM(theirs)
     model.load_state_dict(default_weights())
-    model = model.to(torch.bfloat16)
+    model = model.to(torch.bfloat16).train(False)
 
     def generate(prompt: list[int], count: int) -> float:
         began = clock()
