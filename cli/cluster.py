@@ -14,7 +14,7 @@ from typing import Any
 
 from cli.child import child_command
 from cli.ports import LOOPBACK
-from cli.supervisor import ServiceSpec
+from cli.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
 from engine.config import EngineConfig

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cli.restart import RestartPolicy
+from cli.service import LineSink, Service, ServiceSpec
 from common.errors import MiniInferError
 from common.healthcheck import is_ready
 
-TAIL_LINES = 12
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
-MAX_LINE_BYTES = 1 << 16
 
-LineSink = Callable[[str, str], None]  # (service, line)
-StateSink = Callable[
-    [str, str], None
-]  # (service, "starting" | "ready" | "failed" | "restarting" | "gave up" | "stopped")
+# (service, state): starting, ready, failed, restarting, gave up or stopped
+StateSink = Callable[[str, str], None]
 
 
 class StartError(MiniInferError):
@@ -37,113 +31,6 @@ class StartError(MiniInferError):
         super().__init__(message)
         self.name = name
         self.tail = tuple(tail)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSpec:
-    """One service. `stage`: all of a stage are ready before the next one starts; stopped in `stop_stage` order."""
-
-    name: str
-    command: tuple[str, ...]
-    health_target: str  # host:port of a gRPC service, or an http:// address
-    stage: int = 0
-    stop_stage: int = 0
-    grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
-    env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
-
-
-class Service:
-    """One running service: its process, and its output line by line."""
-
-    def __init__(self, spec: ServiceSpec, on_line: LineSink) -> None:
-        self.spec = spec
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._on_line = on_line
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._is_swept = False  # whether all of its session is gone
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def spawn(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order."""
-        # A pipe of our own: asyncio's would make `wait` last until whoever else holds its other end is gone.
-        read_end, write_end = os.pipe()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=asyncio.subprocess.STDOUT,
-                env=dict(self.spec.env),
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
-        self._is_swept = False
-        self._reader = asyncio.create_task(self._read(read_end))
-
-    async def wait(self) -> int:
-        """Its exit code, when it has ended, its output is read, and what it had started is gone."""
-        assert self._process is not None
-        assert self._reader is not None
-        code = await self._process.wait()
-        self.kill()  # what the service started has no parent now
-        self._is_swept = True
-        await asyncio.wait([self._reader], timeout=1.0)
-        return code
-
-    def kill(self) -> None:
-        """SIGKILL for the service and everything in its session, while there is something: ids are used again."""
-        if self._process is not None and not self._is_swept:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, up to `grace_seconds`, then SIGKILL."""
-        if self._process is None:
-            return
-        if self.is_running:
-            self._process.terminate()
-        try:
-            await asyncio.wait_for(self.wait(), grace_seconds)
-        except TimeoutError:
-            self._on_line(self.spec.name, f"still running {grace_seconds:.0f} s after SIGTERM: killed")
-            self.kill()
-            await self.wait()
-
-    async def _read(self, pipe: int) -> None:
-        stream = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
-        )
-        try:
-            await self._read_lines(stream)
-        finally:
-            transport.close()
-
-    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
-        pending = b""
-        while chunk := await stream.read(MAX_LINE_BYTES):
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                self._emit(line)
-            if len(pending) > MAX_LINE_BYTES:
-                self._emit(pending)
-                pending = b""
-        if pending:
-            self._emit(pending)
-
-    def _emit(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        self.tail.append(text)
-        self._on_line(self.spec.name, text)
 
 
 class Supervisor:

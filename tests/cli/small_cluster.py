@@ -6,7 +6,8 @@ import sys
 
 from cli.child import child_command
 from cli.run_directory import RunDirectory
-from cli.supervisor import ServiceSpec, Supervisor
+from cli.service import ServiceSpec
+from cli.supervisor import Supervisor
 
 
 async def main() -> None:

@@ -13,7 +13,8 @@ import pytest
 from cli.child import child_command
 from cli.ports import free_ports
 from cli.restart import RestartPolicy
-from cli.supervisor import ServiceSpec, StartError, Supervisor
+from cli.service import ServiceSpec
+from cli.supervisor import StartError, Supervisor
 
 
 class Cluster:

@@ -80,6 +80,7 @@ async def running(script: Script) -> AsyncIterator[Server]:
         yield server
     finally:
         listener.close()
+        await asyncio.sleep(0.01)  # a connection that was accepted just now has its handler then
         for handler in server.handlers:
             handler.cancel()
         await asyncio.gather(*server.handlers, return_exceptions=True)

@@ -1,0 +1,80 @@
+import argparse
+import functools
+
+import pytest
+
+from cli.local_server import add_server_arguments, port_of, server_for
+from common.errors import InvalidRequestError, UnavailableError
+
+
+def arguments(*flags):
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    return parser.parse_args(flags)
+
+
+class FakeServer:
+    """Notes that it was started, with what, and that it was stopped."""
+
+    def __init__(self, log, flags, port=0):
+        self.log = log
+        log.append((flags, port))
+        self.url = f"http://127.0.0.1:{port or 1234}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.log.append("stopped")
+
+
+@pytest.fixture
+def no_server(monkeypatch):
+    monkeypatch.setattr("cli.local_server.server_answers", lambda _url: False)
+    log = []
+    monkeypatch.setattr("cli.local_server.LocalServer", functools.partial(FakeServer, log))
+    return log
+
+
+def test_a_running_server_is_used_and_takes_no_flags(monkeypatch):
+    monkeypatch.setattr("cli.local_server.server_answers", lambda _url: True)
+    with server_for(arguments("--url", "http://h:1"), [], may_ask=False) as found:
+        assert found == ("http://h:1", False)
+    with (
+        pytest.raises(InvalidRequestError, match="--decode 2"),
+        server_for(arguments(), ["--decode", "2"], may_ask=False),
+    ):
+        pass
+
+
+def test_one_is_started_at_the_same_address_and_stopped(no_server):
+    flags = arguments("--start", "--model", "m", "--url", "http://127.0.0.1:8055")
+    with server_for(flags, ["--decode=2"], may_ask=False) as found:
+        assert found == ("http://127.0.0.1:8055", True)
+    assert no_server == [(["--model", "m", "--decode=2"], 8055), "stopped"]
+
+
+def test_dry_run_always_starts_its_own(no_server):
+    with server_for(arguments("--dry-run"), [], may_ask=False) as (_, is_ours):
+        assert is_ours
+    assert no_server[0] == (["--dry-run"], 0)
+
+
+@pytest.mark.parametrize(("answer", "starts"), [("", True), ("y", True), ("n", False)])
+def test_a_person_is_asked(no_server, monkeypatch, answer, starts):
+    monkeypatch.setattr("builtins.input", lambda _question: answer)
+    if starts:
+        with server_for(arguments(), [], may_ask=True):
+            pass
+    else:
+        with pytest.raises(UnavailableError, match="add --start"), server_for(arguments(), [], may_ask=True):
+            pass
+    assert bool(no_server) is starts
+
+
+def test_nobody_to_ask_and_other_machines(no_server):
+    with pytest.raises(UnavailableError, match="add --start"), server_for(arguments(), [], may_ask=False):
+        pass
+    with pytest.raises(UnavailableError, match="only one on"):
+        port_of("http://example.org:8000")
+    assert (port_of("http://localhost:9"), port_of("http://127.0.0.1")) == (9, 80)

@@ -1,0 +1,61 @@
+import asyncio
+
+import pytest
+
+from common.healthcheck import is_ready, main
+from common.rpc import RpcServer
+
+
+async def http_server(reply: bytes | None):
+    """A server that answers one request, or never (None), and an event that is set when its connection is closed."""
+    closed = asyncio.Event()
+
+    async def answer(reader, writer):
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            if reply is None:
+                await reader.read()  # until the client has had enough
+            else:
+                writer.write(reply)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+            closed.set()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0), closed
+
+
+@pytest.mark.parametrize(
+    ("reply", "ready"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\n", False),
+        (b"200 is no status line\r\n", False),
+        (b"", False),
+        (None, False),
+    ],
+)
+async def test_http(reply, ready):
+    server, closed = await http_server(reply)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert await is_ready(f"http://127.0.0.1:{port}/readyz", timeout_seconds=0.2) is ready
+        await closed.wait()
+
+
+async def test_grpc_follows_the_service():
+    server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
+    await server.start()
+    try:
+        await server.set_serving(True)
+        assert await is_ready(server.address)
+        await server.set_serving(False)
+        assert not await is_ready(server.address)
+    finally:
+        await server.stop(0.0)
+
+
+def test_nobody_listens_is_exit_code_1(capsys):
+    assert main(["127.0.0.1:1", "--timeout-seconds=0.5"]) == 1
+    assert main(["http://127.0.0.1:1/readyz"]) == 1
+    assert "is not ready" in capsys.readouterr().err
