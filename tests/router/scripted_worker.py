@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 import zlib
 from array import array
 from collections.abc import AsyncIterator
@@ -55,6 +56,7 @@ class Session:
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
     running: dict[str, Running] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedWorker:
@@ -124,6 +126,7 @@ class ScriptedWorker:
         tasks = [asyncio.create_task(self._read(session, commands)), asyncio.create_task(self._steps(session))]
         try:
             while (report := await session.reports.get()) is not None:
+                session.taken.set()
                 yield report
         finally:
             for task in tasks:
@@ -158,9 +161,14 @@ class ScriptedWorker:
                 session.wake.clear()
                 await session.wake.wait()
                 continue
-            await asyncio.sleep(self.script.delay_seconds)
-            while session.reports.qsize() > 1:  # as a real worker: a step at a time, for all requests together
+            if self.script.delay_seconds >= 0.001:
+                await asyncio.sleep(self.script.delay_seconds)
+            elif self.script.delay_seconds:
+                time.sleep(self.script.delay_seconds)  # noqa: ASYNC251 - the loop's timers are a millisecond coarse
                 await asyncio.sleep(0)
+            while session.reports.qsize() > 1:  # as a real worker: a step at a time, for all requests together
+                session.taken.clear()
+                await session.taken.wait()
             report = pb.StepReport()
             for name, running in list(session.running.items()):
                 delta = report.deltas.add()
