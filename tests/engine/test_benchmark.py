@@ -1,0 +1,44 @@
+"""The engine benchmark runs from its command line and prints the fields that others read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import engine as benchmark
+from benchmarks.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds
+from engine.loader.random_weights import DRY_RUN_CONFIG
+
+ARGS = ["--model", "dry-run", "--batch", "1,3", "--input", "20", "--output", "5", "--prefill", "40", "--json"]
+
+
+def test_json_lines_carry_the_promised_fields(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(benchmark, "measure_peaks", lambda device, dtype: Peaks(1e10, 1e11))
+    assert benchmark.main([*ARGS, "--num-threads", "1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("batch") for line in lines] == [1, 3, None]
+    for line in lines[:2]:
+        assert {"model", "tpot_ms", "tok_s", "prefill_s", "floor_tok_s", "fraction_of_floor"} <= line.keys()
+        assert line["tok_s"] > 0
+    assert lines[2]["prefill"] == 40
+
+
+def test_a_model_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--model", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err.startswith("error: model")
+
+
+def test_floors_count_what_a_step_reads() -> None:
+    weights = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) + 320 * 64
+    assert num_weights(DRY_RUN_CONFIG) == weights
+    peaks = Peaks(1e9, 1e9)
+    kv_bytes = 2 * 2 * 32 * 4
+    found = decode_floor_seconds(DRY_RUN_CONFIG, "float32", "none", 3, 10, peaks)
+    assert found == pytest.approx((weights * 4 + 3 * 10 * kv_bytes) / 1e9)
+    products = 2 * (weights - 320 * 64) * 10
+    assert prefill_floor_seconds(DRY_RUN_CONFIG, 10, peaks) == pytest.approx((products + 4 * 2 * 64 * 55) / 1e9)
