@@ -1,0 +1,49 @@
+"""rms_norm and add_rms_norm: bandwidth against a copy, and time against the eager formula."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from kernels.gpu import rms_norm as gpu
+
+
+def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """The formula as models in eager torch write it."""
+    value = x.float()
+    return weight * (value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    residual += x
+    return eager_rms_norm(residual, weight)
+
+
+def main() -> None:
+    copy = copy_bandwidth()
+    for n in (1024, 3584, 4096):
+        weight = torch.randn(n, device="cuda").bfloat16()
+        for rows in (1, 64, 256, 8192, 32768):
+            sets = [
+                torch.randn(2, rows, n, device="cuda").bfloat16() for _ in range(num_input_sets(8 * rows * n, 32))
+            ]
+            for name, moved in (("rms_norm", 4), ("add_rms_norm", 8)):
+                if name == "rms_norm":
+                    ours = [functools.partial(gpu.rms_norm, s[0], weight, 1e-6) for s in sets]
+                    eager = [functools.partial(eager_rms_norm, s[0], weight) for s in sets]
+                else:
+                    ours = [functools.partial(gpu.add_rms_norm, s[0], s[1], weight, 1e-6) for s in sets]
+                    eager = [functools.partial(eager_add_rms_norm, s[0], s[1], weight) for s in sets]
+                seconds = graph_seconds(ours)
+                rate = moved * rows * n / seconds
+                report(
+                    name, f"{rows}x{n}", us=seconds * 1e6, gb_per_s=rate / 1e9, of_copy=rate / copy,
+                    eager_ratio=eager_seconds(eager) / seconds,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

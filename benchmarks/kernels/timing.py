@@ -1,0 +1,83 @@
+"""Timing of GPU work: CUDA-graph replays over rotating inputs, so that neither launches nor the L2 cache lie.
+
+`graph_seconds` takes one call per input set; the sets together should be several times the L2 (60 MB on an H200).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+ROTATION_BYTES = 400 << 20
+
+
+def num_input_sets(bytes_per_call: int, most: int = 64) -> int:
+    """How many input sets to rotate through."""
+    return max(2, min(most, -(-ROTATION_BYTES // max(bytes_per_call, 1))))
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 7) -> float:
+    """Median seconds per call, gaps between kernels included, as in a captured step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    return _median_seconds(graph.replay, replays) / len(calls)
+
+
+def eager_seconds(calls: Sequence[Callable[[], object]], replays: int = 5) -> float:
+    """Median seconds per call launched one by one."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    run()
+    return _median_seconds(run, replays) / len(calls)
+
+
+def _median_seconds(run: Callable[[], object], replays: int) -> float:
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1000)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read plus bytes written per second, of a 2 GB copy."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source))
+
+
+def read_bandwidth() -> float:
+    """Bytes read per second, of a sum over 2 GB."""
+    source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_().view(torch.int32)
+    return source.nbytes / _best(lambda: source.amax())
+
+
+def _best(run: Callable[[], object]) -> float:
+    run()
+    return min(_median_seconds(run, 1) for _ in range(10))
+
+
+def report(kernel: str, shape: str, **figures: float | str) -> None:
+    """One JSON line; numbers with four digits."""
+    line = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
+    print(json.dumps({"kernel": kernel, "shape": shape, **line}), flush=True)
