@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,9 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Executes plans. `engine.runner.ModelRunner` is the real one; tests of the loop bring their own."""
+    """Executes plans. `engine.runner.ModelRunner` is the plain one; tests of the loop bring their own."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class OverlappedRunner(Runner, Protocol):
+    """Can also start a step and give its result later, in the order of the launches."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Queue the step behind those launched before; the returned function waits for its result."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,15 @@ class Engine:
     """Requests in, one `RequestOutput` per request and step out."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        overlapped: OverlappedRunner | None = None,
     ) -> None:
+        """With `overlapped` (usually the same object as `runner`), a step is planned while the one before runs."""
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -56,6 +71,8 @@ class Engine:
         self.last_step = StepStats()
         self.last_rows: list[ScheduledRow] = []
         self._runner = runner
+        self._overlapped = overlapped
+        self._in_flight: tuple[StepPlan, Callable[[], StepResult]] | None = None
         self._names = itertools.count()
 
     def add_request(
@@ -100,20 +117,32 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self._in_flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; empty when nothing could be scheduled."""
+        """Run one step; empty when nothing could be scheduled. Overlapped: the outputs of the step before."""
         plan = self.scheduler.schedule()
         self.last_rows = plan.rows
-        if plan.is_empty:
+        if not plan.is_empty:
+            self._count(plan)
+            self.scheduler.advance(plan)
+        if self._overlapped is not None:
+            return self._step_overlapped(plan, self._overlapped)
+        return [] if plan.is_empty else self.scheduler.update(plan, self._run(plan))
+
+    def _step_overlapped(self, plan: StepPlan, runner: OverlappedRunner) -> list[RequestOutput]:
+        """Launch `plan`, then apply the step that was in flight. See docs/decisions/0002."""
+        before = self._in_flight
+        self._in_flight = None if plan.is_empty else (plan, runner.launch(plan))
+        if before is None:
             return []
-        result = self._run(plan)
-        outputs = self.scheduler.update(plan, result)
+        finished_plan, result = before
+        return self.scheduler.update(finished_plan, result())
+
+    def _count(self, plan: StepPlan) -> None:
         self.num_steps += 1
         num_decodes = sum(1 for row in plan.rows if row.num_new_tokens == 1)
         self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
-        return outputs
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:

@@ -109,7 +109,7 @@ class KVManager:
 
     def publish(self, request: Request) -> None:
         """Make the request's blocks findable that are full, computed and not published yet."""
-        num_full = request.num_computed_tokens // self.block_size
+        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         if not self.enable_prefix_cache or num_full <= request.num_published_blocks:
             return
         self.extend_keys(request)
@@ -120,7 +120,7 @@ class KVManager:
     def extend_keys(self, request: Request) -> None:
         """Compute the keys of all full blocks of known tokens."""
         keys, size = request.block_keys, self.block_size
-        num_full = request.num_tokens // size
+        num_full = request.num_known_tokens // size
         if len(keys) >= num_full:
             return
         parent = keys[-1] if keys else self._root(request.cache_salt)

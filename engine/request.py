@@ -120,7 +120,8 @@ class Request:
     block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks whose tokens are known
     host_slots: list[HostSlot] = field(default_factory=list)
     num_published_blocks: int = 0  # leading blocks that are findable by their keys
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # steps in flight included
+    num_pending_tokens: int = 0  # sampled by a step in flight, value not known yet
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
     num_preemptions: int = 0
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
@@ -132,11 +133,15 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
-    def num_tokens(self) -> int:
+    def num_known_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Tokens [start, stop) of prompt + output."""
+        """Known tokens [start, stop) of prompt + output."""
         num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]

@@ -155,21 +155,31 @@ class Scheduler:
         self.kv.offload_evicted(plan)
         return plan
 
+    def advance(self, plan: StepPlan) -> None:
+        """Count what `plan` will compute as done, and one pending token for each row that samples.
+
+        The next `schedule` may then be called before the step has ended.
+        """
+        for row in plan.rows:
+            row.request.num_computed_tokens = row.start + row.num_new_tokens
+            row.request.num_pending_tokens += row.samples
+
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
         self.kv.finish_copies(plan)
         outputs: list[RequestOutput] = []
         for index, row in enumerate(plan.rows):
             request = row.request
-            if request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
+            request.num_pending_tokens -= row.samples
+            if request.status is RequestStatus.FINISHED:
+                continue  # aborted, or found to have ended, while the step ran
             if index in result.errors:
-                self._running.remove(request)
+                self._queue_of(request).remove(request)
                 self._finish(request)
                 outputs.append(RequestOutput(request, [], error=result.errors[index]))
                 continue
-            request.num_computed_tokens = row.start + row.num_new_tokens
-            self.kv.publish(request)
+            if request.status is RequestStatus.RUNNING:  # else it gave way while the step ran
+                self.kv.publish(request)
             if result.prompt_logprobs[index] and not request.output_token_ids:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index])
             if row.samples:
@@ -210,7 +220,7 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Rows for the running requests; True when somebody had to give way."""
         budget = self._max_num_batched_tokens
-        decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1]
+        decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not self._is_full(r)]
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
         for request in decodes + prefills:
@@ -345,16 +355,25 @@ class Scheduler:
         if output.finish_reason is None and request.prefill_only:
             output.finish_reason = FinishReason.PREFILLED
         if output.finish_reason is not None:
-            self._running.remove(request)
+            self._queue_of(request).remove(request)
             self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
         return output
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether the pending token is the last one that it may have: nothing is left to compute."""
+        if not request.num_pending_tokens:
+            return False
+        if request.prefill_only:
+            return True
+        num_output = len(request.output_token_ids) + request.num_pending_tokens
+        return num_output >= request.params.max_tokens or request.num_tokens >= self.max_model_len
 
     def _end_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = request.params
         is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.eos_token_ids)
         if is_stop and len(request.output_token_ids) >= params.min_tokens:
             return FinishReason.STOP, token_id
-        if len(request.output_token_ids) >= params.max_tokens or request.num_tokens >= self.max_model_len:
+        if len(request.output_token_ids) >= params.max_tokens or request.num_known_tokens >= self.max_model_len:
             return FinishReason.LENGTH, None
         return None, None
 

@@ -13,7 +13,7 @@ from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
 from kvstore.block_pool import BlockPool
 from kvstore.host_tier import HostTierAllocator
-from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
+from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, OverlappedFake, expected_tokens
 
 BLOCK = 4
 
@@ -31,6 +31,7 @@ def make_engine(
     swap: bool = False,
     prefix_cache: bool = True,
     eos: frozenset[int] = frozenset(),
+    overlap: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
     tier = FakeTier(host_slots) if host_slots else None
     kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
@@ -38,7 +39,8 @@ def make_engine(
         kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=4096, preempt_by_swap=swap
     )
     runner = BlockMemoryRunner(BLOCK)
-    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
+    overlapped = OverlappedFake(runner) if overlap else None
+    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos, overlapped=overlapped), runner
 
 
 def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
@@ -113,9 +115,10 @@ def test_salt_separates_caches() -> None:
     assert other.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("swap", [False, True])
-def test_preemption_changes_no_token(swap: bool) -> None:
-    engine, _ = make_engine(num_blocks=12, host_slots=24, swap=swap, max_num_seqs=6)
+def test_preemption_changes_no_token(swap: bool, overlap: bool) -> None:
+    engine, _ = make_engine(num_blocks=12, host_slots=24, swap=swap, max_num_seqs=6, overlap=overlap)
     prompts = [[100 + i, 200 + i, 300 + i] for i in range(6)]
     requests = [engine.add_request(p, SamplingParams(max_tokens=20)) for p in prompts]
     tokens = run_all(engine)
@@ -186,6 +189,7 @@ def test_bounds_hold() -> None:
         plan = engine.scheduler.schedule()
         assert len(plan.rows) <= 3
         assert plan.num_tokens <= 10
+        engine.scheduler.advance(plan)
         engine.scheduler.update(plan, engine._runner.run(plan))
 
 
@@ -209,8 +213,9 @@ def test_ends() -> None:
     }
 
 
-def test_model_length_ends_a_request() -> None:
-    engine, _ = make_engine(num_blocks=4)  # 16 tokens
+@pytest.mark.parametrize("overlap", [False, True])
+def test_model_length_ends_a_request(overlap: bool) -> None:
+    engine, _ = make_engine(num_blocks=4, overlap=overlap)  # 16 tokens
     request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
     run_all(engine)
     assert request.num_tokens == 16
@@ -259,10 +264,29 @@ def test_replayed_tokens_continue_the_same_stream() -> None:
     assert run_all(engine)[request.request_id] == whole[4:]
 
 
-def test_prefill_only_keeps_its_blocks_until_they_are_released() -> None:
-    engine, _ = make_engine()
+def test_a_step_is_planned_while_the_one_before_runs() -> None:
+    """Only a stop token costs a wasted row; limits are known in advance."""
+    engine, runner = make_engine(overlap=True)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=10))
+    run_all(engine)
+    assert runner.num_computed_tokens == 3 + 9
+    fake = engine._overlapped
+    assert isinstance(fake, OverlappedFake)
+    assert fake.max_in_flight == 2
+    stop = expected_tokens([1, 2, 3], 10)[4]
+    runner.num_computed_tokens = 0
+    again = engine.add_request([1, 2, 3], SamplingParams(max_tokens=10, stop_token_ids=(stop,)))
+    run_all(engine)
+    assert again.output_token_ids == expected_tokens([1, 2, 3], 5)
+    assert runner.num_computed_tokens == 3 + 4 + 1
+    assert_quiet(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prefill_only_keeps_its_blocks_until_they_are_released(overlap: bool) -> None:
+    engine, _ = make_engine(overlap=overlap)
     request = engine.add_request(list(range(1, 10)), SamplingParams(max_tokens=5), prefill_only=True)
-    [output] = engine.step()
+    output = (engine.step() or engine.step())[0]
     assert output.finish_reason is FinishReason.PREFILLED
     blocks = engine.scheduler.detach_blocks(request)
     pool = engine.scheduler.kv.pool
@@ -336,7 +360,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     assert_quiet(engine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     data=st.data(),
     num_blocks=st.integers(6, 20),
@@ -344,13 +368,20 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     swap=st.booleans(),
     budget=st.integers(4, 24),
     prefix_cache=st.booleans(),
+    overlap=st.booleans(),
 )
 def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject, num_blocks: int, host_slots: int, swap: bool, budget: int, prefix_cache: bool
+    data: st.DataObject, num_blocks: int, host_slots: int, swap: bool, budget: int, prefix_cache: bool, overlap: bool
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
     engine, _ = make_engine(
-        num_blocks, host_slots=host_slots, swap=swap, budget=budget, max_num_seqs=4, prefix_cache=prefix_cache
+        num_blocks,
+        host_slots=host_slots,
+        swap=swap,
+        budget=budget,
+        max_num_seqs=4,
+        prefix_cache=prefix_cache,
+        overlap=overlap,
     )
     live: dict[str, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}
