@@ -42,16 +42,23 @@ class StopRules:
 class Choice:
     """Collects one choice. `push` until an update has a finish_reason."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, rules: StopRules, continues: bool) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, rules: StopRules, continues: bool, has_logprobs: bool = True
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
+        self._is_plain = not (rules.stops or has_logprobs)
         self._detokenizer = tokenizer.detokenizer(continues=continues)
-        self._tokenizer = tokenizer
 
     def push(self, deltas: Sequence[pb.TokenDelta]) -> Update:
         """Everything that arrived together, as one update."""
+        last = deltas[-1]
+        if len(deltas) == 1 and self._is_plain and not last.finish_reason:  # almost every token
+            new_ids = list(last.token_ids)
+            self.num_tokens += len(new_ids)
+            return Update(self._detokenizer.push(new_ids), new_ids, [], [])
         token_ids: list[int] = []
         logprobs: list[pb.TokenLogprobs] = []
         prompt_logprobs: list[pb.TokenLogprobs] = []
@@ -61,7 +68,6 @@ class Choice:
                 logprobs += delta.logprobs
             if delta.prompt_logprobs:
                 prompt_logprobs += delta.prompt_logprobs
-        last = deltas[-1]
         update = Update("", token_ids, logprobs, prompt_logprobs)
         ended = last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
         if ended:

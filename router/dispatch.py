@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from common.errors import EngineError, MiniInferError, OverloadedError, UnavailableError
@@ -148,8 +148,7 @@ class Dispatcher:
                 deltas = await attempt.mailbox.take()
                 now = loop.time()
                 for delta in deltas:
-                    if delta.token_ids:
-                        self._received(journal, delta, now)
+                    self._received(journal, delta.token_ids, now)
                 if is_first:
                     is_first = False
                     self._explain.first_delta(journal, attempt, phase, now)
@@ -176,14 +175,19 @@ class Dispatcher:
 
     # -- bookkeeping -------------------------------------------------------------------------------------------
 
-    def _received(self, journal: Journal, delta: pb.TokenDelta, now: float) -> None:
-        if not journal.output_token_ids:
+    def _received(self, journal: Journal, token_ids: Sequence[int], now: float) -> None:
+        """Once per step and choice: keep it short."""
+        if journal.output_token_ids:
+            self._metrics.inter_token_latency.observe(now - journal.last_token_time)
+        elif token_ids:
             self.num_waiting -= 1
             self.num_running += 1
+            journal.first_token_time = now
             self._metrics.time_to_first_token.observe(now - journal.arrival)
         else:
-            self._metrics.inter_token_latency.observe(now - journal.last_token_time)
-        journal.append(delta.token_ids, now)
+            return  # prompt logprobs may come before the first token
+        journal.output_token_ids.extend(token_ids)
+        journal.last_token_time = now
 
     def _opened(self, journal: Journal) -> None:
         self.num_waiting += 1

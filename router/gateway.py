@@ -132,7 +132,9 @@ class Gateway:
                     session=request.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                     traceparent=request.headers.get("traceparent", "")[:MAX_LABEL_CHARS],
                 )
-                runs.append(ChoiceRun(Choice(index, self.tokenizer, rules, continues), journal, prompt_index))
+                has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
+                choice = Choice(index, self.tokenizer, rules, continues, has_logprobs)
+                runs.append(ChoiceRun(choice, journal, prompt_index))
         return runs
 
     def _options(

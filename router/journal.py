@@ -6,7 +6,6 @@ Plain data and pure methods. A worker gets prompt and tokens so far; the noise o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protos import types_pb2 as pb
@@ -65,12 +64,6 @@ class Journal:
             deadline_seconds=max(self.deadline - now, 0.001),
             traceparent=self.traceparent,
         )
-
-    def append(self, token_ids: Sequence[int], now: float) -> None:
-        if not self.output_token_ids:
-            self.first_token_time = now
-        self.last_token_time = now
-        self.output_token_ids.extend(token_ids)
 
     def _sampling(self) -> pb.SamplingParams:
         if not self.output_token_ids or not self.sampling.HasField("prompt_logprobs"):

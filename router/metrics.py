@@ -23,7 +23,7 @@ class RouterMetrics:
     def __init__(self, model_name: str) -> None:
         self._set = metrics = MetricSet({"model_name": model_name})
         self.time_to_first_token = metrics.histogram("vllm:time_to_first_token_seconds")
-        self.inter_token_latency = metrics.histogram("vllm:inter_token_latency_seconds")
+        self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
         self.migrations = metrics.counter("mini_infer_migrations")
         self.local_prefills = metrics.counter("mini_infer_local_prefills")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from common.errors import EngineError, MiniInferError
 from router.choice import Update
 from router.errors import error_body, error_headers, error_object, status_of
 from router.generation import Generation
+from router.middleware import DIRECT_SEND
 from router.render import ChoiceResult, Renderer, event
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,20 @@ class GenerationResponse(Response):
         self._continuous_usage = continuous_usage
         self._select = select
         self._client_left = False
+        self._begun: set[int] = set()  # choices that have shown something
+        self._num_open = len(generation.runs)
+        self._usage = generation.usage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(self._watch(receive, task))
         try:
-            await (self._send_stream(send) if self._is_stream else self._send_answer(send))
+            if self._is_stream:
+                # Chunks go to the server past the framework's wrappers, each of which costs as much as rendering one.
+                await self._send_stream(send, scope.get(DIRECT_SEND, send))
+            else:
+                await self._send_answer(send)
         except asyncio.CancelledError:
             if not self._client_left or task.uncancel():
                 raise
@@ -100,19 +108,22 @@ class GenerationResponse(Response):
 
     # -- server-sent events ------------------------------------------------------------------------------------
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, send: Send, send_chunk: Send) -> None:
         has_begun = False
         last = b""  # what is sent together with the end
         try:
             async with aclosing(self._generation.updates()) as updates:
-                async for body, is_last in self._bodies(updates):
-                    if is_last:
+                async for index, update in updates:
+                    body = self._body(index, update)
+                    if self._num_open == 0:
                         last = body
+                        continue
+                    if not body:
                         continue
                     if not has_begun:
                         has_begun = True
                         await self._begin(send)
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await send_chunk({"type": "http.response.body", "body": body, "more_body": True})
             if self._include_usage:
                 last += self._renderer.usage_chunk(self._generation.usage())
         except MiniInferError as error:
@@ -133,21 +144,14 @@ class GenerationResponse(Response):
         headers = [*_STREAM_HEADERS, *self._extra_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def _bodies(
-        self, updates: AsyncGenerator[tuple[int, Update], None]
-    ) -> AsyncGenerator[tuple[bytes, bool], None]:
-        """One piece of the stream per update that has something to tell, and whether it is the last."""
-        renderer, generation = self._renderer, self._generation
-        begun: set[int] = set()
-        num_open = len(generation.runs)
-        usage = generation.usage()
-        async for index, update in updates:
-            if self._continuous_usage:
-                usage = generation.usage()
-            body = renderer.chunk(index, update, usage)
-            if index not in begun:
-                begun.add(index)
-                body = renderer.start(index, usage) + body
-            num_open -= update.finish_reason is not None
-            if body:
-                yield body, num_open == 0
+    def _body(self, index: int, update: Update) -> bytes:
+        """The piece of the stream that tells of one update; empty when there is nothing to tell."""
+        if self._continuous_usage:
+            self._usage = self._generation.usage()
+        body = self._renderer.chunk(index, update, self._usage)
+        if index not in self._begun:
+            self._begun.add(index)
+            body = self._renderer.start(index, self._usage) + body
+        if update.finish_reason is not None:
+            self._num_open -= 1
+        return body

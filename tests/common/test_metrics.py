@@ -46,3 +46,17 @@ def test_sets_are_independent() -> None:
 def test_what_is_not_listed_is_refused(kind: str, name: str, labels: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="see common/metrics"):
         getattr(MetricSet({}), kind)(name, **labels)
+
+
+def test_a_step_histogram_counts_like_the_library() -> None:
+    values = [0.0, 0.001, 0.0011, 0.02, 0.3, 99.0]
+    fast, slow = MetricSet({"model_name": "m"}), MetricSet({"model_name": "m"})
+    name = "vllm:inter_token_latency_seconds"
+    step, plain = fast.step_histogram(name), slow.histogram(name)
+    for value in values:
+        step.observe(value)
+        plain.observe(value)
+    shown = [line for line in slow.render().decode().splitlines() if "_created" not in line]
+    assert fast.render().decode().splitlines() == shown
+    with pytest.raises(ConfigError):
+        fast.step_histogram("vllm:unheard_of")

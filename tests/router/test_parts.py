@@ -85,7 +85,7 @@ def test_journal_replays_tokens_under_a_new_name_and_prompt_logprobs_once() -> N
     first = journal.submit(journal.next_attempt_id(), 1.0)
     assert first.sampling.HasField("prompt_logprobs")
     assert first.deadline_seconds == 9.0
-    journal.append([7, 8], 2.0)
+    journal.output_token_ids += [7, 8]
     second = journal.submit(journal.next_attempt_id(), 4.0)
     assert (list(second.prompt_token_ids), list(second.output_token_ids)) == ([1, 2], [7, 8])
     assert first.request_id != second.request_id
