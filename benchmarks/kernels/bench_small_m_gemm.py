@@ -1,0 +1,76 @@
+"""small_m_linear against cuBLAS: read bandwidth of the weight at 1 to 64 rows, for the shapes of the models served.
+
+`--sweep` tries tiles, splits, warps and stages; `choose` in the kernel's file comes from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+import torch
+from torch.nn import functional
+
+from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
+from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, small_m_linear
+
+SHAPES = {
+    "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
+    "qwen2.5-7b down": (3584, 18944), "8b qkv": (6144, 4096), "8b o": (4096, 4096), "llama3.1-8b down": (4096, 14336),
+    "qwen3-8b down": (4096, 12288), "qwen3-0.6b qkv": (4096, 1024), "qwen3-0.6b o": (1024, 2048),
+    "qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072),
+}  # fmt: skip
+ROWS = (1, 8, 32, 64)
+GEMVS = [
+    SmallMConfig(block_n, block_k, 1, num_warps, is_gemv=True)
+    for block_n, block_k, num_warps in (
+        (4, 512, 4),
+        (8, 512, 4),
+        (16, 512, 4),
+        (4, 1024, 4),
+        (2, 1024, 4),
+        (8, 256, 2),
+    )
+]
+DOTS = [
+    SmallMConfig(block_n, block_k, split_k, 4, num_stages)
+    for block_n, block_k, num_stages in ((64, 64, 6), (64, 128, 4), (64, 128, 6), (128, 64, 5), (64, 256, 3))
+    for split_k in (1, 2, 4, 7, 8)
+]
+
+
+def sweep_shape(name: str, n: int, k: int, read: float, workspace: SmallMWorkspace) -> None:
+    weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
+    for rows in ROWS:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        cublas = graph_seconds([functools.partial(functional.linear, x, weight) for weight in weights], 5)
+        results = []
+        for config in GEMVS * (rows == 1) + DOTS:
+            calls = [functools.partial(small_m_linear, x, weight, None, workspace, config) for weight in weights]
+            if k % config.block_k == 0 and n // config.block_n * config.split_k < 3000:
+                results.append((graph_seconds(calls, 5), config))
+        results.sort(key=lambda result: result[0])
+        best = " | ".join(
+            f"{'gemv' if c.is_gemv else 'dot'} {c.block_n}x{c.block_k}/{c.split_k} w{c.num_warps} s{c.num_stages} "
+            f"{seconds * 1e6:.2f}"
+            for seconds, c in results[:3]
+        )
+        report(
+            "small_m_gemm", f"{name} [{rows},{n},{k}]", cublas_us=cublas * 1e6, best=best,
+            cublas_ratio=cublas / results[0][0], of_read=2 * n * k / results[0][0] / read,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    options = parser.parse_args()
+    read = read_bandwidth()
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    for name, (n, k) in SHAPES.items():
+        if options.only in name:
+            sweep_shape(name, n, k, read, workspace)
+
+
+if __name__ == "__main__":
+    main()

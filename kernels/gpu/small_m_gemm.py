@@ -1,0 +1,145 @@
+"""Linear maps for few rows on a GPU: y = x W^T + b, bound by reading W once.
+
+Two kernels. `_gemv_kernel`, for one row: W streams through registers, no matrix units. `_small_m_kernel`, up to 64
+rows: a tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N operand. Narrow W does not give every
+multiprocessor a tile, so K can be split: each split leaves float32 partial sums, and the last one to finish (a
+counter per tile) adds them in the order of the splits. The result does not depend on timing, nor on padding rows.
+
+`choose` says which shapes win by measurement; everything else belongs to cuBLAS. Reference: `functional.linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SmallMConfig:
+    """block_n x block_k: the tile of W in a program's loop. split_k: programs that share a tile's K."""
+
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    is_gemv: bool = False
+
+
+class SmallMWorkspace:
+    """Partial sums and counters for launches that run one after the other; the counters are zero between launches."""
+
+    def __init__(self, device: torch.device, num_floats: int = 1 << 22, num_tiles: int = 1 << 14) -> None:
+        self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, N, K,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        ks = first + tl.arange(0, BLOCK_K)
+        if EVEN:
+            weight = tl.load(weight_rows + ks[None, :], eviction_policy="evict_first")
+            x = tl.load(x_ptr + ks)
+        else:
+            weight = tl.load(weight_rows + ks[None, :], mask=inside[:, None] & (ks < K)[None, :], other=0.0)
+            x = tl.load(x_ptr + ks, mask=ks < K, other=0.0)
+        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    y = tl.sum(total, axis=1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _small_m_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    tile_n = tl.program_id(0)
+    split = tl.program_id(1)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    inside = (columns < N)[:, None]
+    has_row = (rows < M)[:, None]
+    weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    x_rows = x_ptr + rows[:, None] * x_stride
+    num_tiles = tl.cdiv(K, BLOCK_K)
+    share = tl.cdiv(num_tiles, SPLIT_K)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for tile in tl.range(split * share, tl.minimum(split * share + share, num_tiles), num_stages=NUM_STAGES):
+        ks = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN:
+            weight = tl.load(weight_rows + ks[None, :])
+            x = tl.load(x_rows + ks[None, :], mask=has_row, other=0.0)
+        else:
+            weight = tl.load(weight_rows + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+            x = tl.load(x_rows + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+
+    places = tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
+    exists = inside & (rows < M)[None, :]
+    is_last = True
+    if SPLIT_K > 1:
+        base = partials_ptr + tile_n * (SPLIT_K * BLOCK_N * BLOCK_M)
+        tl.store(base + split * (BLOCK_N * BLOCK_M) + places, total, mask=exists)
+        tl.debug_barrier()  # all of the program's stores come before its one release below
+        is_last = tl.atomic_add(counters_ptr + tile_n, 1, sem="acq_rel") == SPLIT_K - 1
+        if is_last:
+            tl.store(counters_ptr + tile_n, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in tl.static_range(SPLIT_K):
+                total += tl.load(
+                    base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0.0, cache_modifier=".cg"
+                )
+    if is_last:
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptr + rows[None, :] * N + columns[:, None], total.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def small_m_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SmallMWorkspace, config: SmallMConfig
+) -> Tensor:
+    """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out)."""
+    num_rows, k = x.shape
+    n = weight.shape[0]
+    if num_rows > MAX_ROWS or (config.is_gemv and num_rows != 1):
+        raise ValueError(f"{num_rows} rows are too many for {config}")
+    if not weight.is_contiguous():
+        raise ValueError("the weight must be contiguous")
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    num_tiles = triton.cdiv(n, config.block_n)
+    even = n % config.block_n == 0 and k % config.block_k == 0
+    if config.is_gemv:
+        _gemv_kernel[(num_tiles,)](
+            x, weight, bias if bias is not None else x, out, n, k,
+            HAS_BIAS=bias is not None, EVEN=even, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+        return out
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    size = num_tiles * config.split_k * config.block_n * block_m
+    if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
+        raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
+    _small_m_kernel[(num_tiles, config.split_k)](
+        x, weight, bias if bias is not None else x, out, workspace.partials, workspace.counters,
+        num_rows, n, k, x.stride(0),
+        HAS_BIAS=bias is not None, EVEN=even, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
