@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
@@ -22,7 +21,6 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-POLL_SECONDS = 0.1
 STOP_SECONDS = 60.0
 
 
@@ -43,7 +41,8 @@ class LocalServer:
         self._process = subprocess.Popen(
             child_command("cli", ("serve", "--host", LOOPBACK, "--port", str(self._port), *self._flags)),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
         )
         try:
@@ -59,10 +58,12 @@ class LocalServer:
         self._stop()
 
     def _wait_ready(self) -> None:
-        while not server_answers(self.url):
-            if self._process.poll() is not None:
-                raise UnavailableError("the cluster did not start; the reason is above")
-            time.sleep(POLL_SECONDS)
+        """Until `serve` says so: the router alone answers as soon as one worker is there."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ready in "):
+                return
+        raise UnavailableError("the cluster did not start; the reason is above")
 
     def _stop(self) -> None:
         self._process.terminate()
@@ -71,6 +72,9 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children go with it
             self._process.wait()
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
 
 
 def port_of(url: str) -> int:

@@ -119,6 +119,17 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
     check_port("127.0.0.1", served.port)
 
 
+def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):
+    done = subprocess.run(
+        command("demo", *FLAGS), capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for scene in ("one answer", "8 at once", "same prefix, new", "stopped reading after 3 pieces"):
+        assert scene in done.stdout
+    assert session_pids(str(tmp_path)) == []
+    assert list(tmp_path.glob("mini-infer-*")) == []
+
+
 def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
     def serve(*flags: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
