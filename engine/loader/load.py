@@ -128,7 +128,7 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
 def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
     if files.kind == "dry-run":
         family = family_of(DRY_RUN_CONFIG.architecture)
-        weights = RandomWeights(dtype, device, DRY_RUN_STD)
+        weights = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
         return _Source(DRY_RUN_CONFIG, family, weights, None, {"random": SEED, "std": DRY_RUN_STD}, [])
     if files.kind == "gguf":
         return _open_gguf(files.path, engine_config, dtype, device)
@@ -156,4 +156,5 @@ def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, devi
 
 
 def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> _Source:
-    return _Source(config, family, RandomWeights(dtype, device), None, {"random": SEED, "std": STD}, [])
+    identity = {"random": SEED, "std": STD, "drawn_on": device.type}
+    return _Source(config, family, RandomWeights(dtype, device), None, identity, [])

@@ -32,18 +32,32 @@ DRY_RUN_STD = 0.3
 
 
 class RandomWeights:
-    """Normal weights with standard deviation `std`, norms 1, biases 0; the same for the same seed and device."""
+    """Normal weights with standard deviation `std`, norms 1, biases 0.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, std: float = STD, seed: int = SEED) -> None:
+    Drawn where they are used, which is fast, but CPUs and GPUs draw different numbers. `is_portable` draws them on
+    the CPU in float32: the same everywhere, up to rounding to `dtype`.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        std: float = STD,
+        seed: int = SEED,
+        is_portable: bool = False,
+    ) -> None:
         self._dtype = dtype
         self._device = device
         self._std = std
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+        self._draw_device = torch.device("cpu") if is_portable else device
+        self._draw_dtype = torch.float32 if is_portable else dtype
+        self._generator = torch.Generator(device=self._draw_device).manual_seed(seed)
 
     def take(self, name: str, shape: Shape) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         if name.endswith(".bias"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return weight.normal_(0.0, self._std, generator=self._generator)
+        weight = torch.empty(shape, dtype=self._draw_dtype, device=self._draw_device)
+        weight.normal_(0.0, self._std, generator=self._generator)
+        return weight.to(device=self._device, dtype=self._dtype)
