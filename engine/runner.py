@@ -6,8 +6,6 @@ cannot be drawn from fails alone; an exception of the forward pass itself propag
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,6 @@ from engine.request import (
 )
 from engine.sampler import LogitsHook, Sampler
 from kvstore.types import BlockId
-
-logger = logging.getLogger(__name__)
 
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 

@@ -80,11 +80,14 @@ def build_decoder(config: ModelConfig, weights: WeightSource) -> DecoderModel:
     embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
     layers = [_build_layer(config, weights, f"model.layers.{index}.") for index in range(config.num_layers)]
     final_norm = weights.take("model.norm.weight", (hidden,))
-    head = embedding if config.tie_word_embeddings else weights.take("lm_head.weight", (config.vocab_size, hidden))
+    if config.tie_word_embeddings:
+        head = Linear(embedding, names=("model.embed_tokens.weight",))
+    else:
+        head = Linear(weights.take("lm_head.weight", (config.vocab_size, hidden)), names=("lm_head.weight",))
     rotary = rotary_table(
         config.rope, config.head_dim, config.max_position_embeddings, embedding.dtype, embedding.device
     )
-    return DecoderModel(config, embedding, layers, final_norm, Linear(head), rotary)
+    return DecoderModel(config, embedding, layers, final_norm, head, rotary)
 
 
 def _build_layer(config: ModelConfig, weights: WeightSource, prefix: str) -> DecoderLayer:
