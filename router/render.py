@@ -99,6 +99,26 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+class PlainChunks:
+    """Chunks that tell nothing but text: everything around it is made once per choice."""
+
+    def __init__(self, head: dict[str, Any], before_text: bytes, after_text: bytes, include_usage: bool) -> None:
+        self._before_index = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
+        self._after_index = b"," + before_text
+        usage = b',"usage":null' if include_usage else b""
+        self._suffix = after_text + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self._prefixes: dict[int, bytes] = {}
+
+    def render(self, index: int, text: str) -> bytes:
+        """Empty when there is no text to tell."""
+        if not text:
+            return b""
+        prefix = self._prefixes.get(index)
+        if prefix is None:
+            prefix = self._prefixes[index] = self._before_index + b"%d" % index + self._after_index
+        return prefix + orjson.dumps(text) + self._suffix
+
+
 class ChatRenderer:
     """`chat.completion` and `chat.completion.chunk`."""
 
@@ -112,11 +132,7 @@ class ChatRenderer:
             "created": options.created,
             "model": options.model,
         }
-        head = orjson.dumps(self._head)[:-1]
-        self._prefix = b"data: " + head + b',"choices":[{"index":%d,"delta":{"content":'
-        usage = b',"usage":null' if options.include_usage else b""
-        self._suffix = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
-        self._prefixes: dict[int, bytes] = {}
+        self._plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
 
     def start(self, index: int, usage: Usage) -> bytes:
         choice: dict[str, Any] = {
@@ -127,12 +143,7 @@ class ChatRenderer:
 
     def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
         if self._is_plain and update.finish_reason is None:
-            if not update.text:
-                return b""
-            prefix = self._prefixes.get(index)
-            if prefix is None:
-                prefix = self._prefixes[index] = self._prefix % index
-            return prefix + orjson.dumps(update.text) + self._suffix
+            return self._plain.render(index, update.text)
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
@@ -208,10 +219,7 @@ class CompletionRenderer:
             "created": options.created,
             "model": options.model,
         }
-        self._prefix = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":%d,"text":'
-        usage = b',"usage":null' if options.include_usage else b""
-        self._suffix = b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
-        self._prefixes: dict[int, bytes] = {}
+        self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage)
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
 
     def start(self, index: int, usage: Usage) -> bytes:
@@ -219,12 +227,7 @@ class CompletionRenderer:
 
     def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
         if self._is_plain and update.finish_reason is None:
-            if not update.text:
-                return b""
-            prefix = self._prefixes.get(index)
-            if prefix is None:
-                prefix = self._prefixes[index] = self._prefix % index
-            return prefix + orjson.dumps(update.text) + self._suffix
+            return self._plain.render(index, update.text)
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         text = update.text

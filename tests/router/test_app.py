@@ -249,6 +249,15 @@ async def test_models_tokenize_version_and_health() -> None:
             assert (await c.http.get(path)).status_code == 200, path
 
 
+async def test_a_model_may_be_served_under_any_name() -> None:
+    async with cluster(served_model_name='50%d "x"') as c:
+        assert [model.id async for model in c.openai.models.list()] == ['50%d "x"']
+        events = await c.events(model='50%d "x"', n=2)
+        assert {event["model"] for event in events[:-1]} == {'50%d "x"'}
+        assert (await c.chat(model="dry-run")).status_code == 200
+        assert (await c.chat(model="gpt-4")).json()["error"]["code"] == "model_not_found"
+
+
 async def test_metrics_carry_the_dashboards_names() -> None:
     async with cluster() as c:
         await c.chat()
