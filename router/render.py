@@ -234,7 +234,7 @@ class CompletionRenderer:
         prompt_index = index // self._choices_per_prompt
         if is_first and self._options.echo:
             text = self._options.prompt_texts[prompt_index] + text
-        choice = self._choice(index, text, update, offset)
+        choice = self._choice(index, text, update, offset, prompt_index if is_first else None)
         if is_first and self._options.return_token_ids:
             choice["prompt_token_ids"] = self._options.prompt_token_ids[prompt_index]
         self._offsets[index] = offset + len(text)
@@ -262,20 +262,23 @@ class CompletionRenderer:
                 result.finish_reason,
                 result.stop_reason,
             )
-            choice = self._choice(result.index, text, update, 0)
+            choice = self._choice(result.index, text, update, 0, result.prompt_index)
             choice["stop_reason"] = result.stop_reason
             if self._options.return_token_ids:
                 choice["prompt_token_ids"] = self._options.prompt_token_ids[result.prompt_index]
             choices.append(choice)
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.as_dict()})
 
-    def _choice(self, index: int, text: str, update: Update, offset: int) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, update: Update, offset: int, prompt_index: int | None) -> dict[str, Any]:
+        """`prompt_index` is given where the choice's text begins, which is where echo shows the prompt."""
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,
         }  # fmt: skip
         if self._options.logprobs:
-            choice["logprobs"] = self._logprobs([*update.prompt_logprobs, *update.logprobs], offset)
-            if update.prompt_logprobs:  # nothing comes before the first token that could have predicted it
+            shows_prompt = self._options.echo and prompt_index is not None
+            before = self._prompt_items(prompt_index or 0, update.prompt_logprobs) if shows_prompt else []
+            choice["logprobs"] = self._logprobs([*before, *update.logprobs], offset)
+            if shows_prompt:  # nothing comes before the first token that could have predicted it
                 choice["logprobs"]["token_logprobs"][0] = None
                 choice["logprobs"]["top_logprobs"][0] = None
         if update.stop_reason is not None:
@@ -283,6 +286,12 @@ class CompletionRenderer:
         if self._options.return_token_ids:
             choice["token_ids"] = update.token_ids
         return choice
+
+    def _prompt_items(self, prompt_index: int, items: Sequence[pb.TokenLogprobs]) -> list[pb.TokenLogprobs]:
+        """One entry per prompt token; a worker may leave out the first one, which has no logprob."""
+        token_ids = self._options.prompt_token_ids[prompt_index]
+        known = items[len(items) - (len(token_ids) - 1) :] if items else []
+        return [pb.TokenLogprobs(token_id=token_ids[0]), *known]
 
     def _logprobs(self, items: Sequence[pb.TokenLogprobs], offset: int) -> dict[str, Any]:
         tokens: list[str] = []

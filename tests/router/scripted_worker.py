@@ -192,7 +192,7 @@ class ScriptedWorker:
             delta.times.CopyFrom(pb.RequestTimes(prefill_seconds=0.001, num_cached_tokens=cached))
             if sampling.HasField("prompt_logprobs"):
                 alternatives = sampling.prompt_logprobs
-                delta.prompt_logprobs.extend(logprobs_of(t, alternatives) for t in submit.prompt_token_ids)
+                delta.prompt_logprobs.extend(logprobs_of(t, alternatives) for t in submit.prompt_token_ids[1:])
         num_tokens = 1 if self.role == "prefill" else self.script.tokens_per_step
         for _ in range(num_tokens):
             token = self._next_token(running)

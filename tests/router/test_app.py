@@ -135,6 +135,8 @@ async def test_completions_echo_with_logprobs() -> None:
             assert choice.logprobs.token_logprobs is not None
             assert choice.logprobs.token_logprobs[0] is None
             assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+        single = (await c.complete("a", max_tokens=1, echo=True, logprobs=0)).json()["choices"][0]
+        assert single["logprobs"]["tokens"] == list(single["text"])
         events = await c.events("/v1/completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
         assert text_of(events) == answer.choices[0].text
 
