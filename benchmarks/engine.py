@@ -25,6 +25,8 @@ from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from engine.loader.load import resolve_device
 from engine.request import Request, SamplingParams
 
 OFFLINE_REQUESTS, OFFLINE_MIN, OFFLINE_MAX = 256, 100, 1024
@@ -67,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description="Speed of one engine.")
     add_arguments(parser, EngineConfig)
+    add_arguments(parser, GpuConfig)
     parser.add_argument("--batch", type=int_list, default=[], help="sequences that decode together: 1,8,64")
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
@@ -87,9 +90,12 @@ def int_list(text: str) -> list[int]:
 def open_bench(options: argparse.Namespace) -> Bench:
     """Load the model, with room for the largest load."""
     config = from_namespace(EngineConfig, options)
+    config = config.resolved(resolve_device(config).type)
     loads = [(batch, options.input + options.output) for batch in options.batch]
     loads += [(1, num_tokens + 1) for num_tokens in options.prefill]
-    sequences = max([config.max_num_seqs, *options.batch])
+    sequences = max(options.batch, default=config.max_num_seqs)
+    if options.offline256:
+        sequences = max(sequences, config.max_num_seqs)
     blocks = max([count * (-(-tokens // config.block_size) + 1) for count, tokens in loads], default=0)
     if options.offline256:
         per_sequence = -(-2 * OFFLINE_MAX // config.block_size)
@@ -101,7 +107,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
         num_gpu_blocks=config.num_gpu_blocks or blocks,
         prefix_cache=False,
     )
-    parts = assemble(config)
+    parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     dtype = getattr(torch, parts.geometry.dtype)
     peaks = measure_peaks(torch.device(parts.device), dtype)
     if options.bandwidth:

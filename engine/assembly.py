@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.gpu.config import GpuConfig
 from engine.kv_manager import KVManager
 from engine.kv_memory import allocate_pool, host_buffer_over, pool_geometry
 from engine.scheduler import Scheduler
@@ -24,6 +25,7 @@ from kvstore.host_tier import HostTier, LocalHostTier
 from kvstore.types import PoolGeometry
 
 if TYPE_CHECKING:
+    from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -60,28 +62,36 @@ class EngineParts:
     geometry: PoolGeometry
     device: str
     quantization: str
+    max_num_seqs: int
+    cuda_graphs: bool
 
 
-def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EngineParts:
+def assemble(config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None) -> EngineParts:
     """Load the model and build its engine. Raises ConfigError with what to do."""
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.loader.load import load_model, resolve_device
-    from engine.runner import ModelRunner
 
     began = time.monotonic()
     memory = memory or PrivatePoolMemory()
+    gpu = gpu or GpuConfig()
     files = resolve_model(config.model)
     device = resolve_device(config)
+    config = config.resolved(device.type)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(files, config, device)
+    if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
+        from engine.gpu.memory import kv_cache_gb
+
+        config = replace(config, kv_cache_gb=kv_cache_gb(loaded, config, gpu))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     host_buffer = None
     if host_tier is not None:
         host_buffer = host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
-    runner = ModelRunner(loaded, pool, host_buffer, config)
+    max_model_len = loaded.config.context_length(config.max_model_len)
+    runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),
         config.block_size,
@@ -93,7 +103,7 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EnginePa
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=loaded.config.context_length(config.max_model_len),
+        max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
     )
     engine = Engine(
@@ -101,6 +111,7 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EnginePa
         runner,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        overlapped=runner if device.type == "cuda" and gpu.overlap else None,
     )
     runner.warmup()
     logger.info(
@@ -113,4 +124,33 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None) -> EnginePa
         geometry.pool_bytes / 2**30,
         time.monotonic() - began,
     )
-    return EngineParts(engine, files, loaded.config, geometry, str(device), loaded.quant_mode)
+    return EngineParts(
+        engine,
+        files,
+        loaded.config,
+        geometry,
+        str(device),
+        loaded.quant_mode,
+        config.max_num_seqs,
+        cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
+    )
+
+
+def _make_runner(
+    loaded: LoadedModel,
+    pool: torch.Tensor,
+    host_buffer: torch.Tensor | None,
+    config: EngineConfig,
+    gpu: GpuConfig,
+    max_model_len: int,
+) -> Any:
+    """The runner for the model's device."""
+    if loaded.device.type == "cuda":
+        from engine.gpu.runner import GpuRunner  # needs triton
+
+        return GpuRunner(
+            loaded, pool, host_buffer, config, gpu, min(max_model_len, pool.shape[0] * config.block_size)
+        )
+    from engine.runner import ModelRunner
+
+    return ModelRunner(loaded, pool, host_buffer, config)

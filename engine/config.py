@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.config import setting
 from common.errors import ConfigError
@@ -24,10 +24,14 @@ class EngineConfig:
     )  # fmt: skip
     block_size: int = setting(16, "tokens per KV block")
     num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
-    kv_cache_gb: float = setting(1.0, "memory for KV blocks")
+    kv_cache_gb: float = setting(
+        0.0, "memory for KV blocks; 0: 1 GB on a CPU, what --gpu-memory-fraction leaves on a GPU"
+    )
     host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
-    max_num_seqs: int = setting(64, "sequences in one step", flags=("--max-batch-size",))
-    max_num_batched_tokens: int = setting(512, "tokens in one step", flags=("--chunk-prefill-size",))
+    max_num_seqs: int = setting(0, "sequences in one step; 0: 64 on a CPU, 256 on a GPU", flags=("--max-batch-size",))
+    max_num_batched_tokens: int = setting(
+        0, "tokens in one step; 0: 512 on a CPU, 8192 on a GPU", flags=("--chunk-prefill-size",)
+    )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
     preemption: str = setting("recompute", "what to do when blocks run out", choices=("recompute", "swap"))
@@ -40,13 +44,25 @@ class EngineConfig:
 
         require(1 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024")
         require(self.num_gpu_blocks >= 0, "--num-gpu-blocks must not be negative")
-        require(self.kv_cache_gb > 0 or self.num_gpu_blocks > 0, "--kv-cache-gb must be positive")
+        require(self.kv_cache_gb >= 0, "--kv-cache-gb must not be negative")
         require(self.host_tier_gb >= 0, "--host-tier-gb must not be negative")
-        require(self.max_num_seqs >= 1, "--max-num-seqs must be at least 1")
+        require(self.max_num_seqs >= 0, "--max-num-seqs must not be negative")
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            not self.max_num_batched_tokens or self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
         require(self.num_threads >= 0, "--num-threads must not be negative")
+
+    def resolved(self, device_type: str) -> EngineConfig:
+        """The same settings with every automatic bound of a step filled in for `cpu` or `cuda`."""
+        on_gpu = device_type == "cuda"
+        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
+        max_num_batched_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
+        return replace(
+            self,
+            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
+        )

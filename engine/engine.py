@@ -18,6 +18,7 @@ from engine.request import (
     Request,
     RequestId,
     RequestOutput,
+    RequestStatus,
     SamplingParams,
     ScheduledRow,
     StepPlan,
@@ -39,6 +40,10 @@ class OverlappedRunner(Runner, Protocol):
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Queue the step behind those launched before; the returned function waits for its result."""
+        ...
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """Whether some row cannot be launched while tokens before it are pending (penalties count them)."""
         ...
 
 
@@ -132,12 +137,20 @@ class Engine:
 
     def _step_overlapped(self, plan: StepPlan, runner: OverlappedRunner) -> list[RequestOutput]:
         """Launch `plan`, then apply the step that was in flight. See docs/decisions/0002."""
-        before = self._in_flight
-        self._in_flight = None if plan.is_empty else (plan, runner.launch(plan))
-        if before is None:
-            return []
-        finished_plan, result = before
-        return self.scheduler.update(finished_plan, result())
+        before, self._in_flight = self._in_flight, None
+        if before is not None and runner.needs_known_tokens(plan):
+            outputs = self._finish(before)
+            plan.rows = [row for row in plan.rows if row.request.status is RequestStatus.RUNNING]
+            before = None
+        else:
+            outputs = []
+        if not plan.is_empty:
+            self._in_flight = (plan, runner.launch(plan))
+        return outputs if before is None else self._finish(before)
+
+    def _finish(self, step: tuple[StepPlan, Callable[[], StepResult]]) -> list[RequestOutput]:
+        plan, result = step
+        return self.scheduler.update(plan, result())
 
     def _count(self, plan: StepPlan) -> None:
         self.num_steps += 1

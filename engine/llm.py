@@ -14,6 +14,7 @@ from common.errors import EngineError, InvalidRequestError
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
@@ -34,10 +35,11 @@ class Completion:
 
 
 class LLM:
-    """A model that answers. Keyword arguments are `EngineConfig`'s fields. Raises ConfigError."""
+    """A model that answers. Keyword arguments are fields of `EngineConfig` and `GpuConfig`. Raises ConfigError."""
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        parts = assemble(EngineConfig(model=model, **settings))
+        of_gpu = {name: settings.pop(name) for name in GpuConfig.__dataclass_fields__ if name in settings}
+        parts = assemble(EngineConfig(model=model, **settings), gpu=GpuConfig(**of_gpu))
         self.engine = parts.engine
         self.model_config = parts.model_config
         self.tokenizer: Tokenizer = load_tokenizer(parts.files)

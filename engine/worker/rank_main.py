@@ -14,6 +14,7 @@ from common.errors import MiniInferError
 from common.logging import setup_logging
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.frames import Event, FrameSocket
 from engine.worker.mover import KvMover
 from engine.worker.rank import Rank
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     config = EngineConfig(**start["engine"])
     memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
-    parts = assemble(config, memory)
+    parts = assemble(config, memory, GpuConfig(**start["gpu"]))
     client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
     mover = KvMover(client, memory.blocks, link.wake)
     memory.serve()
@@ -73,7 +74,8 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
                 "kv_shape": geometry.block_shape,
                 "quantization": parts.quantization,
                 "device": parts.device,
-                "max_num_seqs": config.max_num_seqs,
+                "max_num_seqs": parts.max_num_seqs,
+                "cuda_graphs": parts.cuda_graphs,
                 "pid": os.getpid(),
             },
         ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.frames import SOCKET_BUFFER_BYTES, Event, Op, pack, read_frame
 
@@ -31,7 +32,9 @@ class RankProcess:
         self.ready: dict[str, Any] = {}
 
     @classmethod
-    async def start(cls, worker: WorkerConfig, engine: EngineConfig, worker_id: str, run_dir: str) -> RankProcess:
+    async def start(
+        cls, worker: WorkerConfig, engine: EngineConfig, gpu: GpuConfig, worker_id: str, run_dir: str
+    ) -> RankProcess:
         """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -50,6 +53,7 @@ class RankProcess:
             Op.START,
             {
                 "engine": dataclasses.asdict(engine),
+                "gpu": dataclasses.asdict(gpu),
                 "worker_id": worker_id,
                 "run_dir": run_dir,
                 "agent_socket": worker.agent_socket,

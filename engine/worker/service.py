@@ -24,6 +24,7 @@ from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.front import WorkerFront
 from engine.worker.kv_service import open_kv_service
@@ -38,18 +39,24 @@ Register = Callable[[RpcServer, WorkerFront], None]
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Both settings classes of one command line."""
+    """The settings classes of one command line."""
 
     worker: WorkerConfig
     engine: EngineConfig
+    gpu: GpuConfig
 
 
 def parse_settings(role: str, argv: list[str] | None = None) -> WorkerSettings:
     parser = argparse.ArgumentParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
     add_arguments(parser.add_argument_group("worker"), WorkerConfig)
     add_arguments(parser.add_argument_group("engine"), EngineConfig)
+    add_arguments(parser.add_argument_group("GPU"), GpuConfig)
     namespace = parser.parse_args(argv)
-    return WorkerSettings(from_namespace(WorkerConfig, namespace), from_namespace(EngineConfig, namespace))
+    return WorkerSettings(
+        from_namespace(WorkerConfig, namespace),
+        from_namespace(EngineConfig, namespace),
+        from_namespace(GpuConfig, namespace),
+    )
 
 
 def run_worker(role: str, register: Register, argv: list[str] | None = None) -> int:
@@ -73,7 +80,7 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
     run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
     began = time.monotonic()
     try:
-        rank = await RankProcess.start(worker, settings.engine, worker_id, run_dir)
+        rank = await RankProcess.start(worker, settings.engine, settings.gpu, worker_id, run_dir)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
             address = f"{worker.advertise_host or worker.host}:{server.port}"

@@ -43,6 +43,10 @@ class OverlappedFake:
     def run(self, plan: StepPlan) -> StepResult:
         return self.inner.run(plan)
 
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """Requests with a penalty stand for all that need the host."""
+        return any(row.request.params.presence_penalty for row in plan.rows)
+
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self._open += 1
         self.max_in_flight = max(self.max_in_flight, self._open)

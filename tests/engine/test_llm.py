@@ -139,7 +139,7 @@ def test_the_model_ends_at_its_own_token() -> None:
         ({"model": "/nowhere/at/all"}, "not found"),
         ({"device": "cuda"}, "cuda"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max-num-batched-tokens"),
-        ({"kv_cache_gb": 0.0, "num_gpu_blocks": 0}, "kv-cache-gb"),
+        ({"kv_cache_gb": -1.0}, "kv-cache-gb"),
     ],
 )
 def test_settings_that_cannot_work_say_so(settings: dict[str, object], message: str) -> None:

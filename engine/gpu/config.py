@@ -1,0 +1,21 @@
+"""Settings that only a GPU has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import setting
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """GPU settings; without effect on a CPU. Raises ConfigError for values that cannot work."""
+
+    use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs")
+    overlap: bool = setting(True, "plan a step while the one before runs")
+    gpu_memory_fraction: float = setting(0.9, "share of the GPU's memory for weights and KV blocks together")
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.gpu_memory_fraction <= 1.0:
+            raise ConfigError("--gpu-memory-fraction must be in (0, 1]")

@@ -1,0 +1,93 @@
+"""One forward pass with fused kernels over the same weights that `DecoderModel.forward` uses.
+
+    residual += previous output, normed      one kernel
+    q, k normed and rotated, k and v stored  one kernel
+    attention                                one kernel for decode rows, one for chunks of prompts
+    SiLU(gate) * up                          one kernel
+
+Static shapes, no host reads: a pass over decode rows only can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.layers.decoder import DecoderModel
+from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
+from kernels.gpu.paged_prefill import paged_prefill
+from kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from kernels.gpu.rope import rope_and_write_kv
+from kernels.gpu.silu_mul import silu_mul
+
+
+@dataclass(slots=True)
+class GpuInputs:
+    """Tokens of a step on the device: those of decode rows first, one each, then chunks of prompts.
+
+    token_ids int64, positions and slots int32: (num_tokens,). slots: block id * block_size + offset, or -1 to store
+        nothing.
+    block_tables: int32 (num_decode_rows, max_blocks) and (num_chunk_rows, max_blocks).
+    lengths: int32 (num_decode_rows,), 0 for rows without a request.
+    tiles: int32 (num_tiles, 4), from `prefill_tiles`, its tokens counted from the first chunk's.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    decode_tables: Tensor
+    lengths: Tensor
+    chunk_tables: Tensor | None = None
+    tiles: Tensor | None = None
+
+
+class FusedForward:
+    """The model over one pool. Its workspace serves one stream."""
+
+    def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int) -> None:
+        config = model.config
+        self._model = model
+        self._pool = pool
+        self._workspace = DecodeWorkspace(
+            max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
+        )
+
+    def hidden(self, inputs: GpuInputs) -> Tensor:
+        """Hidden states (num_tokens, hidden) after the final norm."""
+        model = self._model
+        config = model.config
+        eps = config.rms_norm_eps
+        num_tokens = inputs.token_ids.shape[0]
+        residual = functional.embedding(inputs.token_ids, model.embedding)
+        x = rms_norm(residual, model.layers[0].attention_norm, eps)
+        for index, layer in enumerate(model.layers):
+            qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)
+            rope_and_write_kv(
+                qkv, model.rotary, inputs.positions, inputs.slots, layer.qk_norm, eps, self._pool, index
+            )
+            x = layer.attention_output(self._attend(index, qkv[:, : config.num_heads], inputs))
+            x = add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            is_last = index + 1 == len(model.layers)
+            norm = model.final_norm if is_last else model.layers[index + 1].attention_norm
+            x = add_rms_norm(x, residual, norm, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states (rows, hidden) -> (rows, vocab)."""
+        return self._model.lm_head(hidden)
+
+    def _attend(self, layer: int, q: Tensor, inputs: GpuInputs) -> Tensor:
+        num_decode = inputs.lengths.shape[0]
+        if inputs.tiles is None or inputs.chunk_tables is None:
+            return paged_decode(q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        if num_decode:
+            out[:num_decode] = paged_decode(
+                q[:num_decode], self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace
+            )
+        paged_prefill(q[num_decode:], self._pool, layer, inputs.chunk_tables, inputs.tiles, out=out[num_decode:])
+        return out

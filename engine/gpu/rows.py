@@ -1,0 +1,92 @@
+"""Stable rows of the device's per-request state: which request has which row, and what must be uploaded.
+
+Pure. A request keeps its row while it is in every step. Rows stay dense enough that a decode step's graph, which
+computes all rows up to the last one in use, wastes little: a row far out moves into a vacant one nearer to zero.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from engine.request import Request, RequestId
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """Row counts that decode graphs are captured for: few at first, then steps of at most a quarter."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+@dataclass(slots=True)
+class RowChanges:
+    """What a step changes: `fresh` rows need everything, `moved` ones only their last token from the old row."""
+
+    fresh: list[tuple[int, Request]] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)  # (old row, new row)
+
+
+class RowTable:
+    """Rows 0 .. max_rows - 1."""
+
+    def __init__(self, max_rows: int, buckets: Sequence[int]) -> None:
+        self._buckets = buckets
+        self._rows: dict[RequestId, int] = {}
+        self._owner: list[Request | None] = [None] * max_rows
+        self._vacant = list(range(max_rows))  # heap
+
+    def row_of(self, request: Request) -> int:
+        return self._rows[request.request_id]
+
+    @property
+    def extent(self) -> int:
+        """Rows up to the last one in use."""
+        return max(self._rows.values(), default=-1) + 1
+
+    def bucket(self) -> int:
+        """The smallest bucket that holds all rows in use."""
+        return self._buckets[bisect_left(self._buckets, self.extent)]
+
+    def sync(self, requests: Sequence[Request]) -> RowChanges:
+        """Give every request of the step a row and take the rows of all others. At most max_rows requests."""
+        changes = RowChanges()
+        names = {request.request_id for request in requests}
+        for name in [name for name in self._rows if name not in names]:
+            self._release(name)
+        for request in requests:
+            row = self._rows.get(request.request_id)
+            if row is not None and self._owner[row] is not request:
+                self._release(request.request_id)  # a later request of the same name
+                row = None
+            if row is None:
+                changes.fresh.append((self._take(request), request))
+        self._compact(changes)
+        return changes
+
+    def _compact(self, changes: RowChanges) -> None:
+        """Move the farthest rows inwards as long as that allows a smaller bucket."""
+        target = self._buckets[bisect_left(self._buckets, max(len(self._rows), 1))]
+        if self.extent <= target:
+            return
+        fresh = {row for row, _ in changes.fresh}
+        for request in [owner for owner in self._owner[target:] if owner is not None]:
+            old = self._rows[request.request_id]
+            self._release(request.request_id)
+            new = self._take(request)
+            if old in fresh:
+                changes.fresh = [(new if row == old else row, owner) for row, owner in changes.fresh]
+            else:
+                changes.moved.append((old, new))
+
+    def _take(self, request: Request) -> int:
+        row = heappop(self._vacant)
+        self._rows[request.request_id] = row
+        self._owner[row] = request
+        return row
+
+    def _release(self, name: RequestId) -> None:
+        row = self._rows.pop(name)
+        self._owner[row] = None
+        heappush(self._vacant, row)

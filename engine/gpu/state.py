@@ -1,0 +1,65 @@
+"""What the device keeps of each row between steps: its block table and its last token.
+
+Block tables grow by an entry every `block_size` steps, so only changes are uploaded. The last token is written by the
+sampler on the device; the host sends one only when a request gets its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.gpu.rows import RowChanges
+from engine.request import Request
+
+
+class DeviceState:
+    """Tensors of `max_rows` rows.
+
+    block_tables: int32 (max_rows, max_blocks). last_tokens: int64 (max_rows,).
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._num_uploaded = [0] * max_rows  # entries of each row's block table
+        self._max_blocks = max_blocks
+        self._device = device
+
+    def apply(self, changes: RowChanges) -> None:
+        """Bring rows that changed their owner up to date, but for block tables."""
+        if changes.moved:
+            old, new = zip(*changes.moved, strict=True)
+            source = torch.tensor(old, device=self._device)
+            self.last_tokens[torch.tensor(new, device=self._device)] = self.last_tokens[source]
+            for row in new:
+                self._num_uploaded[row] = 0
+        if changes.fresh:
+            rows = [row for row, _ in changes.fresh]
+            tokens = [request.token_ids(request.num_known_tokens - 1, request.num_known_tokens)[0]
+                      for _, request in changes.fresh]  # fmt: skip
+            self.last_tokens[torch.tensor(rows, device=self._device)] = torch.tensor(tokens, device=self._device)
+            for row in rows:
+                self._num_uploaded[row] = 0
+
+    def upload_blocks(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Send the block ids that the device does not have yet."""
+        places: list[int] = []
+        values: list[int] = []
+        uploaded = self._num_uploaded
+        for row, request in zip(rows, requests, strict=True):
+            block_ids = request.block_ids
+            first = uploaded[row]
+            if len(block_ids) > first:
+                start = row * self._max_blocks
+                places += range(start + first, start + len(block_ids))
+                values += block_ids[first:]
+                uploaded[row] = len(block_ids)
+        if not places:
+            return
+        pair = torch.tensor([places, values], dtype=torch.int64)
+        if self._device.type == "cuda":
+            pair = pair.pin_memory()
+        pair = pair.to(self._device, non_blocking=True)
+        self.block_tables.view(-1)[pair[0]] = pair[1].to(torch.int32)
