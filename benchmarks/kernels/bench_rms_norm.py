@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 
 import torch
@@ -22,7 +23,30 @@ def eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     return eager_rms_norm(residual, weight)
 
 
+def sweep(copy: float) -> None:
+    for n in (1024, 3584, 4096):
+        weight = torch.randn(n, device="cuda").bfloat16()
+        for rows in (1, 256, 8192, 32768):
+            sets = [
+                torch.randn(2, rows, n, device="cuda").bfloat16() for _ in range(num_input_sets(8 * rows * n, 32))
+            ]
+            for num_warps in (1, 2, 4, 8, 16):
+                plain = graph_seconds([functools.partial(gpu.rms_norm, s[0], weight, 1e-6, num_warps) for s in sets])
+                fused = graph_seconds(
+                    [functools.partial(gpu.add_rms_norm, s[0], s[1], weight, 1e-6, num_warps) for s in sets]
+                )
+                report(
+                    "rms_norm sweep", f"{rows}x{n} w{num_warps}", us=plain * 1e6, fused_us=fused * 1e6,
+                    of_copy=4 * rows * n / plain / copy, fused_of_copy=8 * rows * n / fused / copy,
+                )  # fmt: skip
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    if parser.parse_args().sweep:
+        sweep(copy_bandwidth())
+        return
     copy = copy_bandwidth()
     for n in (1024, 3584, 4096):
         weight = torch.randn(n, device="cuda").bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 
 import torch
@@ -33,6 +34,9 @@ def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
     copy = copy_bandwidth()
     for model, num_heads, num_kv_heads, has_norm in (("qwen2.5-7b", 28, 4, False), ("qwen3-0.6b", 16, 8, True)):
         all_heads = num_heads + 2 * num_kv_heads
@@ -56,6 +60,13 @@ def main() -> None:
                 functools.partial(eager_rope, s, table, positions, slots, norm, pool, i % NUM_LAYERS)
                 for i, s in enumerate(sets)
             ]
+            if options.sweep:
+                for heads, num_warps in ((8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (32, 8), (64, 8)):
+                    calls = [functools.partial(call, heads_per_program=heads, num_warps=num_warps) for call in ours]
+                    seconds = graph_seconds(calls)
+                    shape = f"{model} {rows} heads {heads} w{num_warps}"
+                    report("rope sweep", shape, us=seconds * 1e6, of_copy=moved / seconds / copy)
+                continue
             seconds = graph_seconds(ours)
             rate = moved / seconds
             report(

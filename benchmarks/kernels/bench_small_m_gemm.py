@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -20,34 +21,40 @@ SHAPES = {
     "qwen3-8b down": (4096, 12288), "qwen3-0.6b qkv": (4096, 1024), "qwen3-0.6b o": (1024, 2048),
     "qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072),
 }  # fmt: skip
-ROWS = (1, 8, 32, 64)
+ROWS = (1, 8, 32)
 GEMVS = [
-    SmallMConfig(block_n, block_k, 1, num_warps, is_gemv=True)
+    SmallMConfig(block_n, block_k, 1, num_warps, num_stages, is_gemv=True)
     for block_n, block_k, num_warps in (
         (4, 512, 4),
         (8, 512, 4),
         (16, 512, 4),
+        (2, 512, 2),
         (4, 1024, 4),
-        (2, 1024, 4),
-        (8, 256, 2),
+        (4, 256, 2),
     )
+    for num_stages in (1, 3, 5)
 ]
 DOTS = [
-    SmallMConfig(block_n, block_k, split_k, 4, num_stages)
-    for block_n, block_k, num_stages in ((64, 64, 6), (64, 128, 4), (64, 128, 6), (128, 64, 5), (64, 256, 3))
-    for split_k in (1, 2, 4, 7, 8)
-]
+    SmallMConfig(*option)
+    for option in (
+        (64, 128, 1, 4, 6), (64, 128, 2, 4, 6), (64, 128, 1, 4, 4), (64, 128, 4, 4, 4), (64, 64, 1, 4, 8),
+        (32, 128, 1, 4, 6), (32, 128, 1, 4, 8), (32, 256, 1, 4, 4), (32, 128, 2, 4, 6), (16, 256, 1, 4, 4),
+        (16, 256, 1, 4, 6), (16, 512, 1, 4, 3), (32, 128, 1, 2, 6), (128, 64, 1, 4, 6),
+    )
+]  # fmt: skip
 
 
-def sweep_shape(name: str, n: int, k: int, read: float, workspace: SmallMWorkspace) -> None:
+def sweep_shape(
+    name: str, n: int, k: int, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace
+) -> None:
     weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
-    for rows in ROWS:
+    for rows in rows_to_try:
         x = torch.randn(rows, k, device="cuda").bfloat16()
         cublas = graph_seconds([functools.partial(functional.linear, x, weight) for weight in weights], 5)
         results = []
         for config in GEMVS * (rows == 1) + DOTS:
             calls = [functools.partial(small_m_linear, x, weight, None, workspace, config) for weight in weights]
-            if k % config.block_k == 0 and n // config.block_n * config.split_k < 3000:
+            if k % config.block_k == 0:
                 results.append((graph_seconds(calls, 5), config))
         results.sort(key=lambda result: result[0])
         best = " | ".join(
@@ -63,13 +70,14 @@ def sweep_shape(name: str, n: int, k: int, read: float, workspace: SmallMWorkspa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--only", default="", help="part of a shape's name")
     options = parser.parse_args()
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
     for name, (n, k) in SHAPES.items():
         if options.only in name:
-            sweep_shape(name, n, k, read, workspace)
+            sweep_shape(name, n, k, options.rows, read, workspace)
 
 
 if __name__ == "__main__":

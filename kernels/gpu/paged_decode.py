@@ -4,10 +4,10 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
-the device. A program takes an equal share of its sequence's tiles; programs without a share return. Each split
-leaves its partial output and log-sum-exp; the last one to finish (a counter per row and KV head) combines them in
-the order of the splits, so the result does not depend on timing, and sets the counter back to zero for the next
-launch. A sequence of one share is written directly.
+the device. A program takes an equal share of its sequence's tiles; programs without a share return. Each split leaves
+its partial output and log-sum-exp, and a second kernel combines them, one program per query head; a sequence of one
+share is written directly. (Letting the last split to finish combine was tried: 6 us slower at 7 heads a group, because
+one program then does what 7 can.)
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -40,20 +40,15 @@ DEFAULT_TUNING = DecodeTuning()
 
 
 class DecodeWorkspace:
-    """Partial results of one launch: for at most `max_programs` programs that split a sequence.
+    """Partial results of one launch of at most `max_rows` rows.
 
-    One workspace serves launches that run one after the other (all layers of all steps of one stream). The counters
-    start at zero and every launch leaves them at zero.
+    One workspace serves launches that run one after the other: all layers of all steps of one stream.
     """
 
     def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        padded = padded_group(num_heads // num_kv_heads)
-        programs = max(
-            rows * num_kv_heads * num_splits(rows, num_kv_heads, device) for rows in range(1, max_rows + 1)
-        )
-        self.outputs = torch.empty(programs, padded, head_dim, dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(programs, padded, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        places = max(rows * num_heads * num_splits(rows, num_kv_heads, device) for rows in range(1, max_rows + 1))
+        self.outputs = torch.empty(places, head_dim, dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(places, dtype=torch.float32, device=device)
 
 
 def padded_group(group: int) -> int:
@@ -86,7 +81,7 @@ def _tile_offsets(
 
 @triton.jit(do_not_specialize=["layer"])
 def _paged_decode_kernel(
-    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, counters_ptr,
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
     layer, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -136,38 +131,32 @@ def _paged_decode_kernel(
             out_row + members[:, None] * HEAD_DIM + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member
         )
     else:
-        base = (row * NUM_KV_HEADS + kv_head) * NUM_SPLITS
-        mine = (base + split) * PADDED + members
+        mine = ((row * NUM_KV_HEADS + kv_head) * GROUP + members) * NUM_SPLITS + split
         tl.store(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_member)
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
-        tl.debug_barrier()  # all of the program's stores come before its one release below
-        counter = counters_ptr + row * NUM_KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1:
-            tl.store(counter, 0)
-            _combine(outputs_ptr, log_sums_ptr, out_row, base, num_used, GROUP, PADDED, HEAD_DIM, NUM_SPLITS)
 
 
 @triton.jit
-def _combine(
-    outputs_ptr, log_sums_ptr, out_row, base, num_used,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+def _combine_kernel(
+    lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of the splits' outputs. Reads past the first-level cache: other programs wrote them."""
+    """Weighted mean of one head's splits, in their order."""
+    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
+    num_tiles = tl.cdiv(length, TILE)
+    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1))
+    if num_used <= 1:
+        return
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, HEAD_DIM)
     used = splits < num_used
-    for member in tl.static_range(GROUP):
-        rows = (base + splits) * PADDED + member
-        log_sums = tl.load(log_sums_ptr + rows, mask=used, other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :],
-            mask=used[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-        mixed = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-        tl.store(out_row + member * HEAD_DIM + dims, mixed.to(out_row.dtype.element_ty))
+    places = head * NUM_SPLITS + splits
+    log_sums = tl.load(log_sums_ptr + places, mask=used, other=float("-inf"))
+    parts = tl.load(outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
+    mixed = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
 
 
 def paged_decode(
@@ -187,15 +176,20 @@ def paged_decode(
     if num_rows == 0:
         return out
     count = splits or num_splits(num_rows, num_kv_heads, q.device, tuning.programs_per_sm)
-    if count > 1 and num_rows * num_kv_heads * count > workspace.outputs.shape[0]:
+    if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     _paged_decode_kernel[(num_kv_heads, num_rows, count)](
-        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums, workspace.counters,
+        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
         layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, PADDED=padded_group(num_heads // num_kv_heads),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count,
         NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
     )  # fmt: skip
+    if count > 1:
+        _combine_kernel[(num_heads, num_rows)](
+            lengths, out, workspace.outputs, workspace.log_sums,
+            HEAD_DIM=head_dim, TILE=tuning.tile, NUM_SPLITS=count, num_warps=4,
+        )  # fmt: skip
     return out
 
 

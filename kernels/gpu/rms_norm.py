@@ -34,19 +34,19 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, num_warps: int | None = None) -> Tensor:
     """x (num_rows, n) with rows of stride 1, weight (n,) -> (num_rows, n), contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, out, eps)
+    _launch(x, None, weight, out, eps, num_warps)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_warps: int | None = None) -> Tensor:
     """Adds x (num_rows, n) to `residual` (num_rows, n, contiguous) in place and returns the norm of the sum."""
     if not residual.is_contiguous():
         raise ValueError("the residual must be contiguous")
     out = torch.empty_like(residual)
-    _launch(x, residual, weight, out, eps)
+    _launch(x, residual, weight, out, eps, num_warps)
     return out
 
 
@@ -55,7 +55,9 @@ def num_warps_for(n: int) -> int:
     return min(max(triton.next_power_of_2(n) // 512, 1), 16)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float, num_warps: int | None
+) -> None:
     num_rows, n = x.shape
     if num_rows == 0:
         return
@@ -69,5 +71,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=triton.next_power_of_2(n),
-        num_warps=num_warps_for(n),
+        num_warps=num_warps or num_warps_for(n),
     )

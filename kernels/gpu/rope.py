@@ -21,8 +21,6 @@ from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 
-HEADS_PER_PROGRAM = 8  # 8 heads x 64 x 2 halves: 16-byte loads for two warps
-
 
 @triton.jit(do_not_specialize=["layer"])
 def _rope_kernel(
@@ -72,7 +70,7 @@ def _rope_kernel(
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int,
+    pool: Tensor, layer: int, heads_per_program: int = 8, num_warps: int = 2,
 ) -> None:  # fmt: skip
     """Rotate q in place; store rotated k, and v, in the pool.
 
@@ -90,12 +88,12 @@ def rope_and_write_kv(
         raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_all_heads))
+    heads = min(heads_per_program, triton.next_power_of_2(num_all_heads))
     _rope_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
         layer, qkv.stride(0), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, HEADS=heads, num_warps=2,
+        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, HEADS=heads, num_warps=num_warps,
     )  # fmt: skip
 
 

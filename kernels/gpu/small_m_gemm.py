@@ -42,25 +42,50 @@ class SmallMWorkspace:
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, N, K,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, N, K, eps,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for first in range(0, K, BLOCK_K):
+    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         ks = first + tl.arange(0, BLOCK_K)
+        exists = inside[:, None] & (ks < K)[None, :]
         if EVEN:
             weight = tl.load(weight_rows + ks[None, :], eviction_policy="evict_first")
-            x = tl.load(x_ptr + ks)
+            x = tl.load(x_ptr + ks).to(tl.float32)
         else:
-            weight = tl.load(weight_rows + ks[None, :], mask=inside[:, None] & (ks < K)[None, :], other=0.0)
-            x = tl.load(x_ptr + ks, mask=ks < K, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+            weight = tl.load(weight_rows + ks[None, :], mask=exists, other=0.0)
+            x = tl.load(x_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+        total += weight.to(tl.float32) * x[None, :]
+        if GATED:  # rows N and on of the weight belong to `up`
+            up_rows = weight_rows + N.to(tl.int64) * K
+            if EVEN:
+                up = tl.load(up_rows + ks[None, :], eviction_policy="evict_first")
+            else:
+                up = tl.load(up_rows + ks[None, :], mask=exists, other=0.0)
+            total_up += up.to(tl.float32) * x[None, :]
     y = tl.sum(total, axis=1)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        y *= scale
+    if GATED:
+        up = tl.sum(total_up, axis=1)
+        if HAS_NORM:
+            up *= scale
+        small = tl.exp(-tl.abs(y))
+        y = y * tl.where(y >= 0, 1.0, small) / (1.0 + small) * up
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        y += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -118,20 +143,15 @@ def small_m_linear(
     """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out)."""
     num_rows, k = x.shape
     n = weight.shape[0]
-    if num_rows > MAX_ROWS or (config.is_gemv and num_rows != 1):
-        raise ValueError(f"{num_rows} rows are too many for {config}")
+    if config.is_gemv:
+        return gemv(x, weight, bias, config)
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{num_rows} rows are too many")
     if not weight.is_contiguous():
         raise ValueError("the weight must be contiguous")
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(n, config.block_n)
     even = n % config.block_n == 0 and k % config.block_k == 0
-    if config.is_gemv:
-        _gemv_kernel[(num_tiles,)](
-            x, weight, bias if bias is not None else x, out, n, k,
-            HAS_BIAS=bias is not None, EVEN=even, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-        return out
     block_m = max(16, triton.next_power_of_2(num_rows))
     size = num_tiles * config.split_k * config.block_n * block_m
     if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
@@ -141,5 +161,28 @@ def small_m_linear(
         num_rows, n, k, x.stride(0),
         HAS_BIAS=bias is not None, EVEN=even, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallMConfig, norm: Tensor | None = None,
+    eps: float = 0.0, added_to: Tensor | None = None, is_gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """One row through a whole step of a decoder: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
+
+    x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`.
+    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual, which
+    takes the sum in place. Returns (1, out).
+    """
+    n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+    if x.shape != (1, k) or not weight.is_contiguous():
+        raise ValueError(f"one row of {k} and a contiguous weight are needed, x is {list(x.shape)}: too many rows?")
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device) if added_to is None else added_to
+    _gemv_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, bias if bias is not None else x, norm if norm is not None else x, out, n, k, eps,
+        HAS_BIAS=bias is not None, HAS_NORM=norm is not None, ADDS=added_to is not None, GATED=is_gated,
+        EVEN=n % config.block_n == 0 and k % config.block_k == 0, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, small_m_linear
+from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, gemv, small_m_linear
+from kernels.rms_norm import rms_norm
+from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 CONFIGS = [SmallMConfig(16, 32, split_k, 4, 2) for split_k in (1, 3)]
@@ -44,6 +46,25 @@ def check(
         out = small_m_linear(x, weight, bias, workspace, config)
         assert relative_error(out, expected) < (1e-6 if dtype == torch.float32 else BFLOAT16_BOUND)
         assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_one_row_with_norm_gate_and_residual(
+    has_norm: bool, is_gated: bool, adds: bool, device: torch.device
+) -> None:
+    n, k = 37, 72
+    x, residual = torch.randn(1, k, device=device) * 3, torch.randn(1, n, device=device)
+    weight = torch.randn(n * (1 + is_gated), k, device=device)
+    norm = torch.randn(k, device=device) if has_norm else None
+    h = x if norm is None else rms_norm(x, norm, 1e-6)
+    expected = functional.linear(h, weight)
+    expected = silu_mul(expected) if is_gated else expected
+    expected = expected + residual if adds else expected
+    out = gemv(x, weight, None, GEMV, norm, 1e-6, residual if adds else None, is_gated)
+    assert relative_error(out, expected) < 1e-5
+    assert (out.data_ptr() == residual.data_ptr()) == adds
 
 
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
