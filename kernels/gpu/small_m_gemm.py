@@ -172,7 +172,7 @@ def gemv(
     """One row through a whole step of a decoder: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
 
     x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`.
-    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual, which
+    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual,
     takes the sum in place. Returns (1, out).
     """
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]

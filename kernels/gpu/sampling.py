@@ -1,0 +1,260 @@
+"""Sampling on a GPU without a sort and without the host: greedy, temperature, top-k, top-p, min-p, seeded noise.
+
+A token is drawn as  argmax_i l_i / T - log E_i  over the tokens that are kept, with E_i the exponential noise of
+`kernels/gumbel.py`, a function of (seed, position, token) alone. Kept are, as in the engine's plain sampler:
+top-k: at most k - 1 tokens are likelier; top-p: the likelier tokens together have less than p of what top-k leaves;
+min-p: p_i >= min_p * p_max. Ties at a threshold are all kept; the lowest id wins a tie of the argmax.
+
+`_chunk_kernel` reads the logits once, many programs a row, and leaves each chunk's winner, maximum and sum of
+exponentials. `_finish_kernel`, one program a row, picks the winner of all. If the row is truncated, it uses this:
+when the winner among all tokens is kept, it is the answer; when not, no token as unlikely as it is kept either. So
+each pass counts the tokens and the mass above the current winner, and finds the winner among them, until one is kept:
+one pass for typical parameters. Only top-k together with top-p needs the k-th largest logit, found by bisection.
+
+Reference: `sample_reference` below.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gumbel import exponential_noise, noise_key
+
+CHUNK = 4096  # 38 programs a row at 152,064 tokens
+ROW_BLOCK = 8192  # of the one program that walks a truncated row with 32 warps
+MIN_TEMPERATURE = 1e-5
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_B = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def _splitmix64(value):
+    value = value + _GOLDEN
+    value = (value ^ (value >> 30)) * _MIX_A
+    value = (value ^ (value >> 27)) * _MIX_B
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _gumbel(seed, position, ids):
+    """-log E of `exponential_noise(noise_key(seed, position), ids)`, up to rounding."""
+    mixed = _splitmix64(_splitmix64(seed.to(tl.uint64)) + position.to(tl.uint64) * _GOLDEN)
+    bits = ids * -1640531527 + mixed.to(tl.uint32).to(tl.int32, bitcast=True)
+    bits ^= bits >> 15
+    bits *= -2048144789
+    bits ^= (mixed >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    bits ^= bits >> 13
+    bits *= -1028477387
+    bits ^= bits >> 16
+    bits &= 0x7FFFFFFF
+    uniform = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10
+    # -log(1 - u), exact also for small u: log(w) u / (w - 1) with w = 1 - u as rounded.
+    rest = 1.0 - uniform
+    exponential = tl.where(rest == 1.0, uniform, tl.log(rest) * uniform / tl.where(rest == 1.0, 1.0, rest - 1.0))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _chunk_kernel(
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, ids_ptr, maxima_ptr, sums_ptr,
+    vocab_size, row_stride, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    temperature = tl.load(temperatures_ptr + row)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    highest = tl.max(logits, axis=0)
+    score = highest
+    total = 0.0
+    if temperature > 0:
+        # Relative to the chunk's maximum: tiny temperatures stay finite and precise.
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        scaled = (logits - base) / tl.maximum(temperature, 1e-5)
+        total = tl.sum(tl.exp(scaled), axis=0)
+        noisy = scaled + _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
+        score, place = tl.max(noisy, axis=0, return_indices=True)
+    else:
+        place = tl.argmax(logits, axis=0)
+    is_broken = tl.max((logits != logits).to(tl.int32), axis=0) > 0
+    at = row * tl.num_programs(0) + chunk
+    tl.store(scores_ptr + at, score)
+    tl.store(ids_ptr + at, chunk * CHUNK + place)
+    tl.store(maxima_ptr + at, tl.where(is_broken, float("nan"), highest))
+    tl.store(sums_ptr + at, total)
+
+
+@triton.jit
+def _order_key(value):
+    """float32 -> int32 of the same order; 0 and -0 alike."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _kth_key(row_ptr, vocab_size, k, highest, BLOCK: tl.constexpr):
+    """Largest key that at least k logits reach, by bisection with three pivots a pass."""
+    low = tl.full((), -2139095041, tl.int64)  # of minus infinity: all logits reach it
+    high = _order_key(highest).to(tl.int64) + 1  # none reaches it
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        first = low + step
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        counts = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits each
+        for start in range(0, vocab_size, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+            keys = _order_key(logits).to(tl.int64)
+            counts += (keys >= first).to(tl.int64)
+            counts += (keys >= second).to(tl.int64) << 21
+            counts += (keys >= third).to(tl.int64) << 42
+        packed = tl.sum(counts, axis=0)
+        reach_first = (packed & 0x1FFFFF) >= k
+        reach_second = ((packed >> 21) & 0x1FFFFF) >= k
+        reach_third = (packed >> 42) >= k
+        low = tl.where(reach_third, third, tl.where(reach_second, second, tl.where(reach_first, first, low)))
+        bound = tl.where(reach_first, tl.where(reach_second, third, second), first)
+        high = tl.where(reach_third, high, tl.minimum(bound, high))
+    return low
+
+
+@triton.jit
+def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constexpr):
+    """Sum of exp((l - max) / T) over the logits that reach `key`."""
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        mass += tl.where(_order_key(logits).to(tl.int64) >= key, tl.exp((logits - highest) / temperature), 0.0)
+    return tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _finish_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr,
+    scores_ptr, ids_ptr, maxima_ptr, sums_ptr, token_ids_ptr, best_ptr,
+    vocab_size, row_stride, num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row)
+    chunks = tl.arange(0, CHUNKS)
+    exists = chunks < num_chunks
+    at = row * num_chunks + chunks
+    maxima = tl.load(maxima_ptr + at, mask=exists, other=float("-inf"))
+    scores = tl.load(scores_ptr + at, mask=exists, other=float("-inf"))
+    highest = tl.max(maxima, axis=0)
+    is_broken = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
+    is_random = (temperature > 0) & (highest > float("-inf")) & (not is_broken)
+    temperature = tl.maximum(temperature, 1e-5)
+    base = tl.where(highest > float("-inf"), highest, 0.0)
+    distances = (maxima - base) / temperature
+    scores = tl.where(is_random, scores + distances, scores)
+    winner = tl.load(ids_ptr + row * num_chunks + tl.argmax(scores, axis=0))
+    tl.store(best_ptr + row, tl.where(is_broken, float("nan"), highest))
+
+    top_k = tl.load(top_ks_ptr + row)
+    top_p = tl.load(top_ps_ptr + row)
+    min_p = tl.load(min_ps_ptr + row)
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    if is_random & (has_top_k | (top_p < 1.0) | (min_p > 0.0)):
+        row_ptr = logits_ptr + row * row_stride
+        seed = tl.load(seeds_ptr + row)
+        position = tl.load(positions_ptr + row)
+        sums = tl.load(sums_ptr + at, mask=exists, other=0.0)
+        total = tl.sum(sums * tl.exp(distances), axis=0)
+        if has_top_k & (top_p < 1.0):
+            kth = _kth_key(row_ptr, vocab_size, top_k, highest, BLOCK)
+            total = _mass_from(row_ptr, vocab_size, kth, highest, temperature, BLOCK)
+        most_before = tl.where(has_top_k, top_k, vocab_size)
+        is_kept = False
+        while not is_kept:
+            candidate = tl.load(row_ptr + winner).to(tl.float32)
+            num_before = tl.zeros((BLOCK,), tl.int32)
+            mass_before = tl.zeros((BLOCK,), tl.float32)
+            best_score = tl.full((BLOCK,), float("-inf"), tl.float32)
+            best_id = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, vocab_size, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+                above = logits > candidate
+                if tl.max(above.to(tl.int32), axis=0) > 0:
+                    scaled = (logits - highest) / temperature
+                    num_before += above.to(tl.int32)
+                    mass_before += tl.where(above, tl.exp(scaled), 0.0)
+                    score = tl.where(above, scaled + _gumbel(seed, position, ids), float("-inf"))
+                    best_id = tl.where(score > best_score, ids, best_id)
+                    best_score = tl.maximum(score, best_score)
+            count = tl.sum(num_before, axis=0)
+            mass = tl.sum(mass_before, axis=0)
+            by_ratio = (min_p <= 0.0) | (tl.exp((candidate - highest) / temperature) >= min_p)
+            by_mass = (top_p >= 1.0) | (mass < top_p * total)
+            is_kept = (count == 0) | ((count < most_before) & by_mass & by_ratio)
+            if not is_kept:
+                place = tl.argmax(best_score, axis=0)
+                winner = tl.sum(tl.where(tl.arange(0, BLOCK) == place, best_id, 0), axis=0)
+    tl.store(token_ids_ptr + row, winner.to(tl.int64))
+
+
+class SamplingWorkspace:
+    """What the first kernel leaves for the second, for at most `max_rows` rows."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        shape = (max_rows, triton.cdiv(vocab_size, CHUNK))
+        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
+        self.maxima = torch.empty(shape, dtype=torch.float32, device=device)
+        self.sums = torch.empty(shape, dtype=torch.float32, device=device)
+        self.ids = torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
+    positions: Tensor, workspace: SamplingWorkspace, token_ids: Tensor, best: Tensor,
+) -> None:  # fmt: skip
+    """Draw a token per row into `token_ids` int64 (rows,); the largest logit, or NaN, goes to `best` float32 (rows,).
+
+    logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
+    top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the
+    position that the drawn token will have. All of these (rows,) and read on the device.
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    if workspace.scores.shape[0] < num_rows or workspace.scores.shape[1] != num_chunks:
+        raise ValueError(f"the workspace of shape {list(workspace.scores.shape)} does not fit {list(logits.shape)}")
+    stats = (workspace.scores, workspace.ids, workspace.maxima, workspace.sums)
+    _chunk_kernel[(num_chunks, num_rows)](
+        logits, temperatures, seeds, positions, *stats, vocab_size, logits.stride(0), CHUNK=CHUNK, num_warps=4
+    )
+    _finish_kernel[(num_rows,)](
+        logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, *stats, token_ids, best,
+        vocab_size, logits.stride(0), num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab_size)),
+        num_warps=32,
+    )  # fmt: skip
+
+
+def sample_reference(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """One row (vocab,), by sorting."""
+    row = logits.float()
+    if temperature <= 0:
+        return int(row.argmax())
+    scaled = (row - row.max()) / max(temperature, MIN_TEMPERATURE)
+    ordered = scaled.sort(descending=True).values
+    threshold = ordered[top_k - 1] if 0 < top_k < len(row) else ordered[-1]
+    mass = torch.where(ordered >= threshold, ordered.exp(), 0.0).double()
+    if top_p < 1.0:
+        before = mass.cumsum(0) - mass
+        kept = before < top_p * mass.sum()
+        kept[0] = True
+        threshold = torch.maximum(threshold, ordered[kept].min())
+    if min_p > 0.0:
+        threshold = torch.maximum(threshold, ordered[ordered.exp() >= min_p].min())
+    keys = torch.tensor([noise_key(seed, position)], dtype=torch.int32)
+    noise = exponential_noise(keys, torch.arange(len(row), dtype=torch.int32)[None])[0].to(row.device)
+    return int((scaled - noise.log()).masked_fill(scaled < threshold, float("-inf")).argmax())

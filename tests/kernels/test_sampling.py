@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.sampling import CHUNK, SamplingWorkspace, sample, sample_reference
+
+VOCAB = CHUNK + 904
+
+
+def draw(
+    logits: Tensor, parameters: list[tuple[float, int, float, float]], seeds: list[int], positions: list[int]
+) -> tuple[list[int], list[float]]:
+    device = logits.device
+    temperatures, top_ks, top_ps, min_ps = zip(*parameters, strict=True)
+    workspace = SamplingWorkspace(len(seeds), logits.shape[1], device)
+    token_ids = torch.full((len(seeds),), -7, dtype=torch.int64, device=device)
+    best = torch.empty(len(seeds), device=device)
+    sample(
+        logits, torch.tensor(temperatures, device=device), torch.tensor(top_ks, dtype=torch.int32, device=device),
+        torch.tensor(top_ps, device=device), torch.tensor(min_ps, device=device),
+        torch.tensor(seeds, dtype=torch.int64, device=device), torch.tensor(positions, device=device),
+        workspace, token_ids, best,
+    )  # fmt: skip
+    return token_ids.tolist(), best.tolist()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 20, 1.0, 0.0), (1.0, 0, 0.6, 0.0), (1.3, 0, 1.0, 0.2),
+        (1.0, 50, 0.8, 0.0), (2.0, 100, 0.5, 0.01), (1e-4, 0, 0.9, 0.0), (1.0, 1, 1.0, 0.0), (1.0, 0, 0.0, 0.0),
+        (1.0, 3, 0.99, 0.0), (1.0, 10**6, 0.3, 0.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_the_token_of_the_reference(
+    parameters: tuple[float, int, float, float], dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = (torch.randn(4, VOCAB, device=device) * 3).to(dtype)
+    seeds, positions = [0, 1, 2**63 - 5, -3], [0, 5, 123456, 77]
+    drawn, best = draw(logits, [parameters] * 4, seeds, positions)
+    for row in range(4):
+        assert drawn[row] == sample_reference(logits[row], *parameters, seeds[row], positions[row])
+        assert best[row] == float(logits[row].max())
+
+
+def test_flat_rows_are_drawn_in_proportion(device: torch.device) -> None:
+    """A top-k of 8 among 4 distinct levels: tied tokens are all kept, others never drawn."""
+    logits = torch.arange(4.0, device=device).repeat_interleave(16)[None].expand(48, -1).contiguous()
+    drawn, _ = draw(logits, [(1.0, 8, 1.0, 0.0)] * 48, list(range(48)), [3] * 48)
+    assert all(token >= 48 for token in drawn)
+    assert len(set(drawn)) > 8
+
+
+def test_rows_of_different_kinds_share_a_batch(device: torch.device) -> None:
+    logits = torch.randn(4, 300, device=device)
+    kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.5, 9, 0.5, 0.1)]
+    drawn, _ = draw(logits, kinds, [9] * 4, [1] * 4)
+    assert drawn == [sample_reference(logits[row], *kinds[row], 9, 1) for row in range(4)]
+
+
+def test_forbidden_tokens_and_broken_rows(device: torch.device) -> None:
+    logits = torch.full((3, VOCAB), float("-inf"), device=device)
+    logits[0, VOCAB - 1] = -2.0
+    logits[2] = torch.randn(VOCAB)
+    logits[2, 17] = float("nan")
+    drawn, best = draw(logits, [(1.0, 4, 0.5, 0.1)] * 3, [1, 2, 3], [1, 2, 3])
+    assert drawn[0] == VOCAB - 1
+    assert best[:2] == [-2.0, float("-inf")]
+    assert best[2] != best[2]
+    assert all(0 <= token < VOCAB for token in drawn)
+
+
+def test_ties_of_greedy_rows_go_to_the_lowest_id(device: torch.device) -> None:
+    logits = torch.zeros(1, VOCAB, device=device)
+    logits[0, [100, CHUNK + 3, 50]] = 1.0
+    assert draw(logits, [(0.0, 0, 1.0, 0.0)], [0], [0])[0] == [50]
+
+
+def test_a_workspace_of_other_size_is_refused(device: torch.device) -> None:
+    vector = torch.zeros(2, device=device)
+    with pytest.raises(ValueError, match="does not fit"):
+        sample(
+            torch.zeros(2, 64, device=device), vector, vector, vector, vector, vector, vector,
+            SamplingWorkspace(1, 64, device), vector, vector,
+        )  # fmt: skip
