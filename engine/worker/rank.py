@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import MiniInferError, mapping_for, public_message
+from common.errors import MiniInferError, TransferError, mapping_for, public_message
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
 from engine.worker.report import Report, engine_counters, engine_load
 from engine.worker.shared_pool import SharedPoolMemory
-from engine.worker.wire import check_handle, request_kwargs
+from engine.worker.wire import covers_request, request_kwargs
 from kvstore.leases import LeaseTable
 from kvstore.types import Epoch, LeaseId
 
@@ -117,11 +117,8 @@ class Rank:
 
     def _submit(self, name: str, fields: dict[str, Any]) -> None:
         now = time.monotonic()
-        handle = fields["handle"]
+        fields["handle"] = handle = self._accept_handle(fields)
         try:
-            if handle is not None:
-                self._mover.keep_alive(handle)
-                check_handle(fields, self._block_size)
             request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields))
         except MiniInferError as error:
             self._report_next.add_failure(name, mapping_for(error).grpc_status, public_message(error))
@@ -130,6 +127,22 @@ class Rank:
             return
         deadline = now + fields["deadline_seconds"] if fields["deadline_seconds"] > 0 else float("inf")
         self._open[request.request_id] = OpenRequest(request, now, deadline)
+
+    def _accept_handle(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """The handle, its lease kept alive; None when it is none, or useless: the prompt is then computed here."""
+        handle: dict[str, Any] | None = fields["handle"]
+        if handle is None:
+            return None
+        try:
+            self._mover.keep_alive(handle)
+        except TransferError as error:
+            logger.warning("%s: computing the prompt here", error)
+            return None
+        if not covers_request(fields, self._block_size):
+            logger.warning("a KV handle does not cover its request: computing the prompt here")
+            self._mover.abandon(handle)
+            return None
+        return handle
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:

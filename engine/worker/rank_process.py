@@ -64,6 +64,10 @@ class RankProcess:
         )
         try:
             event, body = await read_frame(reader)
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await process.wait()
             raise ConfigError(f"the engine process ended with status {status} while loading") from None

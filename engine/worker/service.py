@@ -80,7 +80,10 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
     run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
     began = time.monotonic()
     try:
-        rank = await RankProcess.start(worker, settings.engine, settings.gpu, worker_id, run_dir)
+        rank = await _start_rank(settings, worker_id, run_dir, stopping)
+        if rank is None:
+            logger.info("stopped while loading")
+            return 0
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
             address = f"{worker.advertise_host or worker.host}:{server.port}"
@@ -103,6 +106,21 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
     finally:
         if not worker.run_dir:
             shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def _start_rank(
+    settings: WorkerSettings, worker_id: str, run_dir: str, stopping: asyncio.Event
+) -> RankProcess | None:
+    """The rank with its model loaded; None when `stopping` came first. Raises ConfigError."""
+    start = asyncio.create_task(RankProcess.start(settings.worker, settings.engine, settings.gpu, worker_id, run_dir))
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+    if start.done():
+        stop.cancel()
+        return start.result()
+    start.cancel()
+    await asyncio.wait([start])
+    return None
 
 
 async def _watch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.errors import InvalidRequestError
 from engine.request import SamplingParams, TokenLogprobs
 
 
@@ -29,14 +28,12 @@ def request_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_handle(fields: dict[str, Any], block_size: int) -> None:
-    """A handle must cover all tokens but the last, block by block. Raises InvalidRequestError."""
+def covers_request(fields: dict[str, Any], block_size: int) -> bool:
+    """Whether the handle is for exactly these tokens: all but the last, block by block."""
     handle = fields["handle"]
-    num_tokens = handle["num_tokens"]
-    if num_tokens != len(fields["prompt"]) + len(fields["output"]) - 1:
-        raise InvalidRequestError("the KV handle covers another number of tokens than the request has", "kv_handle")
-    if len(handle["block_ids"]) != -(-num_tokens // block_size):
-        raise InvalidRequestError("the KV handle names another number of blocks than its tokens need", "kv_handle")
+    num_tokens: int = handle["num_tokens"]
+    is_complete = num_tokens == len(fields["prompt"]) + len(fields["output"]) - 1
+    return is_complete and len(handle["block_ids"]) == -(-num_tokens // block_size)
 
 
 def wire_logprobs(entries: Sequence[TokenLogprobs]) -> list[list[Any]]:

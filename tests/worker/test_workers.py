@@ -210,6 +210,16 @@ async def test_stale_epoch_is_recomputed(workers: dict[str, Worker], expected: l
         assert load.num_leases == 0
 
 
+async def test_a_handle_for_other_tokens_is_not_used(workers: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        first, handle = await prefill(p, "other", cache_salt="other")
+        handle.num_tokens -= 1
+        await d.submit("other", cache_salt="other", output_token_ids=first, kv_handle=handle)
+        tokens, _ = await d.until_end("other")
+        assert first + tokens == expected
+        await p.until_quiet()
+
+
 async def test_an_unread_lease_expires_and_frees_its_blocks(workers: dict[str, Worker]) -> None:
     async with attached(workers["prefill"]) as p:
         await prefill(p, "unread", cache_salt="unread")
@@ -257,8 +267,8 @@ async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list
         assert "temperature" in (await d.failure_of("hot")).message
         await d.submit("late", deadline_seconds=0.05, sampling=pb.SamplingParams(max_tokens=1800))
         assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
-        await d.submit("handle", output_token_ids=[1], kv_handle=pb.KvHandle(lease_id="x", num_tokens=7))
-        assert (await d.failure_of("handle")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
+        await d.submit("handle", cache_salt="h", output_token_ids=expected[:1], kv_handle=pb.KvHandle())
+        assert (await d.until_end("handle"))[0] == expected[1:]
         await d.submit("good", cache_salt="good")
         assert (await d.until_end("good"))[0] == expected
 
@@ -333,6 +343,17 @@ def test_a_worker_that_cannot_start_says_why_in_one_line(tmp_path: Path, argumen
     assert len(errors) == 1, result.stderr
     assert message in errors[0]
     assert "Traceback" not in result.stderr
+
+
+async def test_sigterm_while_loading_ends_at_once(tmp_path: Path) -> None:
+    worker = Worker("decode", tmp_path, free_ports(1)[0])
+    try:
+        await asyncio.sleep(0.7)  # the front is up, the engine still imports
+        worker.service.signal(signal.SIGTERM)
+        assert worker.service.process is not None
+        assert await asyncio.to_thread(worker.service.process.wait, 20) in (0, -signal.SIGTERM)
+    finally:
+        stop(worker)
 
 
 async def test_sigterm_drains(tmp_path: Path) -> None:
