@@ -18,8 +18,16 @@ serve: setup     ## start a cluster on the default model (ARGS="--decode 2 ...")
 chat: setup      ## talk to a running cluster
 	@$(BIN)/mini-infer chat $(ARGS)
 
-test: setup      ## all tests (ARGS="tests/kvstore -k pool")
+# Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
+INTERPRETED := $(wildcard tests/kernels tests/gpu)
+
+test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
+ifeq ($(ARGS),)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
+	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED))
+else
 	@$(BIN)/python -m pytest -q $(ARGS)
+endif
 
 check: setup     ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

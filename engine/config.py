@@ -30,7 +30,7 @@ class EngineConfig:
     host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
     max_num_seqs: int = setting(0, "sequences in one step; 0: 64 on a CPU, 256 on a GPU", flags=("--max-batch-size",))
     max_num_batched_tokens: int = setting(
-        0, "tokens in one step; 0: 512 on a CPU, 8192 on a GPU", flags=("--chunk-prefill-size",)
+        0, "tokens in one step; 0: 256 on a CPU, 8192 on a GPU", flags=("--chunk-prefill-size",)
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
@@ -59,7 +59,7 @@ class EngineConfig:
         """The same settings with every automatic bound of a step filled in for `cpu` or `cuda`."""
         on_gpu = device_type == "cuda"
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
-        max_num_batched_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
+        max_num_batched_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 256, max_num_seqs)
         return replace(
             self,
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
