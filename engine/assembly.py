@@ -57,6 +57,7 @@ class EngineParts:
     """An engine and what others need to know about it."""
 
     engine: Engine
+    runner: Any  # executes the engine's plans
     files: ModelFiles
     model_config: ModelConfig
     geometry: PoolGeometry
@@ -126,6 +127,7 @@ def assemble(config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuCon
     )
     return EngineParts(
         engine,
+        runner,
         files,
         loaded.config,
         geometry,

@@ -1,0 +1,146 @@
+"""Where a decode step's time goes on a GPU: kernels by name, idle gaps, calls of the CUDA runtime, host time by phase.
+
+    python -m benchmarks.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
+
+Figures are per step, in microseconds. The profiler slows the host down, so phases of the host are timed before, without
+it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.decode_picture` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine import Bench, open_bench, parse
+
+NAME_LENGTH = 60
+KEPT_STEPS = 3
+
+
+def main() -> int:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--steps", type=int, default=20, help="steps that are profiled")
+    own.add_argument("--out", default="", help="folder for the events")
+    own.add_argument("--top", type=int, default=16, help="kernels shown")
+    options, rest = own.parse_known_args()
+    engine_options = parse(rest)
+    bench = open_bench(engine_options)
+    for batch in engine_options.batch:
+        requests = [bench.add(engine_options.input, 4 * options.steps + 64) for _ in range(batch)]
+        step = bench.parts.engine.step
+        while any(len(request.output_token_ids) < 8 for request in requests):
+            step()
+        host = host_phases(bench, 2 * options.steps)
+        events, span = profiled(step, options.steps)
+        show(batch, host, events, span, options.steps, options.top)
+        if options.out:
+            keep(Path(options.out) / f"decode_{batch}.json", events, span / options.steps)
+        for request in requests:
+            bench.parts.engine.abort(request.request_id)
+        while bench.parts.engine.has_work():
+            step()
+    return 0
+
+
+def host_phases(bench: Bench, steps: int) -> dict[str, float]:
+    """Microseconds a step that the host spends in each phase, and in all of the step."""
+    engine, runner = bench.parts.engine, bench.parts.runner
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                seconds[name] += time.perf_counter() - began
+
+        return call
+
+    def launch(plan: Any) -> Callable[[], Any]:
+        return timed("wait", plain_launch(plan))
+
+    plain_launch = runner.launch
+    parts: list[tuple[Any, str, Callable[..., Any]]] = [
+        (engine.scheduler, name, getattr(engine.scheduler, name)) for name in ("schedule", "advance", "update")
+    ]
+    for owner, name, function in parts:
+        setattr(owner, name, timed(name, function))
+    runner.launch = timed("launch", launch)
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    total = time.perf_counter() - began
+    for owner, name, _ in parts:
+        delattr(owner, name)
+    del runner.launch
+    return {name: value / steps * 1e6 for name, value in {**seconds, "step": total}.items()}
+
+
+def profiled(step: Callable[[], object], steps: int) -> tuple[list[dict[str, Any]], float]:
+    """Complete events of a chrome trace, and the span of the device's work in microseconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        trace = json.loads(Path(file.name).read_text())
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    device = [event for event in events if is_device(event)]
+    begin = min(event["ts"] for event in device)
+    return events, max(event["ts"] + event["dur"] for event in device) - begin
+
+
+def is_device(event: dict[str, Any]) -> bool:
+    return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def show(batch: int, host: dict[str, float], events: list[dict[str, Any]], span: float, steps: int, top: int) -> None:
+    device = sorted((event for event in events if is_device(event)), key=lambda event: event["ts"])
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in device:
+        times[event["name"][:NAME_LENGTH]].append(event["dur"])
+    busy, end = 0.0, 0.0
+    for event in device:
+        busy += max(event["ts"] + event["dur"] - max(event["ts"], end), 0.0)
+        end = max(end, event["ts"] + event["dur"])
+    print(f"batch {batch}: host " + "  ".join(f"{name} {value:.0f}" for name, value in host.items()))
+    print(f"  device span {span / steps:.0f}  busy {busy / steps:.0f}  kernels {len(device) / steps:.0f}")
+    for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:top]:
+        total, count = sum(durations) / steps, len(durations) / steps
+        print(f"  {total:8.1f}  {count:6.1f} x {total / count:7.2f}  {name}")
+    calls: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            calls[event["name"]] += 1
+    print("  calls " + "  ".join(f"{name} {count / steps:.1f}" for name, count in sorted(calls.items())))
+    sys.stdout.flush()
+
+
+def keep(path: Path, events: list[dict[str, Any]], step: float) -> None:
+    """Events of a few steps in the middle: [kind, name, start, duration] in microseconds."""
+    device = sorted(event["ts"] for event in events if is_device(event))
+    begin = device[len(device) // 2]
+    chosen = [
+        [event["cat"], event["name"][:NAME_LENGTH], round(event["ts"] - begin, 2), round(event["dur"], 2)]
+        for event in events
+        if begin <= event["ts"] < begin + KEPT_STEPS * step
+        and (is_device(event) or event.get("cat") in ("cuda_runtime", "cuda_driver"))
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step_us": step, "events": chosen}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
