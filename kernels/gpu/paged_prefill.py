@@ -26,12 +26,17 @@ from kernels.gpu.paged_decode import LOG2_E, _tile_offsets
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """tile_m: rows of (token, head) a program holds; tile_n: keys per step of its loop."""
+    """tile_m: rows of (token, head) a program holds; tile_n: keys per step of its loop.
+
+    Of 8 settings on an H200 with pages of 64, TFLOP/s on Qwen2.5-7B for 8k | 512 over 8k of context | 2k over 16k:
+    128x128, 8 warps, 2 stages 436 | 350 | 374; 64x64, 4, 3 411 | 323 | 338; 128x64, 8, 2 403 | 297 | 317. At 2k
+    without context 64x64 is 6 to 10% faster.
+    """
 
     tile_m: int = 128
-    tile_n: int = 64
+    tile_n: int = 128
     num_warps: int = 8
-    num_stages: int = 3
+    num_stages: int = 2
 
 
 DEFAULT_TUNING = PrefillTuning()

