@@ -1,6 +1,6 @@
 """Figures of a whole local cluster through HTTP, each beside its comparison in the same run.
 
-    python -m benchmarks.serving [--scenario streams,prefix,gap] [--rounds 5] [-- flags of `mini-infer serve`]
+    python -m benchmarks.serving [--scenario streams,prefix,gap] [--rounds 5] [--transformers] [-- flags of serve]
 
 streams: output tokens/s of 8 concurrent streams beside one.
 prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
@@ -142,10 +142,24 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
     return values | lower
 
 
+def transformers_tok_s(rounds: int) -> float:
+    """One stream of the default model under transformers in bfloat16, in this process."""
+    from benchmarks.compare_cpu import transformers_speed
+    from common.model_files import resolve_model
+    from engine.config import EngineConfig
+    from engine.loader import load_model
+
+    config = load_model(resolve_model(""), EngineConfig(device="cpu", quant_mode="none")).config
+    run = transformers_speed(config, STREAM_TOKENS, time.perf_counter)
+    rng = random.Random(SEED)
+    return statistics.median(run([rng.randrange(1000, 40_000) for _ in range(64)]) for _ in range(rounds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description="A local cluster through HTTP.")
     parser.add_argument("--scenario", default="streams,prefix,gap", help="which, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transformers", action="store_true", help="streams: beside one stream of transformers")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
     for name in options.scenario.split(","):
@@ -154,6 +168,9 @@ def main() -> None:
         elif name in ("streams", "prefix"):
             measure = measure_streams if name == "streams" else measure_prefix
             result = on_cluster(measure, options.rounds, flags)
+            if name == "streams" and options.transformers:
+                result["transformers_one_stream_tok_s"] = theirs = transformers_tok_s(options.rounds)
+                result["streams_over_transformers"] = result[f"{NUM_STREAMS}_streams_tok_s"] / theirs
         else:
             parser.error(f"no scenario {name!r}: choose streams, prefix or gap")
         print(json.dumps({"scenario": name, "rounds": options.rounds} | result), flush=True)
