@@ -16,7 +16,7 @@ from torch.nn import functional
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.small_m_gemm import SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
+from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
 
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
@@ -106,9 +106,9 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
     q, o, g, d = (config for config in configs if config is not None)
 
     def fused(weights: list[Tensor]) -> None:
-        gemv(residual, weights[0], None, q, norm, 1e-6)
+        gemv(residual, weights[0], None, FUSED_GEMV, norm, 1e-6)
         gemv(attended, weights[1], None, o, added_to=residual)
-        inner_row = gemv(residual, weights[2], None, g, norm, 1e-6, is_gated=True)
+        inner_row = gemv(residual, weights[2], None, FUSED_GEMV, norm, 1e-6, is_gated=True)
         gemv(inner_row, weights[3], None, d, added_to=residual)
 
     def plain(weights: list[Tensor]) -> None:

@@ -54,7 +54,7 @@ def num_warps_for(n: int) -> int:
     """4 to 8: at 32,768 rows of 3584, 1 warp reaches 81% of copy bandwidth, 2 to 8 94%, 16 82%; one row takes
     1.5 us with any from 4 up.
     """
-    return min(max(triton.next_power_of_2(n) // 512, 2), 8)
+    return 8 if n > 2048 else 4 if n > 1024 else 2
 
 
 def _launch(

@@ -25,7 +25,9 @@ from torch import Tensor
 from kernels.gumbel import exponential_noise, noise_key
 
 CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
-ROW_BLOCK = 8192  # of the one program that walks a truncated row with 32 warps
+# Of the one program that walks a truncated row. 8192 at a time spill registers (top-p of one row 56 us, here 53);
+# loads pipelined through shared memory are slower (61 to 83).
+ROW_BLOCK, ROW_WARPS, ROW_STAGES = 4096, 32, 1
 MIN_TEMPERATURE = 1e-5
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -106,7 +108,7 @@ def _floor_key(maxima, num_chunks, k):
 
 
 @triton.jit
-def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr):
+def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Largest key that at least k logits reach, given that at least k reach `low`: bisection, three pivots a pass.
 
     Stops early at a key that exactly k reach, which tells the same logits apart.
@@ -120,7 +122,7 @@ def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr):
         counts_1 = tl.zeros((BLOCK,), tl.int32)
         counts_2 = tl.zeros((BLOCK,), tl.int32)
         counts_3 = tl.zeros((BLOCK,), tl.int32)
-        for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
             ids = start + tl.arange(0, BLOCK)
             logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
             keys = _order_key(logits)
@@ -140,10 +142,10 @@ def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constexpr):
+def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
     """Sum of exp((l - max) / T) over the logits that reach `key`."""
     mass = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
         ids = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         mass += tl.where(_order_key(logits).to(tl.int64) >= key, tl.exp((logits - highest) / temperature), 0.0)
@@ -154,7 +156,7 @@ def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constex
 def _finish_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr,
     scores_ptr, ids_ptr, maxima_ptr, sums_ptr, token_ids_ptr, best_ptr,
-    vocab_size, row_stride, num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    vocab_size, row_stride, num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
@@ -186,8 +188,8 @@ def _finish_kernel(
         # Tokens below `floor` are not kept; without top-k it lies below all.
         floor = _floor_key(maxima, num_chunks, tl.where(has_top_k, top_k, vocab_size))
         if has_top_k & (top_p < 1.0):
-            floor = _kth_key(row_ptr, vocab_size, top_k, floor, highest, BLOCK)
-            total = _mass_from(row_ptr, vocab_size, floor, highest, temperature, BLOCK)
+            floor = _kth_key(row_ptr, vocab_size, top_k, floor, highest, BLOCK, NUM_STAGES)
+            total = _mass_from(row_ptr, vocab_size, floor, highest, temperature, BLOCK, NUM_STAGES)
         most_before = tl.where(has_top_k, top_k, vocab_size)
         is_kept = False
         while not is_kept:
@@ -196,7 +198,7 @@ def _finish_kernel(
             mass_before = tl.zeros((BLOCK,), tl.float32)
             best_score = tl.full((BLOCK,), float("-inf"), tl.float32)
             best_id = tl.zeros((BLOCK,), tl.int32)
-            for start in tl.range(0, vocab_size, BLOCK, num_stages=4):
+            for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
                 ids = start + tl.arange(0, BLOCK)
                 logits = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
                 above = (logits > candidate) & (_order_key(logits) >= floor)
@@ -252,7 +254,7 @@ def sample(
         logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, *stats, token_ids, best,
         vocab_size, logits.stride(0), num_chunks,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab_size)),
-        num_warps=32,
+        NUM_STAGES=ROW_STAGES, num_warps=ROW_WARPS,
     )  # fmt: skip
 
 
