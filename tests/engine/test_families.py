@@ -1,0 +1,53 @@
+"""The whole engine on tiny models of each family: batches, chunks, caches and both preemptions equal transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.request import SamplingParams
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+NUM_TOKENS = 12
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 5 * i)] for i in range(16)]
+SETTINGS = [
+    {},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+    {"num_gpu_blocks": 44, "block_size": 4, "preemption": "recompute"},
+    {"num_gpu_blocks": 44, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01},
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A saved model and transformers' greedy tokens for all prompts."""
+    tiny = TINY_MODELS[request.param]
+    path = tiny.save(tmp_path_factory.mktemp(request.param))
+    model = tiny.build()
+    return path, [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("batch", [1, 5, 16])
+def test_greedy_equals_transformers(
+    family: tuple[Path, list[list[int]]], settings: dict[str, object], batch: int
+) -> None:
+    path, expected = family
+    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    engine = assemble(EngineConfig(**{**base, **settings})).engine  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    for _ in range(2):  # the second time from the prefix cache
+        requests = [engine.add_request(prompt, params) for prompt in PROMPTS[-batch:]]
+        while engine.has_work():
+            engine.step()
+        assert [request.output_token_ids for request in requests] == expected[-batch:]
+    if "preemption" not in settings:
+        assert requests[-1].num_cached_tokens > 0
+    elif batch == 16:
+        assert engine.scheduler.num_preemptions > 0
+    assert engine.num_failed_steps == 0
+    engine.scheduler.kv.pool.check_integrity()
+    assert engine.scheduler.kv.pool.num_used == 0

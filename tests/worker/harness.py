@@ -1,0 +1,131 @@
+"""Worker processes and streams to them, as a router has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from common.rpc import open_channel
+from protos import decode_pb2_grpc, prefill_pb2_grpc
+from protos import types_pb2 as pb
+from tests.cluster.harness import Service
+
+PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
+DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2")
+
+
+class Worker:
+    """One process and, when attached, its stream."""
+
+    def __init__(self, role: str, folder: Path, port: int, *extra: str, engine: Sequence[str] = DRY_RUN) -> None:
+        argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={role}", f"--run-dir={folder}", *engine]
+        self.service = Service(role, [*argv, *extra], folder / f"{role}.log")
+        self.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
+        self.role = role
+        self.address = f"127.0.0.1:{port}"
+
+    def stub(self, channel: grpc.aio.Channel) -> Any:
+        kind = prefill_pb2_grpc.PrefillStub if self.role == "prefill" else decode_pb2_grpc.DecodeStub
+        return kind(channel)
+
+    async def wait_ready(self) -> None:
+        async with open_channel(self.address) as channel:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    await self.stub(channel).Describe(pb.DescribeRequest(), timeout=1)
+                    return
+                except grpc.aio.AioRpcError:
+                    if time.monotonic() > deadline or not self.service.is_alive():
+                        raise AssertionError(self.service.log()) from None
+                    await asyncio.sleep(0.05)
+
+
+class Stream:
+    """A router's end of Attach; reports are collected as they come."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.load = pb.LoadReport()
+        self.keys: set[bytes] = set()
+
+    async def submit(self, name: str, **fields: Any) -> None:
+        sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
+        sampling.MergeFrom(fields.pop("sampling", pb.SamplingParams()))
+        submit = pb.Submit(request_id=name, sampling=sampling, **{"prompt_token_ids": PROMPT, **fields})
+        await self._call.write(pb.Command(submit=submit))
+
+    async def cancel(self, name: str) -> None:
+        await self._call.write(pb.Command(cancel=pb.Cancel(request_id=name)))
+
+    async def report(self) -> pb.StepReport:
+        report = await asyncio.wait_for(self._call.read(), 20)
+        assert isinstance(report, pb.StepReport), "the stream has ended"
+        self.load = report.load
+        for event in report.kv_events:
+            if event.HasField("snapshot"):
+                self.keys = set(event.snapshot.keys)
+            self.keys |= set(event.stored.keys)
+            self.keys -= set(event.removed.keys)
+        return report
+
+    async def until_end(self, name: str) -> tuple[list[int], pb.TokenDelta]:
+        """Tokens of a request, and its last delta."""
+        tokens: list[int] = []
+        while True:
+            report = await self.report()
+            assert not [f for f in report.failures if f.request_id == name], report.failures
+            for delta in report.deltas:
+                if delta.request_id == name:
+                    tokens += delta.token_ids
+                    if delta.finish_reason:
+                        return tokens, delta
+
+    async def failure_of(self, name: str) -> pb.Failure:
+        while True:
+            for failure in (await self.report()).failures:
+                if failure.request_id == name:
+                    return failure
+
+    async def until_broken(self) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(self._call.read(), 10) is not grpc.aio.EOF:
+                pass
+
+    async def until_quiet(self) -> pb.LoadReport:
+        """Wait until nothing is open and every block is free or cached."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            load = (await self.report()).load
+            open_things = load.num_running + load.num_waiting + load.num_loading + load.num_swapped + load.num_leases
+            if open_things == 0 and load.kv_blocks_free + load.kv_blocks_cached == load.kv_blocks_total:
+                return load
+        raise AssertionError(f"not quiet: {self.load}")
+
+
+@asynccontextmanager
+async def attached(worker: Worker) -> AsyncIterator[Stream]:
+    async with open_channel(worker.address) as channel:
+        call = worker.stub(channel).Attach()
+        yield Stream(call)
+        call.cancel()
+
+
+async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], pb.KvHandle]:
+    await stream.submit(name, **fields)
+    tokens, delta = await stream.until_end(name)
+    assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
+    return tokens, delta.kv_handle
+
+
+def stop(worker: Worker) -> None:
+    if worker.service.is_alive():
+        worker.service.kill()

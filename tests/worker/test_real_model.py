@@ -1,0 +1,50 @@
+"""The real SmolLM2 through a prefill and a decode worker, in float32: its tokens are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from protos import types_pb2 as pb
+from tests.cluster.harness import free_ports
+from tests.engine.test_smollm2 import CONTINUATION, PROMPT
+from tests.worker.harness import Worker, attached, prefill, stop
+
+FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    roles = ("prefill", "decode")
+    found = {r: Worker(r, folder, p, engine=FLOAT32) for r, p in zip(roles, free_ports(2), strict=True)}
+    try:
+        for worker in found.values():
+            asyncio.run(worker.wait_ready())
+        yield found
+    finally:
+        for worker in found.values():
+            stop(worker)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_disaggregated_tokens_equal_those_of_transformers(workers: dict[str, Worker], transport: str) -> None:
+    prompt, expected = PROMPT + CONTINUATION[:5], CONTINUATION[5:]
+    sampling = pb.SamplingParams(max_tokens=len(expected))
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        fields = {"prompt_token_ids": prompt, "sampling": sampling, "cache_salt": transport}
+        first, handle = await prefill(p, "p", **fields)
+        if transport == "tcp":
+            handle.shm_socket = ""
+        await d.submit("d", output_token_ids=first, kv_handle=handle, **fields)
+        tokens, times = [], None
+        while len(first) + len(tokens) < len(expected):
+            for delta in (await d.report()).deltas:
+                tokens += delta.token_ids
+                times = times or delta.times
+        assert first + tokens == expected
+        assert times is not None
+        assert (times.transport, times.num_pulled_tokens) == (transport, len(prompt))
