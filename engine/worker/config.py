@@ -20,6 +20,7 @@ class WorkerConfig:
     agent_socket: str = setting("", "Unix socket of this host's node agent; empty: none")
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
     kv_lease_seconds: float = setting(10.0, "how long a prompt's KV waits for its reader between renewals")
+    kv_staging_gb: float = setting(1.0, "pinned host memory through which a GPU's KV travels; unused on a CPU")
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     stall_seconds: float = setting(10.0, "no step for this long with work to do: out of service")
     metrics_port: int = setting(0, "Prometheus port; 0: none")
@@ -28,3 +29,5 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0 or self.stall_seconds <= 0:
             raise ConfigError("--kv-lease-seconds and --stall-seconds must be positive")
+        if self.kv_staging_gb <= 0:
+            raise ConfigError("--kv-staging-gb must be positive")

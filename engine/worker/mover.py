@@ -50,7 +50,10 @@ class KvMover:
         pool: npt.NDArray[np.uint8],
         on_result: Callable[[], None],
     ) -> None:
-        """`pool`: uint8 [num_blocks, block_bytes]. `on_result` is called from a thread when a result is there."""
+        """`pool`: uint8 [num_rows, block_bytes], what is pulled into.
+
+        `on_result` is called from a thread when a result is there.
+        """
         self._client = client
         self._pool = pool
         self._on_result = on_result

@@ -14,13 +14,14 @@ from typing import Any
 from common.errors import MiniInferError, TransferError, mapping_for, public_message
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
+from engine.worker.exchange import KvExchange
 from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
 from engine.worker.report import Report, engine_counters, engine_load
-from engine.worker.shared_pool import SharedPoolMemory
 from engine.worker.wire import covers_request, request_kwargs
+from kvstore.digest import digest_blocks
 from kvstore.leases import LeaseTable
-from kvstore.types import Epoch, LeaseId
+from kvstore.types import BlockId, Epoch, LeaseId
 
 logger = logging.getLogger("rank")
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
@@ -47,16 +48,23 @@ class Rank:
     """Applies the front's messages to the engine and reports every turn of the loop in one message."""
 
     def __init__(
-        self, link: FrameSocket, parts: EngineParts, memory: SharedPoolMemory, mover: KvMover, lease_seconds: float
+        self,
+        link: FrameSocket,
+        parts: EngineParts,
+        epoch: Epoch,
+        exchange: KvExchange,
+        mover: KvMover,
+        lease_seconds: float,
     ):
         self._link = link
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
         self._block_size = parts.geometry.block_size
-        self._memory = memory
+        self._exchange = exchange
+        self._loads: dict[RequestId, tuple[list[BlockId], list[BlockId]]] = {}  # rows to fill, pool blocks
         self._mover = mover
         self._lease_seconds = lease_seconds
-        self._leases = LeaseTable(memory.epoch)
+        self._leases = LeaseTable(epoch)
         self._open: dict[RequestId, OpenRequest] = {}
         self._report_next = Report()
         self._stopping = False
@@ -157,7 +165,7 @@ class Rank:
             logger.warning(
                 "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
             )
-            self._pool.release(lease.block_ids)
+            self._exchange.end_export(lease.block_ids)
             self._report_next.ended_leases.append(lease.lease_id)
         if now < self._next_deadline_check:
             return
@@ -178,7 +186,14 @@ class Rank:
             if entry is not None:
                 entry.started = now
                 entry.pulled_tokens = handle["num_tokens"] - job.positions[0] * self._block_size
-            self._mover.load(job.request.request_id, handle, job.positions, job.block_ids)
+            rows = self._exchange.open_load(job.block_ids)
+            if rows is None:
+                logger.warning("no staging memory for %d KV blocks: computing them here", len(job.block_ids))
+                self._mover.abandon(handle)
+                self._apply_load(LoadResult(job.request.request_id, False), now)
+                continue
+            self._loads[job.request.request_id] = (rows, job.block_ids)
+            self._mover.load(job.request.request_id, handle, job.positions, rows)
 
     def _apply_loads(self, now: float) -> None:
         for result in self._mover.take_results():
@@ -186,6 +201,8 @@ class Rank:
 
     def _apply_load(self, result: LoadResult, now: float) -> None:
         self._report_next.add_pull(result)
+        if result.request_id in self._loads:
+            self._exchange.close_load(*self._loads.pop(result.request_id), result.ok)
         self._engine.scheduler.finish_load(result.request_id, result.ok)
         entry = self._open.get(result.request_id)
         if entry is None:
@@ -199,7 +216,7 @@ class Rank:
     def _end_lease(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
-            self._pool.release(lease.block_ids)
+            self._exchange.end_export(lease.block_ids)
             self._report_next.ended_leases.append(lease_id)
 
     # -- reports ---------------------------------------------------------------------------------------------
@@ -219,17 +236,20 @@ class Rank:
         entry.reported = True
         self._report_next.add_output(output, handle, times)
 
-    def _grant(self, request: Request) -> dict[str, Any]:
-        """Put the request's blocks under a lease; returns the fields of its KvHandle."""
-        blocks = self._engine.scheduler.detach_blocks(request)
-        lease = self._leases.grant(blocks, time.monotonic(), self._lease_seconds)
+    def _grant(self, request: Request) -> dict[str, Any] | None:
+        """Put the request's blocks under a lease; the fields of its KvHandle, None when they cannot be shared."""
+        rows = self._exchange.export(self._engine.scheduler.detach_blocks(request))
+        if rows is None:
+            logger.warning("no staging memory for a prompt's KV: it will be computed again")
+            return None
+        lease = self._leases.grant(rows, time.monotonic(), self._lease_seconds)
         self._report_next.add_lease(lease)
         return {
             "lease_id": lease.lease_id,
-            "epoch": self._memory.epoch,
+            "epoch": lease.epoch,
             "num_tokens": request.num_computed_tokens,
-            "block_ids": blocks,
-            "digests": self._memory.digests(blocks),
+            "block_ids": rows,
+            "digests": [digest_blocks(self._exchange.blocks[row : row + 1])[0] for row in rows],
             "lease_seconds": self._lease_seconds,
         }
 

@@ -48,10 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     config = EngineConfig(**start["engine"])
-    memory = SharedPoolMemory(start["worker_id"], start["run_dir"], start["agent_socket"])
+    memory = SharedPoolMemory(
+        start["worker_id"], start["run_dir"], start["agent_socket"], int(start["kv_staging_gb"] * 1e9)
+    )
     parts = assemble(config, memory, GpuConfig(**start["gpu"]))
+    exchange = memory.exchange(parts.engine.scheduler.kv.pool)
     client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
-    mover = KvMover(client, memory.blocks, link.wake)
+    mover = KvMover(client, exchange.blocks, link.wake)
     memory.serve()
     geometry = parts.geometry
     link.send(
@@ -80,7 +83,7 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
             },
         ]
     )
-    return Rank(link, parts, memory, mover, start["kv_lease_seconds"])
+    return Rank(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"])
 
 
 if __name__ == "__main__":

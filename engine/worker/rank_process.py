@@ -59,6 +59,7 @@ class RankProcess:
                 "agent_socket": worker.agent_socket,
                 "cluster_token": worker.cluster_token,
                 "kv_lease_seconds": worker.kv_lease_seconds,
+                "kv_staging_gb": worker.kv_staging_gb,
                 "log_level": worker.log_level,
             },
         )
