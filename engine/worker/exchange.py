@@ -1,7 +1,7 @@
 """Between the pool and the memory that peers can reach: the same memory on a CPU, a staging area in front of a GPU.
 
-`blocks` (uint8 [num, block_bytes]) is what peers read and what pulls write to. The rank exports a prompt's blocks when
-it grants a lease, and takes loaded blocks in before a request may use them. Called from the rank's loop only.
+`blocks` (uint8 [num, block_bytes]) is what peers read and what pulls write to. The rank exports a prompt's blocks
+when it grants a lease, and takes loaded blocks in before a request may use them. Called from the rank's loop only.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class SharedPoolMemory:
 
 def pin(memory: torch.Tensor) -> None:
     """Let the GPU copy to and from `memory` directly. Raises ConfigError when the driver refuses."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
         raise ConfigError(
             f"the driver does not pin {memory.numel() / 1e9:.2f} GB of host memory: lower --kv-staging-gb"
