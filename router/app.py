@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -168,7 +168,7 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/explain/{request_id}")
     async def explain(request_id: str) -> Response:
-        choices = gateway.explain.find(request_id, asyncio.get_running_loop().time())
+        choices = gateway.explain.find(request_id, time.monotonic())
         if not choices:
             raise NotFoundError("this request is not known, or was too long ago")
         return _json({"id": request_id, "choices": choices})

@@ -49,16 +49,15 @@ class Choice:
         self.num_tokens = 0
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self._is_plain = not (rules.stops or has_logprobs)
+        self.is_plain = not (rules.stops or has_logprobs)  # tokens become text and nothing else
         self._detokenizer = tokenizer.detokenizer(continues=continues)
 
     def push(self, deltas: Sequence[pb.TokenDelta]) -> Update:
         """Everything that arrived together, as one update."""
         last = deltas[-1]
-        if len(deltas) == 1 and self._is_plain and not last.finish_reason:  # almost every token
+        if len(deltas) == 1 and self.is_plain and not last.finish_reason:
             new_ids = list(last.token_ids)
-            self.num_tokens += len(new_ids)
-            return Update(self._detokenizer.push(new_ids), new_ids, [], [])
+            return Update(self.push_plain(new_ids), new_ids, [], [])
         token_ids: list[int] = []
         logprobs: list[pb.TokenLogprobs] = []
         prompt_logprobs: list[pb.TokenLogprobs] = []
@@ -84,6 +83,11 @@ class Choice:
         else:
             self._push_matching(self._matcher, shown, update)
         return update
+
+    def push_plain(self, token_ids: list[int]) -> str:
+        """The text of tokens in the middle of a plain choice: almost every token goes through here."""
+        self.num_tokens += len(token_ids)
+        return self._detokenizer.push(token_ids)
 
     def _shown_tokens(self, last: pb.TokenDelta, token_ids: list[int], update: Update) -> list[int]:
         """Without the stop token at the end, unless the client wants to see it."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from common.errors import EngineError, MiniInferError, OverloadedError, UnavailableError
 from kvstore.types import WorkerId
@@ -78,9 +80,8 @@ class Dispatcher:
 
     async def _decide(self, journal: Journal, lost: set[WorkerId]) -> Decision:
         """Which workers are next. Waits a moment for one when this is not the first try."""
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + (WAIT_FOR_WORKER_SECONDS if journal.num_migrations else 0.0)
-        while not self._workers.usable("decode", lost) and loop.time() < give_up:
+        give_up = time.monotonic() + (WAIT_FOR_WORKER_SECONDS if journal.num_migrations else 0.0)
+        while not self._workers.usable("decode", lost) and time.monotonic() < give_up:
             await asyncio.sleep(POLL_SECONDS)
         self._turn += 1
         request = RequestView(
@@ -136,22 +137,22 @@ class Dispatcher:
         self, journal: Journal, worker: WorkerId, lost: set[WorkerId], phase: str
     ) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """Submit to one worker and pass on its deltas until it has finished its part."""
-        loop = asyncio.get_running_loop()
         link = self._link(worker)
         pending = 0 if journal.kv_handle is not None else journal.num_tokens
-        submit = journal.submit(journal.next_attempt_id(), loop.time())
+        submit = journal.submit(journal.next_attempt_id(), time.monotonic())
         attempt = link.open(submit, pending, journal.deadline)
-        journal.note(loop.time(), f"{phase} on {worker}")
+        journal.note(time.monotonic(), f"{phase} on {worker}")
         is_first = True
         try:
             while True:
                 deltas = await attempt.mailbox.take()
-                now = loop.time()
+                now = time.monotonic()
                 for delta in deltas:
                     self._received(journal, delta.token_ids, now)
                 if is_first:
                     is_first = False
                     self._explain.first_delta(journal, attempt, phase, now)
+                    attempt.mailbox.shortcut = partial(self._pass_on, journal)
                 yield deltas
                 if deltas[-1].finish_reason:
                     journal.outcome = _OUTCOMES.get(deltas[-1].finish_reason, journal.outcome)
@@ -174,6 +175,17 @@ class Dispatcher:
         raise WorkerLostError(f"worker {worker} has gone")
 
     # -- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _pass_on(self, journal: Journal, delta: pb.TokenDelta) -> bool:
+        """Show a delta without waking the request's task; False when it has to take the ordinary way."""
+        shortcut = journal.shortcut
+        if shortcut is None or delta.finish_reason:
+            return False
+        token_ids = list(delta.token_ids)
+        if not shortcut(token_ids):
+            return False
+        self._received(journal, token_ids, time.monotonic())
+        return True
 
     def _received(self, journal: Journal, token_ids: Sequence[int], now: float) -> None:
         """Once per step and choice: keep it short."""
@@ -198,8 +210,9 @@ class Dispatcher:
             self.num_running -= 1
         else:
             self.num_waiting -= 1
-        self._metrics.choice_ended(journal, asyncio.get_running_loop().time())
-        self._explain.ended(journal, asyncio.get_running_loop().time())
+        now = time.monotonic()
+        self._metrics.choice_ended(journal, now)
+        self._explain.ended(journal, now)
 
     def _count_migration(self, journal: Journal, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
@@ -209,7 +222,7 @@ class Dispatcher:
             raise UnavailableError(f"gave up after {journal.num_migrations + 1} tries: {error}") from error
         journal.num_migrations += 1
         self._metrics.migrations.inc()
-        journal.note(asyncio.get_running_loop().time(), f"moved: {error}")
+        journal.note(time.monotonic(), f"moved: {error}")
         logger.warning("%s moves to another worker (%s)", journal.request_id, error)
 
     def _retry_after(self) -> float:

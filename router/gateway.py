@@ -5,7 +5,6 @@ Holds what one router process has once: tokenizer, worker table, dispatcher, met
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -70,7 +69,7 @@ class Gateway:
     # -- generation --------------------------------------------------------------------------------------------
 
     async def chat_completions(self, request: Request) -> Response:
-        arrival = asyncio.get_running_loop().time()
+        arrival = time.monotonic()
         body = parse_body(ChatCompletionBody, await read_json_object(request))
         self.check_model(body.model)
         self.dispatcher.admit()
@@ -84,7 +83,7 @@ class Gateway:
         return self._respond(request, body, runs, ChatRenderer(options, self.tokenizer), list)
 
     async def completions(self, request: Request) -> Response:
-        arrival = asyncio.get_running_loop().time()
+        arrival = time.monotonic()
         body = parse_body(CompletionBody, await read_json_object(request))
         self.check_model(body.model)
         self.dispatcher.admit()

@@ -7,14 +7,34 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import HttpError, error_body
 from router.middleware import MAX_HEADER_BYTES, MAX_HEADERS
 
 HEADER_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 1.0
+CHUNK_WRITER = "router.chunk_writer"  # in the scope of a request
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+class ChunkWriter:
+    """Writes chunks of an answer that has begun, in chunked encoding, past the layers of ASGI and without waiting."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the client is behind by the transport's buffer, when it has gone, and before the headers."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected))
+
+    def write(self, body: bytes) -> None:
+        """One chunk, not empty. Only while `is_ready`."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -40,6 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_refused:
             super().on_headers_complete()
+            self.scope[CHUNK_WRITER] = ChunkWriter(self.cycle)  # type: ignore[literal-required]
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

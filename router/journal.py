@@ -6,6 +6,7 @@ Plain data and pure methods. A worker gets prompt and tokens so far; the noise o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protos import types_pb2 as pb
@@ -13,7 +14,7 @@ from protos import types_pb2 as pb
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One choice, from admission to its end. Times are of one monotonic clock, in seconds."""
+    """One choice, from admission to its end. Times are time.monotonic(): uvloop's clock counts milliseconds."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -32,6 +33,8 @@ class Journal:
     num_migrations: int = 0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+    # Set while the answer can be shown from where a delta arrives, see decision 0034.
+    shortcut: Callable[[list[int]], bool] | None = None
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
     outcome: str = "abort"  # how it ended: stop, length, error; abort until something else is known
 

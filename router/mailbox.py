@@ -1,31 +1,39 @@
 """Where a worker link leaves what arrives for one attempt, and one task waits for it.
 
-One `put` per step and request, and one wake-up for everything that has come since the last: a token costs no
-task switch of its own when the reader is behind.
+One `put` per step and request, and one wake-up for everything that has come since the last. A `shortcut` may take
+a delta at once, without waking anybody: it is offered only what comes while the reader has nothing else to do, so
+the order stays.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 
-from common.errors import MiniInferError
+from common.errors import EngineError, MiniInferError
 from protos import types_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 
 class Mailbox:
     """Single reader. An error ends it: `take` raises it after what came before has been taken."""
 
-    __slots__ = ("_deltas", "_error", "_loop", "_waiter")
+    __slots__ = ("_deltas", "_error", "_loop", "_waiter", "shortcut")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._deltas: list[pb.TokenDelta] = []
         self._error: MiniInferError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.shortcut: Callable[[pb.TokenDelta], bool] | None = None
 
     def put(self, delta: pb.TokenDelta) -> None:
-        self._deltas.append(delta)
-        if self._waiter is not None:
+        if self._waiter is None:
+            self._deltas.append(delta)
+        elif self.shortcut is None or self._waiter.done() or not self._is_taken(self.shortcut, delta):
+            self._deltas.append(delta)
             self._wake()
 
     def fail(self, error: MiniInferError) -> None:
@@ -49,6 +57,14 @@ class Mailbox:
                 raise self._error
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def _is_taken(self, shortcut: Callable[[pb.TokenDelta], bool], delta: pb.TokenDelta) -> bool:
+        try:
+            return shortcut(delta)
+        except Exception:  # a bug in showing one request must not end the link, which carries all of them
+            logger.exception("a stream failed")
+            self.fail(EngineError("internal error"))
+            return True
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -11,7 +11,6 @@ from router.errors import HttpError, error_body, error_headers, status_of
 
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
-DIRECT_SEND = "router.send"  # in the scope: the server's own `send`, for the chunks of a stream
 OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
 
 
@@ -31,7 +30,6 @@ class Guard:
         except MiniInferError as error:
             await send_error(send, error)
             return
-        scope[DIRECT_SEND] = send
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:

@@ -84,6 +84,8 @@ class RenderOptions:
 class Renderer(Protocol):
     """One API's shape of the answer."""
 
+    plain: PlainChunks | None  # for chunks in the middle of a choice, when they tell nothing but text
+
     def start(self, index: int, usage: Usage) -> bytes:
         """What comes before the first text of a choice."""
 
@@ -125,14 +127,15 @@ class ChatRenderer:
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
         self._options = options
         self._tokenizer = tokenizer
-        self._is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
         self._head = {
             "id": options.request_id,
             "object": "chat.completion.chunk",
             "created": options.created,
             "model": options.model,
         }
-        self._plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
+        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
+        plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
+        self.plain = plain if is_plain else None
 
     def start(self, index: int, usage: Usage) -> bytes:
         choice: dict[str, Any] = {
@@ -142,8 +145,8 @@ class ChatRenderer:
         return self._event(choice, usage, extra)
 
     def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
-        if self._is_plain and update.finish_reason is None:
-            return self._plain.render(index, update.text)
+        if self.plain is not None and update.finish_reason is None:
+            return self.plain.render(index, update.text)
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
@@ -210,24 +213,22 @@ class CompletionRenderer:
         self._options = options
         self._tokenizer = tokenizer
         self._choices_per_prompt = choices_per_prompt
-        self._is_plain = not (
-            options.logprobs or options.return_token_ids or options.continuous_usage or options.echo
-        )
         self._head = {
             "id": options.request_id,
             "object": "text_completion",
             "created": options.created,
             "model": options.model,
         }
-        self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage)
+        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or options.echo)
+        self.plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
 
     def start(self, index: int, usage: Usage) -> bytes:
         return b""
 
     def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
-        if self._is_plain and update.finish_reason is None:
-            return self._plain.render(index, update.text)
+        if self.plain is not None and update.finish_reason is None:
+            return self.plain.render(index, update.text)
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         text = update.text

@@ -18,7 +18,7 @@ from common.errors import EngineError, MiniInferError
 from router.choice import Update
 from router.errors import error_body, error_headers, error_object, status_of
 from router.generation import Generation
-from router.middleware import DIRECT_SEND
+from router.http_protocol import CHUNK_WRITER, ChunkWriter
 from router.render import ChoiceResult, Renderer, event
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._watch(receive, task))
         try:
             if self._is_stream:
-                # Chunks go to the server past the framework's wrappers, each of which costs as much as rendering one.
-                await self._send_stream(send, scope.get(DIRECT_SEND, send))
+                await self._send_stream(send, scope.get(CHUNK_WRITER))
             else:
                 await self._send_answer(send)
         except asyncio.CancelledError:
@@ -108,7 +107,7 @@ class GenerationResponse(Response):
 
     # -- server-sent events ------------------------------------------------------------------------------------
 
-    async def _send_stream(self, send: Send, send_chunk: Send) -> None:
+    async def _send_stream(self, send: Send, writer: ChunkWriter | None) -> None:
         has_begun = False
         last = b""  # what is sent together with the end
         try:
@@ -123,7 +122,11 @@ class GenerationResponse(Response):
                     if not has_begun:
                         has_begun = True
                         await self._begin(send)
-                    await send_chunk({"type": "http.response.body", "body": body, "more_body": True})
+                        self._offer_shortcut(writer)
+                    if writer is not None and writer.is_ready:
+                        writer.write(body)
+                    else:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
             if self._include_usage:
                 last += self._renderer.usage_chunk(self._generation.usage())
         except MiniInferError as error:
@@ -139,6 +142,22 @@ class GenerationResponse(Response):
         if not has_begun:
             await self._begin(send)
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    def _offer_shortcut(self, writer: ChunkWriter | None) -> None:
+        """Let tokens of a plain single choice be written where they arrive, while the client keeps up."""
+        run, plain = self._generation.runs[0], self._renderer.plain
+        if len(self._generation.runs) > 1 or plain is None or writer is None or not run.choice.is_plain:
+            return
+        index, push = run.choice.index, run.choice.push_plain
+
+        def write_now(token_ids: list[int]) -> bool:
+            if not writer.is_ready:
+                return False
+            if body := plain.render(index, push(token_ids)):
+                writer.write(body)
+            return True
+
+        run.journal.shortcut = write_now
 
     async def _begin(self, send: Send) -> None:
         headers = [*_STREAM_HEADERS, *self._extra_headers]

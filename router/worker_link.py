@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -133,8 +134,10 @@ class WorkerLink:
         if self.info is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         mailbox = Mailbox()
-        timer = self._loop.call_at(
-            deadline, mailbox.fail, DeadlineExceededError("the request took longer than it was given")
+        timer = self._loop.call_later(
+            deadline - time.monotonic(),
+            mailbox.fail,
+            DeadlineExceededError("the request took longer than it was given"),
         )
         attempt = Attempt(submit.request_id, self, mailbox, len(submit.prompt_token_ids), pending_tokens, timer)
         self._open[attempt.attempt_id] = attempt
@@ -202,7 +205,7 @@ class WorkerLink:
             return
         self._commands = asyncio.Queue()
         self._stub, self.info = stub, info
-        self._last_sign = self._last_step_time = self._loop.time()
+        self._last_sign = self._last_step_time = time.monotonic()
         self.is_serving = True
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
         helpers = [
@@ -237,12 +240,12 @@ class WorkerLink:
             await asyncio.sleep(HEALTH_INTERVAL_SECONDS)
             try:
                 reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=min(2.0, self._timeout / 2))
-                self._last_sign = self._loop.time()
+                self._last_sign = time.monotonic()
                 self.is_serving = reply.status == health_pb2.HealthCheckResponse.SERVING
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
-                    self._last_sign = self._loop.time()
-            now = self._loop.time()
+                    self._last_sign = time.monotonic()
+            now = time.monotonic()
             if now - self._last_sign > self._timeout:
                 logger.warning("worker %s shows no sign of life for %.0f s", self.worker_id, now - self._last_sign)
                 call.cancel()
@@ -254,7 +257,7 @@ class WorkerLink:
 
     def _apply(self, report: pb.StepReport) -> None:
         """One step of the worker: the hot path, once per step for all requests here."""
-        now = self._last_sign = self._loop.time()
+        now = self._last_sign = time.monotonic()
         opened = self._open
         for delta in report.deltas:
             attempt = opened.get(delta.request_id)
@@ -325,7 +328,7 @@ class WorkerLink:
         """The stream has ended: forget the worker's state and fail what is open here."""
         if self.info is None:
             return
-        now = self._loop.time()
+        now = time.monotonic()
         logger.warning("lost %s worker %s: %s (%d open requests)", self.role, self.worker_id, reason, len(self._open))
         self._index.remove_worker(self.worker_id)
         lost, self._open = self._open, {}

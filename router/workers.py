@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -57,7 +58,7 @@ class WorkerTable:
 
     def usable(self, role: str, avoid: Collection[WorkerId] = ()) -> list[WorkerLink]:
         """Workers that may get a request. Those to avoid, or whose breaker is open, only when there is no other."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         links = [link for link in self._links.values() if link.role == role and link.is_usable]
         closed = [link for link in links if not link.breaker.is_open(now)]
         preferred = [link for link in closed if link.worker_id not in avoid]
@@ -93,7 +94,7 @@ class WorkerTable:
 
     def describe(self) -> list[dict[str, Any]]:
         """Every worker for GET /v1/cluster."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         return [_describe(link, self.index, now) for link in self._links.values()]
 
     # -- addresses ---------------------------------------------------------------------------------------------
