@@ -157,7 +157,8 @@ def running_cluster(
         names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
         router_port, *ports = free_ports(1 + len(names))
         cluster = Cluster(folder, f"http://127.0.0.1:{router_port}")
-        cluster.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        cluster.env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         model = next((a.split("=", 1)[1] for a in engine_args if a.startswith("--model=")), "")
 
         def add(service: str, argv: list[str]) -> None:
