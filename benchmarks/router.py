@@ -2,7 +2,9 @@
 
     python -m benchmarks.router [--clients 1,32] [--tokens 256] [--seconds 5] [--json]
 
-A scripted worker (no model) answers at once, one token per step; `direct` is an HTTP server that writes the same
+A scripted worker (no model) answers an idle cluster at once, one token per step for all requests together, with a
+pause after each step: one that never pauses finishes a request inside the transport's buffers before the next one is
+read, so that every report carries a single token. `direct` is an HTTP server that writes the same
 number of chunks without any work, measured in the same run by the same load generator. The worker and the load
 generator share one core, the router or the direct server has the other. On a busy machine compare the columns of
 one run with each other; `cpu` is the router's own processor time per chunk, which does not depend on neighbours.
@@ -169,7 +171,7 @@ def run(client_counts: list[int], num_tokens: int, seconds: float, step_seconds:
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[0], cores[-1]
     os.sched_setaffinity(0, {ours})
-    worker_flags = ("--delay-seconds", str(step_seconds))
+    worker_flags = ("--pause-seconds", str(step_seconds))
     processes = [start(ours, "-m", "tests.router.scripted_worker", "--max-model-len", "8192", *worker_flags)]
     try:
         worker = ready_address(processes[0])
@@ -201,7 +203,9 @@ def main() -> None:
     parser.add_argument("--clients", default="1,32", help="numbers of concurrent clients")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per answer, one chunk each")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="duration of a step of the scripted worker")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0002, help="pause of the scripted worker after each step"
+    )
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--serve-direct", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

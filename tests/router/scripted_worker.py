@@ -31,7 +31,8 @@ class Script:
     """How a worker behaves. Change it at any time."""
 
     reply: list[int] | None = None  # these tokens, then end of sequence; None: printable bytes without end
-    delay_seconds: float = 0.0  # per step
+    delay_seconds: float = 0.0  # before each step
+    pause_seconds: float = 0.0  # after each step; an idle worker answers at once
     tokens_per_step: int = 1
     eos_token_id: int = 257
     token_range: tuple[int, int] = (32, 127)
@@ -179,6 +180,10 @@ class ScriptedWorker:
                     self._store(running, report)
             report.load.CopyFrom(self._load(session))
             session.reports.put_nowait(report)
+            if self.script.pause_seconds:
+                await asyncio.sleep(0)
+                time.sleep(self.script.pause_seconds)  # noqa: ASYNC251 - the loop's timers are a millisecond coarse
+                await asyncio.sleep(0)
             if 0 <= self.script.die_after_tokens <= self.num_tokens:
                 self.script.die_after_tokens = -1
                 session.reports.put_nowait(None)
@@ -262,11 +267,16 @@ def main() -> None:
     parser.add_argument("--worker-id", default="")
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--delay-seconds", type=float, default=0.0)
+    parser.add_argument("--pause-seconds", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=512)
     arguments = parser.parse_args()
 
     async def serve() -> None:
-        script = Script(tokens_per_step=arguments.tokens_per_step, delay_seconds=arguments.delay_seconds)
+        script = Script(
+            tokens_per_step=arguments.tokens_per_step,
+            delay_seconds=arguments.delay_seconds,
+            pause_seconds=arguments.pause_seconds,
+        )
         length = arguments.max_model_len
         worker = await ScriptedWorker(arguments.role, arguments.worker_id, script, max_model_len=length).start()
         print(worker.address, flush=True)
