@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
@@ -36,6 +37,8 @@ async def _http_ready(url: str) -> bool:
         return status_line.split(b" ")[1:2] == [b"200"]
     finally:
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _grpc_ready(address: str, timeout_seconds: float) -> bool:

@@ -210,6 +210,11 @@ class Dispatcher:
             self.num_running -= 1
         else:
             self.num_waiting -= 1
+        journal.shortcut = None
+        if journal.kv_handle is not None:  # the end came before a decode worker has read it
+            for link in self._workers.links:
+                if link.info is not None and link.info.worker_id == journal.kv_handle.worker_id:
+                    link.release(journal.kv_handle)
         now = time.monotonic()
         self._metrics.choice_ended(journal, now)
         self._explain.ended(journal, now)

@@ -152,6 +152,11 @@ class WorkerLink:
         if not attempt.is_over and self.info is not None:
             self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=attempt.attempt_id)))
 
+    def release(self, handle: pb.KvHandle) -> None:
+        """Tell the worker that nobody will read this KV; without a connection its lease expires."""
+        if self.info is not None and self.info.epoch == handle.epoch:
+            self._commands.put_nowait(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
+
     async def drain(self, grace_seconds: float) -> int:
         """Ask the worker to take no more requests; how many it still has. Raises UnavailableError."""
         if self._stub is None:

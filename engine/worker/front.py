@@ -82,6 +82,8 @@ class WorkerFront:
                 self._submit(session, command.submit, prefill_only)
             elif command.HasField("cancel"):
                 self._cancel(session, command.cancel.request_id)
+            elif command.HasField("release"):
+                self._rank.release(command.release.lease_id, command.release.epoch)
         session.close("")  # the router has said goodbye
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
@@ -90,7 +92,7 @@ class WorkerFront:
             session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
             return
         if submit.request_id in session.names:
-            refusal = failure(submit.request_id, "INVALID_ARGUMENT", "this request id is in use")
+            refusal = failure(submit.request_id, "INTERNAL", "this request id is in use")
             session.send(pb.StepReport(failures=[refusal]))
             return
         name = f"{submit.request_id[:64]}.{next(self._names)}"

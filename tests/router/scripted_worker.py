@@ -68,6 +68,7 @@ class ScriptedWorker:
         self.script = script or Script()
         self.submits: list[pb.Submit] = []
         self.cancels: list[str] = []
+        self.releases: list[str] = []
         self.num_tokens = 0
         self.sessions: set[Session] = set()
         self.draining = False
@@ -139,6 +140,9 @@ class ScriptedWorker:
             if command.HasField("cancel"):
                 self.cancels.append(command.cancel.request_id)
                 session.running.pop(command.cancel.request_id, None)
+                continue
+            if command.HasField("release"):
+                self.releases.append(command.release.lease_id)
                 continue
             submit = command.submit
             self.submits.append(submit)
