@@ -1,9 +1,9 @@
-"""Where a decode step's time goes on a GPU: kernels by name, idle gaps, calls of the CUDA runtime, host time by phase.
+"""Where a decode step's time goes on a GPU: kernels by name, calls of the CUDA runtime, host time by phase.
 
     python -m benchmarks.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
 
-Figures are per step, in microseconds. The profiler slows the host down, so phases of the host are timed before, without
-it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.decode_picture` draws them.
+Figures are per step, in microseconds. The profiler slows the host down, so phases of the host are timed before,
+without it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.decode_picture` draws them.
 """
 
 from __future__ import annotations

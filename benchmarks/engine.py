@@ -10,6 +10,7 @@ settings are flags (`--device`, `--dtype`, `--quant-mode`, ...). Each figure sta
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -27,7 +28,7 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.loader.load import resolve_device
-from engine.request import Request, SamplingParams
+from engine.request import Request, RequestStatus, SamplingParams
 
 OFFLINE_REQUESTS, OFFLINE_MIN, OFFLINE_MAX = 256, 100, 1024
 PREFILL_REPEATS = 3
@@ -109,6 +110,8 @@ def open_bench(options: argparse.Namespace) -> Bench:
     )
     parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     dtype = getattr(torch, parts.geometry.dtype)
+    gc.collect()
+    gc.freeze()  # as a rank does
     peaks = measure_peaks(torch.device(parts.device), dtype)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
@@ -129,7 +132,12 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
     prefilled = time.perf_counter()
     done = sum(len(request.output_token_ids) for request in requests)
     steps = 0
+    full = 0.0  # seconds until the first sequence ends: prompts in several chunks start at different steps
+    num_full = done
     while engine.has_work():
+        if all(request.status is RequestStatus.RUNNING for request in requests):
+            full = time.perf_counter() - prefilled
+            num_full = sum(len(request.output_token_ids) for request in requests)
         engine.step()
         steps += 1
     seconds = time.perf_counter() - prefilled
@@ -145,6 +153,7 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
         "output": num_output,
         "tpot_ms": round(seconds / max(steps, 1) * 1e3, 3),
         "tok_s": round(tokens_per_second, 1),
+        "full_batch_tok_s": round((num_full - done) / full, 1) if full else 0.0,
         "prefill_s": round(prefilled - began, 4),
         "floor_tok_s": round(batch / floor, 1),
         "fraction_of_floor": round(tokens_per_second * floor / batch, 3),

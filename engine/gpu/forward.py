@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
 from kernels.gpu.paged_prefill import paged_prefill
@@ -54,6 +55,8 @@ class FusedForward:
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )
+        self._linear = FewRows(pool.device)
+        self._takes_fused_rows = takes_fused_rows(model)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
@@ -61,20 +64,40 @@ class FusedForward:
         config = model.config
         eps = config.rms_norm_eps
         num_tokens = inputs.token_ids.shape[0]
+        if num_tokens == 1 and inputs.tiles is None and self._takes_fused_rows:
+            return self._hidden_of_one(inputs)
+        linear = self._linear
         residual = functional.embedding(inputs.token_ids, model.embedding)
         x = rms_norm(residual, model.layers[0].attention_norm, eps)
         for index, layer in enumerate(model.layers):
-            qkv = layer.qkv(x).view(num_tokens, -1, config.head_dim)
+            qkv = linear(layer.qkv, x).view(num_tokens, -1, config.head_dim)
             rope_and_write_kv(
                 qkv, model.rotary, inputs.positions, inputs.slots, layer.qk_norm, eps, self._pool, index
             )
-            x = layer.attention_output(self._attend(index, qkv[:, : config.num_heads], inputs))
+            x = linear(layer.attention_output, self._attend(index, qkv[:, : config.num_heads], inputs))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = linear(layer.down, silu_mul(linear(layer.gate_up, x)))
             is_last = index + 1 == len(model.layers)
             norm = model.final_norm if is_last else model.layers[index + 1].attention_norm
             x = add_rms_norm(x, residual, norm, eps)
         return x
+
+    def _hidden_of_one(self, inputs: GpuInputs) -> Tensor:
+        """The same for one decode row: norm, gate and residual are part of the products."""
+        model = self._model
+        config = model.config
+        eps = config.rms_norm_eps
+        residual = functional.embedding(inputs.token_ids, model.embedding)
+        for index, layer in enumerate(model.layers):
+            qkv = fused_row(layer.qkv, residual, layer.attention_norm, eps).view(1, -1, config.head_dim)
+            rope_and_write_kv(
+                qkv, model.rotary, inputs.positions, inputs.slots, layer.qk_norm, eps, self._pool, index
+            )
+            attended = self._attend(index, qkv[:, : config.num_heads], inputs)
+            fused_row(layer.attention_output, attended, added_to=residual)
+            x = fused_row(layer.gate_up, residual, layer.mlp_norm, eps, is_gated=True)
+            fused_row(layer.down, x, added_to=residual)
+        return rms_norm(residual, model.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states (rows, hidden) -> (rows, vocab)."""

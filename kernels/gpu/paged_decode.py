@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+
 MAX_SPLITS = 64
 LOG2_E = 1.4426950408889634
 
@@ -92,7 +94,9 @@ def _paged_decode_kernel(
     layer, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -146,9 +150,10 @@ def _paged_decode_kernel(
 @triton.jit
 def _combine_kernel(
     lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of one head's splits, in their order."""
+    wait_for_predecessor(OVERLAPS)
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
@@ -185,17 +190,19 @@ def paged_decode(
     count = splits or num_splits(num_rows, num_kv_heads, q.device)
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
+    overlaps = overlaps_launches(q)
     _paged_decode_kernel[(num_kv_heads, num_rows, count)](
         q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
         layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, PADDED=padded_group(num_heads // num_kv_heads),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count,
-        NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+        NUM_STAGES=tuning.num_stages, OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
         _combine_kernel[(num_heads, num_rows)](
             lengths, out, workspace.outputs, workspace.log_sums,
-            HEAD_DIM=head_dim, TILE=tuning.tile, NUM_SPLITS=count, num_warps=4,
+            HEAD_DIM=head_dim, TILE=tuning.tile, NUM_SPLITS=count, OVERLAPS=overlaps, num_warps=4,
+            launch_pdl=overlaps,
         )  # fmt: skip
     return out
 

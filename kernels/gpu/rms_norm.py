@@ -15,11 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, n, x_stride, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, n, x_stride, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -73,5 +77,7 @@ def _launch(
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=triton.next_power_of_2(n),
+        OVERLAPS=overlaps_launches(x),
+        launch_pdl=overlaps_launches(x),
         num_warps=num_warps or num_warps_for(n),
     )

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
@@ -27,8 +28,9 @@ def _rope_kernel(
     qkv_ptr, table_ptr, positions_ptr, slots_ptr, norm_ptr, pool_ptr,
     layer, token_stride, block_stride, layer_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -93,7 +95,8 @@ def rope_and_write_kv(
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
         layer, qkv.stride(0), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, HEADS=heads, num_warps=num_warps,
+        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, HEADS=heads, OVERLAPS=overlaps_launches(qkv),
+        num_warps=num_warps, launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
 
 

@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+
 BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
@@ -32,5 +35,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, n, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
-        _silu_mul_kernel[(triton.cdiv(n, BLOCK), num_tokens)](gate_up, out, n, BLOCK=BLOCK, num_warps=4)
+        overlaps = overlaps_launches(gate_up)
+        _silu_mul_kernel[(triton.cdiv(n, BLOCK), num_tokens)](
+            gate_up, out, n, BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
+        )
     return out

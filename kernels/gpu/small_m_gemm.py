@@ -17,7 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+
 MAX_ROWS = 64
+MAX_PREFETCHED = 1 << 23  # weights; a whole step of Qwen3-0.6B 3% faster at 1 and 8 rows, of Qwen2.5-7B 2% slower
+LINE = tl.constexpr(64)  # elements of a line of the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,15 @@ class SmallMWorkspace:
 def _gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, N, K, eps,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     weight_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
+    ahead = tl.minimum(tl.arange(0, 16) * LINE, K - 1)
+    prefetch(weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + ahead[None, :], PREFETCHES)
+    wait_for_predecessor(OVERLAPS)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -119,7 +127,8 @@ def _gemv_kernel(
 def _small_m_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    PREFETCHES: tl.constexpr,
 ):  # fmt: skip
     tile_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -131,6 +140,9 @@ def _small_m_kernel(
     x_rows = x_ptr + rows[:, None] * x_stride
     num_tiles = tl.cdiv(K, BLOCK_K)
     share = tl.cdiv(num_tiles, SPLIT_K)
+    ahead = tl.minimum(split * share * BLOCK_K + tl.arange(0, 16) * LINE, K - 1)
+    prefetch(weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + ahead[None, :], PREFETCHES)
+    wait_for_predecessor(OVERLAPS)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in tl.range(split * share, tl.minimum(split * share + share, num_tiles), num_stages=NUM_STAGES):
         ks = tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -186,7 +198,9 @@ def small_m_linear(
         x, weight, bias if bias is not None else x, out, workspace.partials, workspace.counters,
         num_rows, n, k, x.stride(0),
         HAS_BIAS=bias is not None, EVEN=even, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps_launches(x),
+        PREFETCHES=overlaps_launches(x) and weight.numel() <= MAX_PREFETCHED,
+        num_warps=config.num_warps, launch_pdl=overlaps_launches(x),
     )  # fmt: skip
     return out
 
@@ -209,6 +223,8 @@ def gemv(
         x, weight, bias if bias is not None else x, norm if norm is not None else x, out, n, k, eps,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, ADDS=added_to is not None, GATED=is_gated,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps_launches(x),
+        PREFETCHES=overlaps_launches(x) and weight.numel() <= MAX_PREFETCHED, num_warps=config.num_warps,
+        launch_pdl=overlaps_launches(x),
     )  # fmt: skip
     return out

@@ -1,0 +1,43 @@
+"""Programmatic dependent launch: a kernel's programs start while the kernel before is still running.
+
+A kernel that takes part lets its successor start and waits for its predecessor before it touches memory that another
+kernel writes (`wait_for_predecessor`). Every kernel waits, so that what is two kernels back has ended too. Weights
+are written by no kernel: `prefetch` may ask for them before the wait. Between many short kernels, as in a decode step,
+this hides the start of each one and some of the weights' latency.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@cache
+def _supports(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def overlaps_launches(x: Tensor) -> bool:
+    """Whether kernels on the device of `x` can be launched this way; the constant OVERLAPS of a kernel."""
+    return x.is_cuda and _supports(x.device.index)
+
+
+@triton.jit
+def wait_for_predecessor(OVERLAPS: tl.constexpr):
+    """Let the next kernel's programs start, then wait until all memory of the kernel before is visible."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers, ENABLED: tl.constexpr):
+    """Ask for the lines of `pointers` to be brought into the L2 cache; for weights, before the wait."""
+    if ENABLED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,0 +1,42 @@
+"""A tiny model written with safetensors alone: shapes that GPU kernels take, without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "eos_token_id": 3, "hidden_act": "silu", "attention_bias": False,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Random weights with a spread that keeps logits apart."""
+    generator = torch.Generator().manual_seed(7)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    tensors = {"model.embed_tokens.weight": weight(97, 64) * 8, "model.norm.weight": torch.ones(64)}
+    for index in range(2):
+        prefix = f"model.layers.{index}."
+        for name, shape in {
+            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+            "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64),
+            "mlp.down_proj": (64, 96),
+        }.items():  # fmt: skip
+            tensors[f"{prefix}{name}.weight"] = weight(*shape)
+        for name, size in {
+            "input_layernorm": 64, "post_attention_layernorm": 64, "self_attn.q_norm": 16, "self_attn.k_norm": 16
+        }.items():  # fmt: skip
+            tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder

@@ -1,0 +1,167 @@
+"""The GPU engine against the plain float32 engine: same tokens, whatever the steps look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine.assembly
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.gpu.runner import GpuRunner
+from engine.request import Request, SamplingParams
+from tests.gpu.models import save_tiny_model
+
+ON_GPU = torch.cuda.is_available()
+PLAIN = GpuConfig(overlap=False, use_cuda_graph=False)
+PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 33, 12))]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def reference(model: Path) -> Engine:
+    return assemble(
+        EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64)
+    ).engine
+
+
+def open_gpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, dtype: str = "float32", **settings: Any
+) -> tuple[Engine, GpuRunner]:
+    if not ON_GPU:  # the same runner, its kernels interpreted
+        monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
+    settings = {
+        "num_gpu_blocks": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 96,
+        **settings,
+    }
+    config = EngineConfig(
+        str(model), device="cuda" if ON_GPU else "cpu", dtype=dtype, quant_mode="none", **settings
+    )  # fmt: skip
+    parts = assemble(config, gpu=gpu)
+    made = Engine(
+        parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset(),
+        overlapped=parts.runner if gpu.overlap else None,
+    )  # fmt: skip
+    return made, parts.runner
+
+
+def generate(
+    made: Engine, params: Sequence[SamplingParams], prompts: Sequence[list[int]] = PROMPTS
+) -> list[list[int]]:
+    requests = [made.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=False)]
+    run(made)
+    return [request.output_token_ids for request in requests]
+
+
+def run(made: Engine) -> None:
+    for _ in range(300):
+        if not made.has_work():
+            return
+        for output in made.step():
+            assert output.error is None
+    raise AssertionError("the engine does not end")
+
+
+def greedy(num_tokens: int = 6) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)] * len(PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path) -> list[list[int]]:
+    return generate(reference(model), greedy())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings"),
+    [
+        (PLAIN, {}),
+        (GpuConfig(use_cuda_graph=False), {}),
+        (GpuConfig(), {"max_num_batched_tokens": 16}),
+        (GpuConfig(), {"max_num_seqs": 1}),
+        (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4}),
+        (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01}),
+        (GpuConfig(), {"block_size": 4, "prefix_cache": False}),
+    ],
+    ids=["plain", "overlap", "chunks", "batch-1", "recompute", "swap", "small-blocks"],
+)
+def test_greedy_tokens_do_not_depend_on_the_steps(
+    gpu: GpuConfig, settings: dict[str, Any], model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = open_gpu(model, monkeypatch, gpu, **settings)
+    assert generate(made, greedy()) == expected
+    if settings.get("num_gpu_blocks") == 22:
+        assert made.scheduler.num_preemptions > 0
+
+
+def test_cached_prefix_gives_the_same_tokens(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), block_size=8)
+    assert generate(made, greedy()) == expected
+    assert generate(made, greedy()) == expected
+    assert made.scheduler.kv.stats.hit_tokens > 0
+
+
+def test_seeded_draws_equal_those_of_the_plain_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [
+        SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.8, seed=2, top_k=5, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.0, presence_penalty=0.9, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=1.2, seed=4, top_p=0.8, ignore_eos=True),
+    ]
+    want = generate(reference(model), params)
+    made, _ = open_gpu(model, monkeypatch, GpuConfig())
+    assert generate(made, params) == want
+
+
+def test_abort_in_flight_leaves_the_others_alone(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = open_gpu(model, monkeypatch, GpuConfig())
+    requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, greedy(), strict=True)]
+    for _ in range(3):
+        made.step()
+    made.abort(requests[1].request_id)
+    run(made)
+    assert [requests[i].output_token_ids for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+    made.scheduler.kv.pool.check_integrity()
+
+
+def test_16_bit_logits_are_near_those_of_float32(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are made to follow the reference's tokens; every step's logits are compared."""
+    plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
+    want = forced_logits(plain.engine, plain.runner, expected)
+    made, runner = open_gpu(model, monkeypatch, PLAIN, dtype="bfloat16" if ON_GPU else "float16")
+    got = forced_logits(made, runner, expected)
+    for one, other in zip(want, got, strict=True):
+        assert float((one - other).norm() / one.norm()) < 2e-2
+
+
+def forced_logits(made: Engine, runner: Any, tokens: Sequence[list[int]]) -> list[torch.Tensor]:
+    """Logits (tokens, vocab) of each prompt while its output is forced."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    for index, (prompt, params) in enumerate(zip(PROMPTS, greedy(), strict=True)):
+        request = made.add_request(prompt, params)
+        seen[request.request_id] = []
+
+        def force(request: Request, row: torch.Tensor, index: int = index) -> None:
+            seen[request.request_id].append(row.float().cpu().clone())
+            row[tokens[index][len(request.output_token_ids)]] = 1e4
+
+        runner.hooks[request.request_id] = force
+    run(made)
+    return [torch.stack(rows) for rows in seen.values()]
