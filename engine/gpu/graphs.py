@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs: forward pass, logits, greedy token, new last token. One graph per bucket.
+"""Whole decode steps as CUDA graphs: forward pass, logits, drawn token, new last token. One graph per bucket.
 
 A graph reads fixed tensors: the rows' packed inputs, block tables and last tokens. All graphs share one memory pool
 and are captured largest first, so that the smaller ones fit into what the largest took.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.gpu.draw import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.state import DeviceState
 
@@ -29,37 +30,40 @@ class DecodeOutput:
     logits: Tensor
 
 
-def decode_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_rows: int) -> DecodeOutput:
+def decode_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_rows: int
+) -> DecodeOutput:
     """One decode step of rows 0 .. num_rows - 1. packed: int32 (3, max_rows): positions, slots, lengths."""
     lengths = packed[LENGTH, :num_rows]
     last = state.last_tokens[:num_rows]
     inputs = GpuInputs(last, packed[POSITION, :num_rows], packed[SLOT, :num_rows], state.block_tables, lengths)
     logits = forward.logits(forward.hidden(inputs))
-    token_ids = greedy_tokens(logits)
+    token_ids = sampler.draw(logits, slice(num_rows), lengths)
     last.copy_(torch.where((lengths > 0) & (token_ids >= 0), token_ids, last))
     return DecodeOutput(token_ids, logits)
-
-
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """(rows, vocab) -> int64 (rows,); -1 for a row whose best logit is not finite."""
-    best, token_ids = logits.max(dim=-1)
-    return torch.where(best.isfinite(), token_ids, -1)
 
 
 class DecodeGraphs:
     """Captured on first construction; `replay` runs a bucket."""
 
-    def __init__(self, forward: FusedForward, state: DeviceState, packed: Tensor, buckets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        forward: FusedForward,
+        state: DeviceState,
+        sampler: DeviceSampler,
+        packed: Tensor,
+        buckets: Sequence[int],
+    ) -> None:
         began = time.monotonic()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
         pool = torch.cuda.graph_pool_handle()
         packed[SLOT] = -1  # nothing is stored while capturing
         for num_rows in sorted(buckets, reverse=True):
-            decode_step(forward, state, packed, num_rows)  # compiles kernels, chooses algorithms
+            decode_step(forward, state, sampler, packed, num_rows)  # compiles kernels, chooses algorithms
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                output = decode_step(forward, state, packed, num_rows)
+                output = decode_step(forward, state, sampler, packed, num_rows)
             self._graphs[num_rows] = (graph, output)
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
 

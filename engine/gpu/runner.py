@@ -1,7 +1,7 @@
 """Executes plans on a GPU: decode steps as graphs, steps with prompts eagerly, results read when they are needed.
 
 `launch` only queues work on the stream; the function that it returns waits for the sampled tokens. Rows whose
-parameters need the host (penalties, logprobs, top-p and the like) are drawn by `engine.sampler` from the logits.
+parameters need the host (penalties, log-probabilities, grammars) are drawn by `engine.sampler` from the logits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
+from engine.gpu.draw import DeviceSampler, is_drawn_on_device
 from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step, greedy_tokens
+from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.state import DeviceState
 from engine.kv_memory import copy_in, copy_out
@@ -31,11 +32,6 @@ from kvstore.types import BlockId
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # pinned staging buffers: one being filled, two steps in flight
 PROMPT_LOGPROB_ROWS = 64
-
-
-def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether the device alone can choose the token."""
-    return params.temperature == 0 and params.logprobs is None and not changes_logits(params)
 
 
 @dataclass(slots=True)
@@ -83,6 +79,7 @@ class GpuRunner:
         ]
         self._turn = 0
         self._sampler = Sampler()
+        self._device_sampler = DeviceSampler(self._max_rows, loaded.config.vocab_size, loaded.device)
         self._graphs: DecodeGraphs | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -98,7 +95,9 @@ class GpuRunner:
             return lambda: result
         self._turn = (self._turn + 1) % NUM_BUFFERS
         requests = [row.request for row in rows]
-        self._state.apply(self._rows.sync(requests))
+        changes = self._rows.sync(requests)
+        self._state.apply(changes)
+        self._device_sampler.apply(changes)
         places = [self._rows.row_of(request) for request in requests]
         self._state.upload_blocks(places, requests)
         if all(row.samples and row.num_new_tokens == 1 for row in rows):
@@ -121,7 +120,7 @@ class GpuRunner:
         request.block_ids = [BlockId(index) for index in range(-(-num_tokens // self._block_size))]
         self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
         if self._use_graphs:
-            self._graphs = DecodeGraphs(self._forward, self._state, self._packed, self._buckets)
+            self._graphs = DecodeGraphs(self._forward, self._state, self._device_sampler, self._packed, self._buckets)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -141,8 +140,8 @@ class GpuRunner:
         if self._graphs is not None:
             output = self._graphs.replay(num_rows)
         else:
-            output = decode_step(self._forward, self._state, self._packed, num_rows)
-        if all(is_plain_greedy(row.request.params) for row in rows) and not self.hooks:
+            output = decode_step(self._forward, self._state, self._device_sampler, self._packed, num_rows)
+        if all(is_drawn_on_device(row.request.params) for row in rows) and not self.hooks:
             return self._read_later(output.token_ids, places, list(range(len(rows))), result)
         logits = output.logits[torch.tensor(places, device=self._device)]
         return self._draw(logits, rows, places, list(range(len(rows))), result)
@@ -160,10 +159,12 @@ class GpuRunner:
             return lambda: result
         logits = self._forward.logits(hidden[torch.tensor([last_of[i] for i in sampling], device=self._device)])
         chosen, own = [rows[i] for i in sampling], [places[i] for i in sampling]
-        if not all(is_plain_greedy(row.request.params) for row in chosen) or self.hooks:
+        if not all(is_drawn_on_device(row.request.params) for row in chosen) or self.hooks:
             return self._draw(logits, chosen, own, sampling, result)
-        token_ids = greedy_tokens(logits)
-        self._state.last_tokens[torch.tensor(own, device=self._device)] = token_ids.clamp(min=0)
+        index = torch.tensor(own, device=self._device)
+        lengths = torch.tensor([row.start + row.num_new_tokens for row in chosen], device=self._device)
+        token_ids = self._device_sampler.draw(logits, index, lengths)
+        self._state.last_tokens[index] = token_ids.clamp(min=0)
         return self._read_later(token_ids, range(len(sampling)), sampling, result)
 
     def _mixed_inputs(

@@ -2,8 +2,8 @@
 
 A kernel that takes part lets its successor start and waits for its predecessor before it touches memory that another
 kernel writes (`wait_for_predecessor`). Every kernel waits, so that what is two kernels back has ended too. Weights
-are written by no kernel: `prefetch` may ask for them before the wait. Between many short kernels, as in a decode step,
-this hides the start of each one and some of the weights' latency.
+are written by no kernel: `prefetch` may ask for them before the wait. Between many short kernels, as in a decode
+step, this hides the start of each one and some of the weights' latency.
 """
 
 from __future__ import annotations

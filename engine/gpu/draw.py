@@ -1,0 +1,74 @@
+"""Draws tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
+
+Keeps each row's parameters on the device. Rows that change their logits or ask for log-probabilities need
+`engine.sampler`, which draws the same tokens from the same seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.gpu.rows import RowChanges
+from engine.logits import changes_logits
+from engine.request import SamplingParams
+from kernels.gpu.sampling import SamplingWorkspace, sample
+
+HIGHEST = 1e30  # logits beyond are as broken as infinite ones
+
+
+def is_drawn_on_device(params: SamplingParams) -> bool:
+    return params.logprobs is None and not changes_logits(params)
+
+
+class DeviceSampler:
+    """Parameters of `max_rows` rows. Its workspace serves one stream."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._workspace = SamplingWorkspace(max_rows, vocab_size, device)
+        self._temperatures = torch.zeros(max_rows, device=device)
+        self._top_ks = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._top_ps = torch.ones(max_rows, device=device)
+        self._min_ps = torch.zeros(max_rows, device=device)
+        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    @property
+    def _columns(self) -> tuple[Tensor, ...]:
+        return self._temperatures, self._top_ks, self._top_ps, self._min_ps, self._seeds
+
+    def apply(self, changes: RowChanges) -> None:
+        """Bring rows that changed their owner up to date."""
+        if changes.moved:
+            old, new = (torch.tensor(rows, device=self._device) for rows in zip(*changes.moved, strict=True))
+            for column in self._columns:
+                column[new] = column[old]
+        if changes.fresh:
+            rows = torch.tensor([row for row, _ in changes.fresh], device=self._device)
+            params = [request.params for _, request in changes.fresh]
+            values: Sequence[Sequence[float]] = (
+                [each.temperature for each in params],
+                [each.top_k for each in params],
+                [each.top_p for each in params],
+                [each.min_p for each in params],
+                [_signed64(each.seed or 0) for each in params],
+            )
+            for column, own in zip(self._columns, values, strict=True):
+                column[rows] = torch.tensor(own, dtype=column.dtype, device=self._device)
+
+    def draw(self, logits: Tensor, rows: slice | Tensor, positions: Tensor) -> Tensor:
+        """logits (n, vocab) of `rows`; positions (n,) of the drawn tokens -> int64 (n,), -1 where not finite."""
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
+        best = torch.empty(logits.shape[0], device=self._device)
+        temperatures, top_ks, top_ps, min_ps, seeds = (column[rows] for column in self._columns)
+        sample(
+            logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, self._workspace, token_ids, best
+        )  # fmt: skip
+        return torch.where(best.abs() < HIGHEST, token_ids, -1)
+
+
+def _signed64(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
