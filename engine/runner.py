@@ -55,7 +55,7 @@ class ModelRunner:
         self._pool = kv_pool
         self._host_buffer = host_buffer
         self._block_size = config.block_size
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_num_batched_tokens = config.resolved(loaded.device.type).max_num_batched_tokens
         self._backend = _attention_for(loaded, kv_pool)
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
