@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.gpu.attention.backend import AttentionBackend, PrefillPlan
+from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
-from kernels.gpu.paged_prefill import paged_prefill
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.rope import rope_and_write_kv
 from kernels.gpu.silu_mul import silu_mul
@@ -31,9 +32,9 @@ class GpuInputs:
 
     token_ids int64, positions and slots int32: (num_tokens,). slots: block id * block_size + offset, or -1 to store
         nothing.
-    block_tables: int32 (num_decode_rows, max_blocks) and (num_chunk_rows, max_blocks).
+    decode_tables: block ids, int32 (num_decode_rows, max_blocks).
     lengths: int32 (num_decode_rows,), 0 for rows without a request.
-    tiles: int32 (num_tiles, 4), from `prefill_tiles`, its tokens counted from the first chunk's.
+    prefill: `FusedForward.attention`'s plan for the chunks of prompts; None when there are none.
     """
 
     token_ids: Tensor
@@ -41,12 +42,11 @@ class GpuInputs:
     slots: Tensor
     decode_tables: Tensor
     lengths: Tensor
-    chunk_tables: Tensor | None = None
-    tiles: Tensor | None = None
+    prefill: PrefillPlan | None = None
 
 
 class FusedForward:
-    """The model over one pool. Its workspace serves one stream."""
+    """The model over one pool. Its workspace serves one stream. `attention` plans and attends for prompts."""
 
     def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int) -> None:
         config = model.config
@@ -55,6 +55,7 @@ class FusedForward:
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )
+        self.attention: AttentionBackend = PagedAttention(config.num_heads // config.num_kv_heads)
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
 
@@ -64,7 +65,7 @@ class FusedForward:
         config = model.config
         eps = config.rms_norm_eps
         num_tokens = inputs.token_ids.shape[0]
-        if num_tokens == 1 and inputs.tiles is None and self._takes_fused_rows:
+        if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
         linear = self._linear
         residual = functional.embedding(inputs.token_ids, model.embedding)
@@ -74,7 +75,7 @@ class FusedForward:
             rope_and_write_kv(
                 qkv, model.rotary, inputs.positions, inputs.slots, layer.qk_norm, eps, self._pool, index
             )
-            x = linear(layer.attention_output, self._attend(index, qkv[:, : config.num_heads], inputs))
+            x = linear(layer.attention_output, self._attend(index, qkv, inputs))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(layer.down, silu_mul(linear(layer.gate_up, x)))
             is_last = index + 1 == len(model.layers)
@@ -93,7 +94,7 @@ class FusedForward:
             rope_and_write_kv(
                 qkv, model.rotary, inputs.positions, inputs.slots, layer.qk_norm, eps, self._pool, index
             )
-            attended = self._attend(index, qkv[:, : config.num_heads], inputs)
+            attended = self._attend(index, qkv, inputs)
             fused_row(layer.attention_output, attended, added_to=residual)
             x = fused_row(layer.gate_up, residual, layer.mlp_norm, eps, is_gated=True)
             fused_row(layer.down, x, added_to=residual)
@@ -103,14 +104,15 @@ class FusedForward:
         """Normed hidden states (rows, hidden) -> (rows, vocab)."""
         return self._model.lm_head(hidden)
 
-    def _attend(self, layer: int, q: Tensor, inputs: GpuInputs) -> Tensor:
-        num_decode = inputs.lengths.shape[0]
-        if inputs.tiles is None or inputs.chunk_tables is None:
+    def _attend(self, layer: int, qkv: Tensor, inputs: GpuInputs) -> Tensor:
+        q = qkv[:, : self._model.config.num_heads]
+        if inputs.prefill is None:
             return paged_decode(q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace)
+        num_decode = inputs.lengths.shape[0]
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
             out[:num_decode] = paged_decode(
                 q[:num_decode], self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace
             )
-        paged_prefill(q[num_decode:], self._pool, layer, inputs.chunk_tables, inputs.tiles, out=out[num_decode:])
+        self.attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
         return out

@@ -26,7 +26,6 @@ from engine.logits import changes_logits
 from engine.logprobs import token_logprobs
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan, StepResult
 from engine.sampler import LogitsHook, Sampler
-from kernels.gpu.paged_prefill import prefill_tiles
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class GpuRunner:
         self._pool = kv_pool
         self._host_buffer = host_buffer
         self._block_size = config.block_size
-        self._group = loaded.config.num_heads // loaded.config.num_kv_heads
         self._max_rows = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         self._use_graphs = gpu.use_cuda_graph and loaded.device.type == "cuda"
@@ -186,7 +184,6 @@ class GpuRunner:
             query_starts.append(len(token_ids) - len(decodes))
             last_of[i] = len(token_ids) - 1
         seq_lens = [rows[i].start + rows[i].num_new_tokens for i in chunks]
-        tiles = prefill_tiles(query_starts, seq_lens, self._group)
         device = self._device
         ids = torch.tensor(token_ids, device=device)
         index = torch.tensor([places[i] for i in (*decodes, *chunks)], device=device)
@@ -199,8 +196,7 @@ class GpuRunner:
             torch.tensor(slots, dtype=torch.int32, device=device),
             self._state.block_tables[own],
             lengths,
-            self._state.block_tables[others],
-            torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4),
+            self._forward.attention.plan(query_starts, seq_lens, self._state.block_tables[others]),
         )
         return inputs, last_of
 

@@ -1,0 +1,42 @@
+"""The seam between the fused forward pass and kernels that attend for chunks of prompts.
+
+A backend plans a step once, on the host, from where each row's queries start and how many keys its last query sees;
+the plan holds whatever the kernels need on the device. `prefill` then runs per layer. A backend knows nothing of
+requests or of the scheduler. Decode rows never come here: `kernels.gpu.paged_decode` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+PrefillPlan = Any  # made and read by one backend only; the forward pass hands it through
+
+
+class AttentionBackend(Protocol):
+    """Attends for the prompt tokens of a step, packed one row after the other."""
+
+    @property
+    def name(self) -> str:
+        """As `--attention-backend` calls it."""
+        ...
+
+    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
+        """What `prefill` needs in every layer of one step.
+
+        query_starts: each row's first token, counted from the first prompt token of the step, and the number of
+            tokens at the end. seq_lens: keys that each row's last query sees; what they exceed the row's queries by
+            is its cached context. block_tables: int32 (num_rows, any), on the device.
+        """
+        ...
+
+    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PrefillPlan, out: Tensor) -> None:
+        """Causal attention of the plan's queries against their rows' keys in the pool.
+
+        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim): q rotated. K and V of these tokens are in the pool.
+        pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+        out: (num_tokens, num_heads * head_dim), contiguous, written.
+        """
+        ...
