@@ -113,7 +113,8 @@ class Engine:
             num_source_tokens=num_source_tokens,
         )
         if len(request.output_token_ids) >= params.max_tokens:
-            raise InvalidRequestError("all max_tokens are generated already", "max_tokens")
+            # No `param`: clients do not send output tokens, so this is never their mistake.
+            raise InvalidRequestError("all max_tokens are generated already")
         self.scheduler.add(request)
         return request
 

@@ -143,10 +143,10 @@ class WorkerFront:
             reports[session].deltas.append(token_delta(fields, request_id, self._location))
             if fields[2] is not None:
                 self._forget(fields[0])
-        for name, status, message in frame["failures"]:
+        for name, *fields in frame["failures"]:
             owner = self._owner.get(name)
             if owner is not None:
-                reports[owner[0]].failures.append(failure(owner[1], status, message))
+                reports[owner[0]].failures.append(failure(owner[1], *fields))
                 self._forget(name)
         events = self._events.append(frame["stored"], frame["removed"])
         self._send(reports, [to_proto(event) for event in events], now)

@@ -87,8 +87,7 @@ def _logprobs(fields: list[Any]) -> pb.TokenLogprobs:
     )
 
 
-def failure(request_id: str, status: str, message: str) -> pb.Failure:
+def failure(request_id: str, status: str, message: str, param: str = "", error_code: str = "") -> pb.Failure:
     """`status` is a name of the exception table; one that Failure does not have is internal."""
-    return pb.Failure(
-        request_id=request_id, code=FAILURE_CODES.get(status, pb.FAILURE_CODE_INTERNAL), message=message
-    )
+    code = FAILURE_CODES.get(status, pb.FAILURE_CODE_INTERNAL)
+    return pb.Failure(request_id=request_id, code=code, message=message, param=param, error_code=error_code)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import MiniInferError, TransferError, mapping_for, public_message
+from common.errors import MiniInferError, TransferError
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.exchange import KvExchange
@@ -129,7 +129,7 @@ class Rank:
         try:
             request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields))
         except MiniInferError as error:
-            self._report_next.add_failure(name, mapping_for(error).grpc_status, public_message(error))
+            self._report_next.add_error(name, error)
             if handle is not None:
                 self._mover.abandon(handle)
             return

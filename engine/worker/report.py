@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from engine.engine import Engine
 from engine.request import RequestOutput
 from engine.worker.mover import LoadResult
@@ -42,9 +43,16 @@ class Report:
             ]
         )
 
-    def add_failure(self, request_id: str, status: str, message: str) -> None:
-        """`status` is a name of the exception table."""
-        self.failures.append([request_id, status, message])
+    def add_failure(self, request_id: str, status: str, message: str, param: str = "", error_code: str = "") -> None:
+        """`status` is a name of the exception table; `param` names what the client got wrong."""
+        self.failures.append([request_id, status, message, param, error_code])
+
+    def add_error(self, request_id: str, error: MiniInferError) -> None:
+        """A failure with what the exception says of it."""
+        param = error_code = ""
+        if isinstance(error, InvalidRequestError):
+            param, error_code = error.param or "", error.code or ""
+        self.add_failure(request_id, mapping_for(error).grpc_status, public_message(error), param, error_code)
 
     def add_lease(self, lease: Lease) -> None:
         self.granted.append([lease.lease_id, lease.block_ids, lease.deadline])

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvloop
+
 from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.tokenizer import load_tokenizer
@@ -37,6 +39,7 @@ class Script:
     eos_token_id: int = 257
     token_range: tuple[int, int] = (32, 127)
     refuse: int | None = None  # a FailureCode for every submit
+    refuse_param: str = ""  # the field of the client's request that the failure names
     is_silent: bool = False  # accept and never answer
     die_after_tokens: int = -1  # break every stream after so many tokens, once
     cached_tokens: int = 0
@@ -148,8 +151,9 @@ class ScriptedWorker:
             self.submits.append(submit)
             if self.script.refuse is not None:
                 refusal = pb.Failure(
-                    request_id=submit.request_id, code=self.script.refuse, message="refused by script"
-                )
+                    request_id=submit.request_id, code=self.script.refuse, message="refused by script",
+                    param=self.script.refuse_param, error_code="made_up" if self.script.refuse_param else "",
+                )  # fmt: skip
                 session.reports.put_nowait(pb.StepReport(failures=[refusal]))
                 continue
             history = [*submit.prompt_token_ids, *submit.output_token_ids]
@@ -286,7 +290,7 @@ def main() -> None:
         print(worker.address, flush=True)
         await asyncio.Event().wait()
 
-    asyncio.run(serve())
+    uvloop.run(serve())
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ async def test_a_decode_worker_that_refuses_leaves_the_kv_to_the_next_one() -> N
     ("code", "status"),
     [
         (pb.FAILURE_CODE_INTERNAL, 500),
-        (pb.FAILURE_CODE_INVALID_ARGUMENT, 400),
+        (pb.FAILURE_CODE_INVALID_ARGUMENT, 500),  # names no field: not the client's mistake
+        (pb.FAILURE_CODE_FAILED_PRECONDITION, 500),
+        (99, 500),  # of a newer worker
         (pb.FAILURE_CODE_RESOURCE_EXHAUSTED, 429),
         (pb.FAILURE_CODE_UNAVAILABLE, 503),
         (pb.FAILURE_CODE_DEADLINE_EXCEEDED, 504),
@@ -128,6 +130,27 @@ async def test_failures_become_http_errors(code: int, status: int) -> None:
         c.decode[0].script.refuse = None
         assert (await c.chat()).status_code == 200
         await c.until(c.is_quiet)
+
+
+async def test_a_failure_that_names_a_field_is_the_clients() -> None:
+    script = Script(refuse=pb.FAILURE_CODE_INVALID_ARGUMENT, refuse_param="temperature")
+    async with cluster(num_prefill=1, local_prefill_tokens=0, script=script) as c:
+        answer = await c.chat()
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": "refused by script", "type": "invalid_request_error", "param": "temperature",
+            "code": "made_up",
+        }  # fmt: skip
+        assert len(c.prefill[0].submits) == 1  # nobody else is asked
+
+
+async def test_a_mistake_between_router_and_worker_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(script=Script(refuse=pb.FAILURE_CODE_INVALID_ARGUMENT)) as c:
+        answer = await c.chat()
+        assert answer.status_code == 500
+        assert "script" not in answer.text
+        request_id = c.decode[0].submits[0].request_id
+        assert f"a worker refused {request_id} as FAILURE_CODE_INVALID_ARGUMENT: refused by script" in caplog.text
 
 
 async def test_no_worker_left_in_a_stream_is_an_error_event_within_a_second() -> None:

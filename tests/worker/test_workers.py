@@ -147,11 +147,17 @@ async def test_a_router_that_leaves_frees_everything(workers: dict[str, Worker])
 async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list[int]) -> None:
     async with attached(workers["decode"]) as d:
         await d.submit("empty", prompt_token_ids=[])
-        assert (await d.failure_of("empty")).code == pb.FAILURE_CODE_INVALID_ARGUMENT
+        failure = await d.failure_of("empty")
+        assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "prompt")
         await d.submit("vocab", prompt_token_ids=[10**6])
         assert "vocabulary" in (await d.failure_of("vocab")).message
         await d.submit("hot", sampling=pb.SamplingParams(temperature=-1.0))
-        assert "temperature" in (await d.failure_of("hot")).message
+        assert (await d.failure_of("hot")).param == "temperature"
+        await d.submit("long", prompt_token_ids=[65] * 5000)
+        assert (await d.failure_of("long")).error_code == "context_length_exceeded"
+        await d.submit("done", output_token_ids=[65] * 16)  # a router's mistake, so no field of a client's request
+        failure = await d.failure_of("done")
+        assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "")
         await d.submit("late", deadline_seconds=0.05, sampling=pb.SamplingParams(max_tokens=1800))
         assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
         await d.submit("handle", cache_salt="h", output_token_ids=expected[:1], kv_handle=pb.KvHandle())
