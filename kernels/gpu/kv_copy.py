@@ -1,0 +1,70 @@
+"""Copies KV blocks and computes their digests in the same pass, on a GPU; formulas in `kernels/kv_copy.py`.
+
+The source may be another process's or another GPU's memory: it is read once. A program keeps the weights of its words
+for several blocks. Digests are sums of integers, so that the order of the programs does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 1024  # 64-bit words a program moves at a time
+BLOCKS = 8  # blocks a program works on, so that weights cost an eighth of a load
+NUM_WARPS = 4
+
+
+@triton.jit
+def _kv_copy_kernel(
+    source_ptr, source_ids_ptr, target_ptr, target_ids_ptr, weights_ptr, digests_ptr, num_ids, num_words,
+    WORDS: tl.constexpr, BLOCKS: tl.constexpr, COPIES: tl.constexpr, DIGESTS: tl.constexpr,
+):  # fmt: skip
+    words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = words < num_words
+    if DIGESTS:
+        a = tl.load(weights_ptr + words, mask=inside, other=0)
+        b = tl.load(weights_ptr + num_words + words, mask=inside, other=0)
+    first = tl.program_id(1) * BLOCKS
+    for index in range(first, min(first + BLOCKS, num_ids)):
+        source = tl.load(source_ids_ptr + index).to(tl.int64)
+        x = tl.load(source_ptr + source * num_words + words, mask=inside, other=0)
+        if COPIES:
+            target = tl.load(target_ids_ptr + index).to(tl.int64)
+            tl.store(target_ptr + target * num_words + words, x, mask=inside)
+        if DIGESTS:
+            tl.atomic_add(digests_ptr + index, tl.sum(a * x + b * (x >> 32)), sem="relaxed")
+
+
+def copy_blocks(
+    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None
+) -> Tensor | None:
+    """source, target: int64 (num_blocks, num_words), contiguous; ids: int32 or int64 on the target's device.
+
+    weights: int64 (2, num_words), for digests int64 (num_ids,) of what was read.
+    """
+    if source.shape[1] != target.shape[1] or not (source.is_contiguous() and target.is_contiguous()):
+        raise ValueError("source and target must be contiguous rows of the same length")
+    return _launch(source, source_ids, target, target_ids, weights)
+
+
+def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """blocks: int64 (num_blocks, num_words), contiguous; weights: int64 (2, num_words) -> int64 (num_ids,)."""
+    digests = _launch(blocks, ids, None, None, weights)
+    assert digests is not None
+    return digests
+
+
+def _launch(
+    source: Tensor, source_ids: Tensor, target: Tensor | None, target_ids: Tensor | None, weights: Tensor | None
+) -> Tensor | None:
+    num_ids, num_words = source_ids.shape[0], source.shape[1]
+    digests = None if weights is None else torch.zeros(num_ids, dtype=torch.int64, device=source_ids.device)
+    if num_ids:
+        grid = (triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS))
+        _kv_copy_kernel[grid](
+            source, source_ids, target, target_ids, weights, digests, num_ids, num_words,
+            WORDS=WORDS, BLOCKS=BLOCKS, COPIES=target is not None, DIGESTS=weights is not None, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return digests
