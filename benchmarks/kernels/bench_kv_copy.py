@@ -1,4 +1,4 @@
-"""kv_copy: bandwidth against a plain copy, with and without digests, and time against eager torch (gather, scatter)."""
+"""kv_copy: bandwidth against a plain copy, with and without digests, and time against eager torch."""
 
 from __future__ import annotations
 
