@@ -22,7 +22,7 @@ class EngineConfig:
         "auto", "weights in memory; auto on a CPU: int4-weight for 4-bit GGUF files, int8-weight for others",
         choices=("auto", "none", "int8-weight", "int4-weight"),
     )  # fmt: skip
-    block_size: int = setting(16, "tokens per KV block")
+    block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
     kv_cache_gb: float = setting(
         0.0, "memory for KV blocks; 0: 1 GB on a CPU, what --gpu-memory-fraction leaves on a GPU"
@@ -42,7 +42,7 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(message)
 
-        require(1 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024")
+        require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
         require(self.num_gpu_blocks >= 0, "--num-gpu-blocks must not be negative")
         require(self.kv_cache_gb >= 0, "--kv-cache-gb must not be negative")
         require(self.host_tier_gb >= 0, "--host-tier-gb must not be negative")
@@ -56,12 +56,18 @@ class EngineConfig:
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
     def resolved(self, device_type: str) -> EngineConfig:
-        """The same settings with every automatic bound of a step filled in for `cpu` or `cuda`."""
+        """The same settings with block size and every automatic bound of a step filled in for `cpu` or `cuda`.
+
+        Raises ConfigError for a block size that the device's kernels cannot take.
+        """
         on_gpu = device_type == "cuda"
+        if on_gpu and self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
         max_num_batched_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 256, max_num_seqs)
         return replace(
             self,
+            block_size=self.block_size or (64 if on_gpu else 16),
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),

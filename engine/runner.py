@@ -43,6 +43,7 @@ class ModelRunner:
         self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
     ) -> None:
         model_config = loaded.config
+        config = config.resolved(loaded.device.type)
         expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
         if kv_pool.shape[1:] != expected or kv_pool.dtype != loaded.dtype:
             raise ConfigError(
@@ -55,7 +56,7 @@ class ModelRunner:
         self._pool = kv_pool
         self._host_buffer = host_buffer
         self._block_size = config.block_size
-        self._max_num_batched_tokens = config.resolved(loaded.device.type).max_num_batched_tokens
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         self._backend = _attention_for(loaded, kv_pool)
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:

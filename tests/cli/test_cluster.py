@@ -101,7 +101,7 @@ def test_cores_are_shared_out():
         (["--quant-mode=w8a8"], "use int8-weight"),
         (["--quant-mode", "w8a8"], "use int8-weight"),
         (["--quant-mode=fp4"], "choose one of auto, none, int8-weight"),
-        (["--block-size=0"], "--block-size 0"),
+        (["--block-size=-1"], "--block-size -1"),
         (["--port=99999"], "--port 99999"),
     ],
 )

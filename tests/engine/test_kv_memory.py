@@ -26,7 +26,7 @@ from kvstore.types import BlockId, HostSlot, PoolGeometry
 
 
 def geometry_of(**settings: object) -> PoolGeometry:
-    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    config = EngineConfig(**settings).resolved("cpu")  # type: ignore[arg-type]
     return pool_geometry(DRY_RUN_CONFIG, config, "f", torch.float32)
 
 
