@@ -58,3 +58,5 @@ class PeerPool:
     digests: tuple[int, ...]  # one per block
     num_tokens: int  # whose KV the blocks hold
     lease_seconds: float
+    cuda_socket: str = ""  # Unix socket that hands out the descriptor of the pool in GPU memory; empty: none
+    needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
