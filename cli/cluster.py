@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 
 SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
 
@@ -54,6 +54,7 @@ class ClusterConfig:
 
     serve: ServeConfig
     router: RouterConfig
+    http: HttpConfig
     worker: WorkerConfig
     engine: EngineConfig
     agent: AgentConfig
@@ -109,7 +110,9 @@ def plan_cluster(
     router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
     health = f"http://{host}:{router.port}/readyz"
-    services.append(spec("router", "router", [router], health, stage=1, stop_stage=0, grace_seconds=grace))
+    services.append(
+        spec("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
+    )
     return services
 
 

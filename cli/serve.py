@@ -29,7 +29,7 @@ from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     for title, cls in (
         ("node agent", AgentConfig),
         ("workers", WorkerConfig),
+        ("HTTP connections", HttpConfig),
         ("router and HTTP gateway", RouterConfig),
         ("engine of each worker", EngineConfig),
         ("cluster", ServeConfig),
@@ -76,6 +77,7 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
     return ClusterConfig(
         serve=serve,
         router=_without(RouterConfig, ROUTER_OWN, namespace, env, router_values),
+        http=from_namespace(HttpConfig, namespace, env),
         worker=_without(WorkerConfig, WORKER_OWN, namespace, env),
         engine=engine,
         agent=_without(AgentConfig, AGENT_OWN, namespace, env),

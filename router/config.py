@@ -1,4 +1,4 @@
-"""Settings of a router."""
+"""Settings of a router, and of its HTTP server's connections."""
 
 from __future__ import annotations
 
@@ -56,3 +56,20 @@ class RouterConfig:
                 raise ConfigError(f"--{role} {item!r}: expected host:port")
             found.append((host.strip("[]"), int(port)))
         return found
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """Bounds on HTTP connections. Raises ConfigError for values that cannot work."""
+
+    max_connections: int = setting(2048, "HTTP connections; requests on more get 503")
+    idle_connection_seconds: float = setting(75.0, "a connection without a request is closed after this long")
+    stalled_client_seconds: float = setting(
+        60.0, "a client that reads nothing of its answer for this long is cut off"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError("--max-connections must be at least 1")
+        if self.idle_connection_seconds < 1 or self.stalled_client_seconds < 1:
+            raise ConfigError("--idle-connection-seconds and --stalled-client-seconds must be at least 1")

@@ -10,10 +10,10 @@ from common.config import ENV_PREFIX, add_arguments, from_namespace
 from engine.config import EngineConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 
 SETTINGS: dict[str, tuple[type[Any], ...]] = {
-    "router": (RouterConfig,),
+    "router": (RouterConfig, HttpConfig),
     "prefill_service": (WorkerConfig, EngineConfig),
     "decode_service": (WorkerConfig, EngineConfig),
     "kvstore": (AgentConfig,),

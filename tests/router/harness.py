@@ -17,9 +17,9 @@ from openai import AsyncOpenAI
 from common.model_files import resolve_model
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from router.app import create_app
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
-from router.http_protocol import BoundedProtocol
+from router.http_protocol import bounded_protocol
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -98,6 +98,7 @@ async def cluster(
     info: dict[str, Any] | None = None,
     tokenizer: Tokenizer = DRY_RUN,
     wait: bool = True,
+    http: HttpConfig | None = None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """Scripted workers behind a router. Every worker has a copy of `script`."""
@@ -115,20 +116,26 @@ async def cluster(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(
-        uvicorn.Config(create_app(gateway), http=BoundedProtocol, ws="none", log_config=None, access_log=False)
+        uvicorn.Config(
+            create_app(gateway),
+            http=bounded_protocol(http or HttpConfig()),
+            ws="none",
+            log_config=None,
+            access_log=False,
+        )
     )
     serving = asyncio.create_task(server._serve([listener]))
     url = f"http://127.0.0.1:{port}"
     try:
         async with (
-            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
             AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
         ):
             async with asyncio.timeout(10):
                 while not (server.started and (not wait or _all_usable(gateway, num_prefill, num_decode))):
                     assert not serving.done()
                     await asyncio.sleep(0.005)
-            yield Cluster(gateway, prefill, decode, http, openai, port, tokenizer)
+            yield Cluster(gateway, prefill, decode, client, openai, port, tokenizer)
     finally:
         server.should_exit = True
         server.force_exit = True

@@ -1,0 +1,149 @@
+"""Bounds on HTTP connections: how many, how long without a request, how long without being read."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from contextlib import AsyncExitStack, suppress
+
+import orjson
+import pytest
+
+from common.errors import ConfigError
+from router.__main__ import allow_descriptors, parse_settings
+from router.config import HttpConfig
+from tests.router.harness import Cluster, cluster
+from tests.router.scripted_worker import Script
+
+BODY = orjson.dumps({"prompt": "x", "max_tokens": 1})
+COMPLETION = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+)
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(c: Cluster, stack: AsyncExitStack) -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
+    stack.callback(writer.close)
+    return reader, writer
+
+
+async def ask(connection: Connection, data: bytes) -> bytes:
+    """Send a request; everything that comes until the router closes the connection."""
+    reader, writer = connection
+    writer.write(data)
+    return await asyncio.wait_for(reader.read(), 10)
+
+
+async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer() -> None:
+    async with cluster(http=HttpConfig(max_connections=2)) as c, AsyncExitStack() as stack:
+        held = [await connect(c, stack) for _ in range(2)]
+        answer = await ask(await connect(c, stack), COMPLETION)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head
+        assert orjson.loads(body)["error"]["type"] == "service_unavailable_error"
+        assert not c.decode[0].submits
+        assert (await ask(await connect(c, stack), b"GET /livez?x HTTP/1.1\r\nhost: x\r\n\r\n")).startswith(
+            b"HTTP/1.1 200 "
+        )
+        for _, writer in held:
+            writer.close()
+        async with asyncio.timeout(10):
+            while (await c.complete(max_tokens=1)).status_code != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_connections_beyond_the_spare_ones_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http_protocol.NUM_SPARE_CONNECTIONS", 1)
+    monkeypatch.setattr("router.http_protocol.SPARE_SECONDS", 60.0)
+    async with cluster(http=HttpConfig(max_connections=1)) as c, AsyncExitStack() as stack:
+        held = [await connect(c, stack) for _ in range(2)]
+        reader, _ = await connect(c, stack)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert (await ask(held[1], COMPLETION)).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.1)
+    async with cluster() as c, AsyncExitStack() as stack:
+        silent, line_ends = await connect(c, stack), await connect(c, stack)
+        assert await ask(silent, b"") == b""
+        assert b"200 OK" not in await ask(line_ends, b"\r\n")
+
+
+async def test_what_follows_an_early_answer_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.3)
+    async with cluster() as c, AsyncExitStack() as stack:
+        reader, writer = await connect(c, stack)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        assert b" 415 " in await asyncio.wait_for(reader.readline(), 10)
+        async with asyncio.timeout(10):
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b"x" * 50_000)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_bad_chunk_after_the_headers_has_one_answer() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    async with cluster() as c, AsyncExitStack() as stack:
+        connection = await connect(c, stack)
+        connection[1].write(head + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
+        await asyncio.sleep(0.05)  # the application waits for the body by now
+        answer = await ask(connection, b"not a size\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert (await c.complete(max_tokens=1)).status_code == 200
+
+
+async def test_nonsense_in_the_middle_of_a_stream_does_not_land_in_it() -> None:
+    async with cluster(script=Script(delay_seconds=0.01)) as c, AsyncExitStack() as stack:
+        reader, writer = connection = await connect(c, stack)
+        body = orjson.dumps({"prompt": "x", "max_tokens": 400, "stream": True})
+        writer.write(COMPLETION.partition(b"content-length")[0] + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert b" 200 " in await reader.readline()
+        with suppress(ConnectionResetError):
+            assert b"error" not in await ask(connection, b"\0\0\0\0\r\n\r\n")
+        await c.until(lambda: bool(c.decode[0].cancels))
+        await c.until(c.is_quiet)
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = HttpConfig(stalled_client_seconds=1.0)
+    script = Script(tokens_per_step=50, pause_seconds=0.0001)
+    async with cluster(script=script, info={"max_model_len": 1 << 20}, http=limits) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.port, limit=1024)
+        try:
+            body = orjson.dumps({"prompt": "x", "max_tokens": 1_000_000, "stream": True, "logprobs": 5})
+            head = COMPLETION.partition(b"content-length")[0]
+            writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            await reader.readuntil(b"\r\n\r\n")
+            await c.until(lambda: bool(c.decode[0].cancels), 30)
+            await c.until(c.is_quiet)
+            assert c.decode[0].num_tokens < 1_000_000
+        finally:
+            writer.transport.abort()
+
+
+def test_settings() -> None:
+    for field in ("max_connections", "idle_connection_seconds", "stalled_client_seconds"):
+        with pytest.raises(ConfigError):
+            HttpConfig(**{field: 0})
+    config, http = parse_settings(["--decode=a:1", "--max-connections=5"])
+    assert (config.decode, http.max_connections) == ("a:1", 5)
+
+
+def test_the_descriptor_limit_is_raised_or_named() -> None:
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        allow_descriptors(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300
+        with pytest.raises(ConfigError, match="--max-connections"):
+            allow_descriptors(hard + 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
