@@ -5,9 +5,11 @@
 A scripted worker (no model) answers an idle cluster at once, one token per step for all requests together, with a
 pause after each step: one that never pauses finishes a request inside the transport's buffers before the next one is
 read, so that every report carries a single token. `direct` is an HTTP server that writes the same
-number of chunks without any work, measured in the same run by the same load generator. The worker and the load
-generator share one core, the router or the direct server has the other. On a busy machine compare the columns of
-one run with each other; `cpu` is the router's own processor time per chunk, which does not depend on neighbours.
+number of chunks without any work, measured in the same run by the same load generator. `worker` is one request at a
+time sent straight to the worker's stream, from the router's core, until its first token is back: what the transport
+and the worker take; the router adds the rest. The worker and the load generator share one core, whatever stands in
+front has the other. On a busy machine compare the rows of one run with each other; `cpu` is the router's own
+processor time per chunk, which does not depend on neighbours.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from dataclasses import asdict, dataclass
 from typing import cast
 
 import uvloop
+
+from common.rpc import open_channel
+from protos import decode_pb2_grpc
+from protos import types_pb2 as pb
 
 _BODY = {"messages": [{"role": "user", "content": "Say something about routers."}], "stream": True, "seed": 1}
 _CHUNK = (
@@ -117,6 +123,43 @@ class Client(asyncio.Protocol):
             self.done.set_exception(exc or ConnectionError("the server closed the connection"))
 
 
+async def measure_worker(address: str, num_tokens: int, seconds: float) -> Figures:
+    """Requests straight to the worker, one at a time, over a stream like the router's."""
+    firsts: list[float] = []
+    sampling = pb.SamplingParams(max_tokens=num_tokens, seed=1)
+    async with open_channel(address) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Attach()  # type: ignore[no-untyped-call]
+        await call.read()
+        cpu_before, began = time.process_time(), time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            submit = pb.Submit(request_id=f"direct-{len(firsts)}", prompt_token_ids=range(64), sampling=sampling)
+            sent = time.perf_counter()
+            await call.write(pb.Command(submit=submit))
+            deltas = (await call.read()).deltas
+            firsts.append(time.perf_counter() - sent)
+            while not deltas[-1].finish_reason:
+                deltas = (await call.read()).deltas
+        cpu, wall = time.process_time() - cpu_before, time.perf_counter() - began
+        call.cancel()
+    return figures("worker", 1, firsts, num_tokens, len(firsts) * num_tokens, wall, cpu)
+
+
+def figures(
+    target: str, clients: int, firsts: list[float], num_tokens: int, num_chunks: int, wall: float, cpu: float
+) -> Figures:
+    firsts = sorted(firsts)
+    return Figures(
+        target=target,
+        clients=clients,
+        requests=len(firsts),
+        first_chunk_ms_p50=round(statistics.median(firsts) * 1e3, 3),
+        first_chunk_ms_p99=round(firsts[int(len(firsts) * 0.99)] * 1e3, 3),
+        tokens_per_s=round(len(firsts) * num_tokens / wall),
+        chunks_per_s=round(num_chunks / wall),
+        cpu_us_per_chunk=round(cpu / max(num_chunks, 1) * 1e6, 2),
+    )
+
+
 async def measure(target: str, url: str, pid: int, num_clients: int, num_tokens: int, seconds: float) -> Figures:
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({**_BODY, "max_tokens": num_tokens}).encode()
@@ -132,18 +175,9 @@ async def measure(target: str, url: str, pid: int, num_clients: int, num_tokens:
         clients.append(client)
     await asyncio.gather(*(client.done for client in clients))
     wall, cpu = time.perf_counter() - began, cpu_seconds(pid) - cpu_before
-    firsts = sorted(value for client in clients for value in client.first_chunk_seconds)
+    firsts = [value for client in clients for value in client.first_chunk_seconds]
     num_chunks = sum(client.num_chunks for client in clients)
-    return Figures(
-        target=target,
-        clients=num_clients,
-        requests=len(firsts),
-        first_chunk_ms_p50=round(statistics.median(firsts) * 1e3, 3),
-        first_chunk_ms_p99=round(firsts[int(len(firsts) * 0.99)] * 1e3, 3),
-        tokens_per_s=round(len(firsts) * num_tokens / wall),
-        chunks_per_s=round(num_chunks / wall),
-        cpu_us_per_chunk=round(cpu / max(num_chunks, 1) * 1e6, 2),
-    )
+    return figures(target, num_clients, firsts, num_tokens, num_chunks, wall, cpu)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -167,6 +201,14 @@ def ready_address(process: subprocess.Popen[str]) -> str:
     return line.rpartition(" ")[2]
 
 
+async def from_core(core: int, worker: str, num_tokens: int, seconds: float) -> Figures:
+    """`measure_worker` in a process of its own, where the router runs."""
+    flags = ("-m", "benchmarks.router", "--measure-worker", worker, "--tokens", str(num_tokens))
+    process = start(core, *flags, "--seconds", str(seconds))
+    output, _ = await asyncio.to_thread(process.communicate)
+    return Figures(**json.loads(output))
+
+
 def run(client_counts: list[int], num_tokens: int, seconds: float, step_seconds: float) -> list[Figures]:
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[0], cores[-1]
@@ -183,7 +225,7 @@ def run(client_counts: list[int], num_tokens: int, seconds: float, step_seconds:
         time.sleep(1.0)  # the worker attaches
 
         async def measure_all() -> list[Figures]:
-            rows = []
+            rows = [await from_core(theirs, worker, num_tokens, seconds)]
             for count in client_counts:
                 for target in ("direct", "router"):
                     await measure(target, urls[target], pids[target], count, num_tokens, 0.5)  # warm-up
@@ -208,7 +250,12 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--serve-direct", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-worker", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.measure_worker:
+        row = uvloop.run(measure_worker(arguments.measure_worker, arguments.tokens, arguments.seconds))
+        print(json.dumps(asdict(row)))
+        return
     if arguments.serve_direct:
         uvloop.run(serve_direct(arguments.serve_direct))
         return

@@ -1,1 +1,6 @@
 """What at least three folders need: settings, errors, RPC set-up, logging, metrics. Never torch."""
+
+import os
+
+# grpc reads this when it is first imported, so it stands where every process of ours begins. Why: decision 0035.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

@@ -13,6 +13,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from common.errors import InvalidRequestError, MiniInferError, NotFoundError, UnauthenticatedError
 from common.metrics import CONTENT_TYPE
@@ -74,7 +75,8 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     def post(path: str, handler: Handler, body: type[Any]) -> None:
         # The body is read and checked by hand (bounds, duplicate keys); its schema is for the documentation.
         # The plain route answers: solving dependencies, of which there are none, would cost 34 us a request.
-        app.add_route(path, handler, methods=["POST"], include_in_schema=False)
+        # It comes first, since routes are tried in order.
+        app.router.routes.insert(0, Route(path, handler, methods=["POST"], include_in_schema=False))
         schema = {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
         app.add_api_route(path, handler, methods=["POST"], openapi_extra=schema, response_model=None)
 
@@ -90,10 +92,10 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     async def detokenize(request: Request) -> Response:
         return _json(await gateway.detokenize(request))
 
-    post("/v1/chat/completions", chat, ChatCompletionBody)
-    post("/v1/completions", completions, CompletionBody)
-    post("/tokenize", tokenize, TokenizeBody)
     post("/detokenize", detokenize, DetokenizeBody)
+    post("/tokenize", tokenize, TokenizeBody)
+    post("/v1/completions", completions, CompletionBody)
+    post("/v1/chat/completions", chat, ChatCompletionBody)
 
     def card() -> dict[str, Any]:
         infos = gateway.workers.infos()

@@ -61,6 +61,7 @@ class Session:
     running: dict[str, Running] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     taken: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedWorker:
@@ -133,6 +134,7 @@ class ScriptedWorker:
             while (report := await session.reports.get()) is not None:
                 session.taken.set()
                 yield report
+                session.sent.set()
         finally:
             for task in tasks:
                 task.cancel()
@@ -187,9 +189,10 @@ class ScriptedWorker:
                     del session.running[name]
                     self._store(running, report)
             report.load.CopyFrom(self._load(session))
+            session.sent.clear()
             session.reports.put_nowait(report)
             if self.script.pause_seconds:
-                await asyncio.sleep(0)
+                await session.sent.wait()
                 time.sleep(self.script.pause_seconds)  # noqa: ASYNC251 - the loop's timers are a millisecond coarse
                 await asyncio.sleep(0)
             if 0 <= self.script.die_after_tokens <= self.num_tokens:
