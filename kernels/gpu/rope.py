@@ -2,7 +2,7 @@
 
 For every head x of q and k:  x = rms_norm(x) * weight (when the model has QK-norm), then
 x * cos + (second half, first half) * sin with the position's row of the table, sin carrying the rotation's sign.
-q goes back to where it was; k and v go to their slot of the paged pool. Computed in float32, rounded once.
+q and k go back to where they were; k and v go to their slot of the paged pool. Computed in float32, rounded once.
 
 In the pool's layout (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) the k heads and then the v heads
 of a layer lie one after the other, as they do in qkv, so one index covers both.
@@ -39,7 +39,6 @@ def _rope_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     exists = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
     rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    is_q = (heads < NUM_HEADS)[:, None]
 
     source = qkv_ptr + token * token_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
@@ -60,8 +59,8 @@ def _rope_kernel(
     out_first = tl.where(rotates, x * cos_first + y * sin_first, first)
     out_second = tl.where(rotates, y * cos_second + x * sin_second, second)
 
-    tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=is_q)
-    tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=is_q)
+    tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=rotates)
+    tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=rotates)
     target = pool_ptr + (slot // BLOCK_SIZE) * block_stride + layer.to(tl.int64) * layer_stride
     target += (slot % BLOCK_SIZE) * HEAD_DIM
     target = target + (heads - NUM_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
@@ -74,7 +73,7 @@ def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
     pool: Tensor, layer: int, heads_per_program: int = 8, num_warps: int = 2,
 ) -> None:  # fmt: skip
-    """Rotate q in place; store rotated k, and v, in the pool.
+    """Rotate q and k in place; store rotated k, and v, in the pool.
 
     qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two.
     table: (num_positions, 2, head_dim), cosines and signed sines. positions: int (num_tokens,).
