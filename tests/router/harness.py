@@ -122,6 +122,7 @@ async def cluster(
             ws="none",
             log_config=None,
             access_log=False,
+            timeout_graceful_shutdown=1,
         )
     )
     serving = asyncio.create_task(server._serve([listener]))
@@ -138,7 +139,6 @@ async def cluster(
             yield Cluster(gateway, prefill, decode, client, openai, port, tokenizer)
     finally:
         server.should_exit = True
-        server.force_exit = True
         await serving
         listener.close()
         for worker in (*prefill, *decode):

@@ -43,6 +43,11 @@ RAW_BODIES: dict[str, bytes] = {
     "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     "huge integer": b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
     "comment": b'{"prompt": "x"} // no',
+    "two values": b'{"prompt": "x"} {"prompt": "x"}',
+    "surrogate as utf-8": b'{"prompt": "\xed\xa0\x80"}',
+    "lone surrogate in a key": b'{"prompt": "x", "\\udfff": 1}',
+    "utf-16": '{"prompt": "x"}'.encode("utf-16"),
+    "huge exponent": b'{"prompt": "x", "temperature": 1e400}',
 }
 _MESSAGE_CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
@@ -59,6 +64,10 @@ _MESSAGE_CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x", "evil": 1}]}, "messages"),
     ({"messages": MESSAGES * 5000}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 10_000_000}]}, "messages"),
+    ({"messages": [[]]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": "x", "content": None}]}, "messages"),
+    ({"messages": None}, "messages"),
 ]
 _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
@@ -73,6 +82,16 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "1"}, "max_tokens"),
+    ({"n": "1"}, "n"),
+    ({"seed": "1"}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"top_k": True}, "top_k"),
+    ({"logprobs": "true"}, "logprobs"),
+    ({"stop_token_ids": [True]}, "stop_token_ids.0"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"model": 5}, "model"),
     ({"max_tokens": 10**9}, "messages"),
     ({"max_completion_tokens": 10**18}, "max_completion_tokens"),
     ({"n": 0}, "n"),
@@ -140,6 +159,9 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
     ({"prompt": "x", "logprobs": True}, "logprobs"),
     ({"prompt": ["x"] * 100, "n": 2}, "n"),
+    ({"prompt": "x", "best_of": 10**9}, "best_of"),
+    ({"prompt": ["x", ""]}, "prompt"),
+    ({"prompt": [1.0]}, "prompt"),
     ({"prompt": [5] * 512}, "prompt"),
     ({"prompt": [5] * 513}, "prompt"),
     ({"prompt": [5] * 500, "max_tokens": 13}, "prompt"),
@@ -223,6 +245,46 @@ async def test_content_type_method_path_and_size(c: Cluster) -> None:
     big = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
     assert (await c.http.post(COMPLETIONS, content=big, headers=JSON)).status_code == 413
     assert (await refused(c, COMPLETIONS, orjson.dumps({"prompt": "x", "model": "other"})))["status"] == 404
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tokens": [-1]}, {"tokens": [320]}, {"tokens": ["1"]}, {"tokens": 5}, {"prompt": 5}, {"messages": [5]}],
+    ids=str,
+)
+async def test_tokenize_and_detokenize(c: Cluster, path: str, fields: dict[str, Any]) -> None:
+    assert (await refused(c, path, orjson.dumps(fields)))["status"] == 400
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_odd_text_is_text(c: Cluster) -> None:
+    for text in ("\0", "a\0b", "\ufeff", "\U0010ffff", "\u202e", "a" * 400, "<eos><user>"):
+        answer = await c.complete(text, echo=True, max_tokens=1)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"].startswith(text)
+        assert (await c.chat(text[:300], max_tokens=1)).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_without_a_length_is_bounded_too(c: Cluster) -> None:
+    async def long() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(20):
+            yield b"x" * (1 << 20)
+
+    assert (await c.http.post(COMPLETIONS, content=long(), headers=JSON)).status_code == 413
+    assert (await c.complete(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_odd_labels_change_nothing(c: Cluster) -> None:
+    for label in ("x" * 5000, "a\tb", "\xe9"):
+        headers = [(name, label.encode("latin-1")) for name in (b"X-Request-Id", b"traceparent", b"X-Session-Id")]
+        answer = await c.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"] == answer.json()["id"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

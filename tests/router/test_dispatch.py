@@ -66,6 +66,27 @@ async def test_a_stream_goes_on_when_its_worker_breaks_it_off() -> None:
         await c.until(c.is_quiet)
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "num_before", "shown"),
+    [
+        ("one two three four", "thr", 9, "one two "),  # dies between "t" and "hr"
+        ("one two three four", "!", 9, "one two three four"),
+        ("a 😀 b", "zz", 3, "a 😀 b"),  # in the middle of a character
+        ("漢字", "字", 4, "漢"),
+    ],
+)
+async def test_text_goes_on_across_a_migration(text: str, stop: str, num_before: int, shown: str) -> None:
+    script = Script(reply=list(text.encode()), delay_seconds=0.005)
+    async with cluster(num_decode=2, script=script) as c:
+        for worker in c.decode:
+            worker.script.die_after_tokens = num_before
+        events = await c.events(max_tokens=40, stop=[stop])
+        assert sum(bool(submit.output_token_ids) for worker in c.decode for submit in worker.submits) >= 1
+        assert text_of(events) == shown
+        assert [e["choices"][0]["finish_reason"] for e in events[:-1] if e["choices"][0]["finish_reason"]] == ["stop"]
+        await c.until(c.is_quiet)
+
+
 async def test_a_killed_prefill_worker_is_replaced_by_another_or_by_local_prefill() -> None:
     control = await undisturbed()
     async with cluster(num_prefill=2, script=SLOW, local_prefill_tokens=0) as c:
