@@ -11,7 +11,7 @@ import grpc
 
 from common.errors import TransferError, UnavailableError
 from common.rpc import CHANNEL_OPTIONS, token_metadata
-from kvstore.types import PeerPool
+from kvstore.types import BlockId, PeerPool
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 MAX_CHANNELS = 64
@@ -51,6 +51,18 @@ class LeaseClient:
         stub = self.stub(peer.kv_address)
         request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch)
         return bool(call(lambda: stub.Release(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
+
+    def stage(self, peer: PeerPool, deadline_seconds: float) -> list[BlockId]:
+        """Have the lease's blocks copied to the peer's shared memory; the rows, one per block of the lease.
+
+        Raises UnavailableError, or TransferError when the peer cannot.
+        """
+        stub = self.stub(peer.kv_address)
+        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch)
+        rows = call(lambda: stub.Stage(request, timeout=deadline_seconds, metadata=self.metadata)).rows
+        if len(rows) != len(peer.block_ids):
+            raise TransferError("the peer has staged another lease")
+        return [BlockId(row) for row in rows]
 
     def close(self) -> None:
         with self._lock:

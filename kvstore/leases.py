@@ -48,6 +48,9 @@ class LeaseTable:
     def leases(self) -> list[Lease]:
         return list(self._leases.values())
 
+    def get(self, lease_id: LeaseId) -> Lease | None:
+        return self._leases.get(lease_id)
+
     def grant(self, block_ids: Sequence[BlockId], now: float, lease_seconds: float) -> Lease:
         """A lease with an unguessable id."""
         lease_id = LeaseId(secrets.token_hex(16))
@@ -81,8 +84,8 @@ class LeaseTable:
         self._next_deadline = min((lease.deadline for lease in self._leases.values()), default=math.inf)
         return over
 
-    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int], now: float) -> list[BlockId]:
-        """Blocks at `positions` of a lease. Raises TransferError that says why they may not be read."""
+    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
+        """Blocks at `positions` of a lease (None: all). Raises TransferError that says why they may not be read."""
         if epoch != self.epoch:
             raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
         lease = self._leases.get(lease_id)
@@ -91,6 +94,8 @@ class LeaseTable:
         if now >= lease.deadline:
             raise TransferError("the lease has expired")
         num_blocks = len(lease.block_ids)
+        if positions is None:
+            return list(lease.block_ids)
         for position in positions:
             if not 0 <= position < num_blocks:
                 raise TransferError(f"position {position} is outside the lease of {num_blocks} blocks")
@@ -125,7 +130,7 @@ class LeaseMirror:
         """A reader is done. False: there is no such lease (any more)."""
         return self._table.release(lease_id, epoch) is not None
 
-    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int], now: float) -> list[BlockId]:
+    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
         """As LeaseTable.resolve."""
         return self._table.resolve(lease_id, epoch, positions, now)
 

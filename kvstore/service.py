@@ -23,6 +23,7 @@ from kvstore.events import CacheEvent, EventLog, to_proto
 from kvstore.leases import LeaseMirror
 from kvstore.memory import blocks_over, map_fd
 from kvstore.pool_info import PoolInfo
+from kvstore.staging import StagingDesk
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
@@ -62,9 +63,17 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     """
 
     def __init__(
-        self, pool: PoolView, leases: LeaseMirror, events: EventLog, on_renew: OnRenew, on_release: OnRelease
+        self,
+        pool: PoolView,
+        leases: LeaseMirror,
+        events: EventLog,
+        on_renew: OnRenew,
+        on_release: OnRelease,
+        staging: StagingDesk | None = None,
     ) -> None:
+        """`staging` when leases name blocks of GPU memory, and `pool` is a staging area in front of it."""
         self._pool = pool
+        self._staging = staging
         self._leases = leases
         self._events = events
         self._on_renew = on_renew
@@ -87,14 +96,23 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await self._on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
 
+    async def Stage(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.StageReply:
+        rows: Sequence[BlockId] = ()
+        try:
+            rows = await self._rows(request)
+        except MiniInferError as error:
+            await abort_with(context, error)
+        return kvstore_pb2.StageReply(rows=rows)
+
     async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> AsyncIterator[kvstore_pb2.BlockChunk]:
         try:
             if len(request.positions) > MAX_POSITIONS:
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
-            block_ids = self._resolve(request, request.positions)
-            for index, block_id in enumerate(block_ids):
-                for chunk in block_chunks(index, self._pool.blocks[block_id]):
-                    self._resolve(request, request.positions[index : index + 1])  # after the copy
+            self._resolve(request, request.positions)
+            rows = await self._rows(request)
+            for index, position in enumerate(request.positions):
+                for chunk in block_chunks(index, self._pool.blocks[rows[position]]):
+                    self._resolve(request, [position])  # after the copy
                     yield chunk
         except MiniInferError as error:
             await abort_with(context, error)
@@ -115,7 +133,14 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         finally:
             watcher.close()
 
-    def _resolve(self, request: kvstore_pb2.ReadRequest, positions: Sequence[int]) -> list[BlockId]:
+    async def _rows(self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest) -> list[BlockId]:
+        """Rows of `pool` with the lease's blocks. Raises TransferError when they cannot be brought there."""
+        blocks = self._resolve(request, None)
+        return blocks if self._staging is None else await self._staging.rows(LeaseId(request.lease_id))
+
+    def _resolve(
+        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest, positions: Sequence[int] | None
+    ) -> list[BlockId]:
         return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
 
 

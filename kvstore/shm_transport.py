@@ -1,7 +1,8 @@
 """Reads a peer's pool on the same host: its memfd, mapped read-only once, and one copy per run of blocks.
 
-One-sided: the peer does nothing. That the blocks are still those of the lease is the digest's proof, afterwards.
-A mapping stays readable when its owner dies.
+One-sided: the peer does nothing, except that one whose blocks lie in GPU memory copies a lease to rows of the shared
+memory when it is asked to. That the blocks are still those of the lease is the digest's proof, afterwards. A mapping
+stays readable when its owner dies.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
 from kvstore.descriptor_server import fetch_pool
+from kvstore.lease_client import LeaseClient
 from kvstore.memory import blocks_over, map_fd
 from kvstore.pool_info import check_compatible
 from kvstore.runs import merged_runs
@@ -31,8 +33,14 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, geometry: PoolGeometry) -> None:
+    def __init__(
+        self, geometry: PoolGeometry, pool: Blocks, leases: LeaseClient, digest: Callable[[Blocks], list[int]]
+    ) -> None:
+        """`pool` is what is pulled into; `leases` stays the caller's to close."""
         self._geometry = geometry
+        self._pool = pool
+        self._leases = leases
+        self._digest = digest
         self._lock = threading.Lock()
         self._pools: OrderedDict[tuple[WorkerId, Epoch], Blocks] = OrderedDict()
 
@@ -40,30 +48,34 @@ class ShmTransport:
     def num_mappings(self) -> int:
         return len(self._pools)
 
+    def offered_by(self, peer: PeerPool) -> bool:
+        return bool(peer.shm_socket)
+
     def open(self, peer: PeerPool) -> None:
-        self._pool(peer)
+        self._mapping(peer)
 
     def pull(
         self,
         peer: PeerPool,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
-        local_pool: Blocks,
         deadline_seconds: float,
-    ) -> None:
-        pool = self._pool(peer)
-        remote_ids = [peer.block_ids[position] for position in positions]
+    ) -> list[int]:
+        pool = self._mapping(peer)
+        rows = self._leases.stage(peer, deadline_seconds) if peer.needs_staging else peer.block_ids
+        remote_ids = [rows[position] for position in positions]
         if remote_ids and not 0 <= min(remote_ids) <= max(remote_ids) < len(pool):
             raise TransferError("the KV handle names a block outside the peer's pool")
         for remote, local, count in merged_runs(list(zip(remote_ids, local_block_ids, strict=True))):
-            np.copyto(local_pool[local : local + count], pool[remote : remote + count])
+            np.copyto(self._pool[local : local + count], pool[remote : remote + count])
+        return [self._digest(self._pool[block_id : block_id + 1])[0] for block_id in local_block_ids]
 
     def close(self) -> None:
         """Forget all mappings; each ends when its last reader is done."""
         with self._lock:
             self._pools.clear()
 
-    def _pool(self, peer: PeerPool) -> Blocks:
+    def _mapping(self, peer: PeerPool) -> Blocks:
         key = (peer.worker_id, peer.epoch)
         with self._lock:
             known = self._pools.get(key)

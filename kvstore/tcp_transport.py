@@ -7,7 +7,7 @@ outside the local blocks that were named.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 import numpy as np
@@ -29,11 +29,19 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, geometry: PoolGeometry, client: LeaseClient) -> None:
+    def __init__(
+        self, geometry: PoolGeometry, pool: Blocks, client: LeaseClient, digest: Callable[[Blocks], list[int]]
+    ) -> None:
+        """`pool` is what is pulled into."""
         self._geometry = geometry
+        self._pool = pool
         self._client = client
+        self._digest = digest
         self._lock = threading.Lock()
         self._known: set[tuple[str, Epoch]] = set()  # handshakes that were fine
+
+    def offered_by(self, peer: PeerPool) -> bool:
+        return bool(peer.kv_address)
 
     def open(self, peer: PeerPool) -> None:
         with self._lock:
@@ -57,21 +65,21 @@ class TcpTransport:
         peer: PeerPool,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
-        local_pool: Blocks,
         deadline_seconds: float,
-    ) -> None:
+    ) -> list[int]:
         if not positions:
-            return
+            return []
         stub = self._client.stub(peer.kv_address)
         request = kvstore_pb2.ReadRequest(lease_id=peer.lease_id, epoch=peer.epoch, positions=positions)
         stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
         try:
-            receive_blocks(stream, local_block_ids, local_pool)
+            receive_blocks(stream, local_block_ids, self._pool)
         except grpc.RpcError as error:
             failure = rpc_failure(error)
             raise TransferError(str(failure)) from error
         finally:
             stream.cancel()
+        return [self._digest(self._pool[block_id : block_id + 1])[0] for block_id in local_block_ids]
 
     def close(self) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """Pulling KV blocks from a peer: which transport, and whether what came is what was promised.
 
-    client = KvClient(my_geometry, token)
+    client = host_client(my_geometry, my_blocks, token)
     peer = peer_from_handle(handle)
-    client.pull(peer, positions, local_block_ids, local_pool)     # copied and verified, or TransferError
+    client.pull(peer, positions, local_block_ids)       # copied and verified, or TransferError
     client.renew(peer, seconds); client.release(peer)
 
 Blocking and safe to call from several threads; knows neither schedulers nor requests. What a failed pull left in
@@ -37,9 +37,13 @@ DEFAULT_DEADLINE_SECONDS = 30.0
 
 
 class Transport(Protocol):
-    """One way to move blocks. Connections and mappings are made at need and kept until `close`."""
+    """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
 
     name: str
+
+    def offered_by(self, peer: PeerPool) -> bool:
+        """Whether the peer's handle names what this transport needs."""
+        ...
 
     def open(self, peer: PeerPool) -> None:
         """Reach the peer and compare geometry and epoch, before the first byte.
@@ -53,10 +57,12 @@ class Transport(Protocol):
         peer: PeerPool,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
-        local_pool: Blocks,
         deadline_seconds: float,
-    ) -> None:
-        """Copy the lease's blocks at `positions` to rows `local_block_ids`. Not verified. Raises TransferError."""
+    ) -> list[int]:
+        """Copy the lease's blocks at `positions` to the local blocks `local_block_ids`.
+
+        Returns the digests of what arrived, for the caller to compare. Raises TransferError.
+        """
         ...
 
     def close(self) -> None: ...
@@ -87,27 +93,42 @@ def peer_from_handle(handle: types_pb2.KvHandle) -> PeerPool:
         digests=tuple(handle.digests),
         num_tokens=handle.num_tokens,
         lease_seconds=handle.lease_seconds,
+        cuda_socket=handle.cuda_socket,
+        needs_staging=handle.needs_staging,
     )
+
+
+def host_transports(
+    geometry: PoolGeometry,
+    pool: Blocks,
+    leases: LeaseClient,
+    names: Sequence[str],
+    digest: Callable[[Blocks], list[int]] = digest_blocks,
+) -> list[Transport]:
+    """Those of `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
+    known: dict[str, Callable[[], Transport]] = {
+        "shm": lambda: ShmTransport(geometry, pool, leases, digest),
+        "tcp": lambda: TcpTransport(geometry, pool, leases, digest),
+    }
+    return [known[name]() for name in names if name in known]
+
+
+def host_client(
+    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp")
+) -> KvClient:
+    """A client that fills a pool in host memory."""
+    leases = LeaseClient(token)
+    return KvClient(host_transports(geometry, pool, leases, names), leases, geometry.block_bytes)
 
 
 class KvClient:
     """Reads leases of other workers' pools by the best transport that both sides have."""
 
-    def __init__(
-        self,
-        geometry: PoolGeometry,
-        token: str = "",
-        transports: Sequence[str] = ("shm", "tcp"),
-        digest: Callable[[Blocks], list[int]] = digest_blocks,
-    ) -> None:
-        """`transports` in order of preference. `digest` may be a faster equivalent of `digest_blocks`."""
-        self._leases = LeaseClient(token)
-        known: dict[str, Callable[[], Transport]] = {
-            "shm": lambda: ShmTransport(geometry),
-            "tcp": lambda: TcpTransport(geometry, self._leases),
-        }
-        self._transports = [known[name]() for name in transports]
-        self._digest = digest
+    def __init__(self, transports: Sequence[Transport], leases: LeaseClient, block_bytes: int) -> None:
+        """`transports` in order of preference, all into the same pool. The client closes them and `leases`."""
+        self._transports = transports
+        self._leases = leases
+        self._block_bytes = block_bytes
         self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
         self._lock = threading.Lock()
 
@@ -116,7 +137,6 @@ class KvClient:
         peer: PeerPool,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
-        local_pool: Blocks,
         deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     ) -> PullResult:
         """Copy and verify the lease's blocks at `positions`.
@@ -130,10 +150,11 @@ class KvClient:
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
         transport = self._open_best(peer)
-        transport.pull(peer, positions, local_block_ids, local_pool, deadline_seconds)
-        self._verify(peer, positions, local_block_ids, local_pool)
-        num_bytes = len(positions) * local_pool.shape[1]
-        return PullResult(transport.name, num_bytes, time.monotonic() - began)
+        digests = transport.pull(peer, positions, local_block_ids, deadline_seconds)
+        for position, digest in zip(positions, digests, strict=True):
+            if digest != peer.digests[position]:
+                raise TransferError(f"block {position} of worker {peer.worker_id} did not arrive intact")
+        return PullResult(transport.name, len(positions) * self._block_bytes, time.monotonic() - began)
 
     def renew(self, peer: PeerPool, lease_seconds: float) -> bool:
         """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""
@@ -151,7 +172,7 @@ class KvClient:
     def _open_best(self, peer: PeerPool) -> Transport:
         failures: list[str] = []
         for transport in self._transports:
-            if (transport.name == "shm" and not peer.shm_socket) or (transport.name == "tcp" and not peer.kv_address):
+            if not transport.offered_by(peer):
                 continue
             try:
                 transport.open(peer)
@@ -176,10 +197,3 @@ class KvClient:
             self._chosen[peer.worker_id, peer.epoch] = name
         reason = f" ({'; '.join(failures)})" if failures else ""
         logger.info("KV of worker %s is read by %s%s", peer.worker_id, name, reason)
-
-    def _verify(
-        self, peer: PeerPool, positions: Sequence[int], local_block_ids: Sequence[BlockId], local_pool: Blocks
-    ) -> None:
-        for position, block_id in zip(positions, local_block_ids, strict=True):
-            if self._digest(local_pool[block_id : block_id + 1])[0] != peer.digests[position]:
-                raise TransferError(f"block {position} of worker {peer.worker_id} did not arrive intact")

@@ -20,7 +20,13 @@ class WorkerConfig:
     agent_socket: str = setting("", "Unix socket of this host's node agent; empty: none")
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
     kv_lease_seconds: float = setting(10.0, "how long a prompt's KV waits for its reader between renewals")
-    kv_staging_gb: float = setting(1.0, "pinned host memory through which a GPU's KV travels; unused on a CPU")
+    kv_transport: str = setting(
+        "auto", "how KV comes from peers; auto: the best that both sides have",
+        choices=("auto", "cuda_ipc", "shm", "tcp"),
+    )  # fmt: skip
+    kv_staging_gb: float = setting(
+        1.0, "pinned host memory through which a GPU's KV travels by shm and tcp; unused on a CPU"
+    )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     stall_seconds: float = setting(10.0, "no step for this long with work to do: out of service")
     metrics_port: int = setting(0, "Prometheus port; 0: none")

@@ -1,106 +1,122 @@
-"""Between the pool and the memory that peers can reach: the same memory on a CPU, a staging area in front of a GPU.
+"""What others may read of the pool: nothing to do where the pool is shared memory, digests and staging on a GPU.
 
-`blocks` (uint8 [num, block_bytes]) is what peers read and what pulls write to. The rank exports a prompt's blocks
-when it grants a lease, and takes loaded blocks in before a request may use them. Called from the rank's loop only.
+A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
+memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
+not. Called from the rank's loop only, except `HostRows`, which pulls share.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from engine.kv_memory import copy_in, copy_out
+from engine.worker.device_pool import DevicePool
 from kvstore.block_pool import BlockPool
-from kvstore.types import BlockId, HostSlot
+from kvstore.digest import digest_blocks
+from kvstore.leases import Lease
+from kvstore.types import BlockId, LeaseId
 
 Blocks = npt.NDArray[np.uint8]
 
 
 class KvExchange(Protocol):
-    """What a lease names and a load fills are rows of `blocks`."""
+    """The owner's side of leases."""
 
-    blocks: Blocks
-
-    def export(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        """Take over the caller's references and return the rows that hold these blocks' bytes; None without room."""
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Of blocks that are complete."""
         ...
 
-    def end_export(self, rows: Sequence[BlockId]) -> None: ...
-
-    def open_load(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        """Rows to fill for pool blocks `block_ids`; None without room."""
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        """Rows of the shared memory that hold the lease's blocks; None without room."""
         ...
 
-    def close_load(self, rows: Sequence[BlockId], block_ids: Sequence[BlockId], ok: bool) -> None:
-        """The rows are filled (ok) or given up."""
+    def end_export(self, lease: Lease) -> None:
+        """The lease has ended: give up its references and rows."""
+        ...
+
+    def fence(self) -> None:
+        """Blocks are about to be given to loads, behind the steps launched so far."""
         ...
 
 
 class DirectExchange:
-    """The pool itself is shared: rows are pool blocks, and a lease holds their references."""
+    """The pool itself is shared memory. blocks: uint8 [num_blocks, block_bytes]."""
 
     def __init__(self, blocks: Blocks, pool: BlockPool) -> None:
-        self.blocks = blocks
+        self._blocks = blocks
         self._pool = pool
 
-    def export(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        return list(block_ids)
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return [digest_blocks(self._blocks[block_id : block_id + 1])[0] for block_id in block_ids]
 
-    def end_export(self, rows: Sequence[BlockId]) -> None:
-        self._pool.release(rows)
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        return list(lease.block_ids)
 
-    def open_load(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        return list(block_ids)
+    def end_export(self, lease: Lease) -> None:
+        self._pool.release(lease.block_ids)
 
-    def close_load(self, rows: Sequence[BlockId], block_ids: Sequence[BlockId], ok: bool) -> None:
-        """Nothing to do: the bytes are where they belong."""
+    def fence(self) -> None:
+        """Steps are over when the loop gives blocks away."""
 
 
-class StagedExchange:
-    """A pool in device memory behind pinned host rows. Copies go over the step's stream, so they see whole blocks.
+class HostRows:
+    """Pinned rows of the shared memory in front of a GPU. Safe to use from several threads.
 
-    kv_pool: the device's pool; staging: uint8 (num_rows, block_bytes) over the shared memory that `blocks` is, too.
+    blocks: uint8 [num_rows, block_bytes]; memory: the same bytes as a tensor.
     """
 
-    def __init__(self, blocks: Blocks, staging: Tensor, kv_pool: Tensor, pool: BlockPool) -> None:
+    def __init__(self, blocks: Blocks, memory: Tensor) -> None:
         self.blocks = blocks
-        self._staging = staging
-        self._kv_pool = kv_pool
-        self._pool = pool
+        self.memory = memory
         self._rows = BlockPool(len(blocks), enable_prefix_cache=False)
+        self._lock = threading.Lock()
 
-    def export(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        rows = self._take(len(block_ids))
-        if rows is not None:
-            with torch.inference_mode():
-                pairs = [(block, HostSlot(row)) for block, row in zip(block_ids, rows, strict=True)]
-                copy_out(self._kv_pool, self._staging, pairs)
-            self._wait()
-        self._pool.release(block_ids)  # the bytes are in the rows now, or nobody will read them
+    @property
+    def num_free(self) -> int:
+        return self._rows.num_available
+
+    def take(self, least: int, most: int) -> list[BlockId]:
+        """As many rows as there are, up to `most`; none when there are fewer than `least`."""
+        with self._lock:
+            count = min(self._rows.num_available, most)
+            return self._rows.allocate(count) if count >= least else []
+
+    def give_back(self, rows: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._rows.release(rows)
+
+
+class DeviceExchange:
+    """A pool in GPU memory."""
+
+    def __init__(self, device_pool: DevicePool, rows: HostRows, pool: BlockPool) -> None:
+        self._device_pool = device_pool
+        self._rows = rows
+        self._pool = pool
+        self._staged: dict[LeaseId, list[BlockId]] = {}
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return self._device_pool.digests(block_ids)
+
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        rows = self._staged.get(lease.lease_id)
+        if rows is None:
+            count = len(lease.block_ids)
+            rows = self._rows.take(count, count)
+            if not rows:
+                return None
+            self._device_pool.copy_out(lease.block_ids, self._rows.memory, rows)
+            self._staged[lease.lease_id] = rows
         return rows
 
-    def end_export(self, rows: Sequence[BlockId]) -> None:
-        self._rows.release(rows)
+    def end_export(self, lease: Lease) -> None:
+        self._pool.release(lease.block_ids)
+        self._rows.give_back(self._staged.pop(lease.lease_id, []))
 
-    def open_load(self, block_ids: Sequence[BlockId]) -> list[BlockId] | None:
-        return self._take(len(block_ids))
-
-    def close_load(self, rows: Sequence[BlockId], block_ids: Sequence[BlockId], ok: bool) -> None:
-        if ok:
-            with torch.inference_mode():
-                pairs = [(HostSlot(row), block) for row, block in zip(rows, block_ids, strict=True)]
-                copy_in(self._kv_pool, self._staging, pairs)
-            self._wait()  # the rows are free for others after this
-        self._rows.release(rows)
-
-    def _take(self, count: int) -> list[BlockId] | None:
-        return self._rows.allocate(count) if count <= self._rows.num_available else None
-
-    def _wait(self) -> None:
-        if self._kv_pool.is_cuda:
-            torch.cuda.current_stream().synchronize()
+    def fence(self) -> None:
+        self._device_pool.fence()

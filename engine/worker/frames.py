@@ -28,6 +28,7 @@ class Op:
     CANCEL = "cancel"  # id
     RENEW = "renew"  # lease id, epoch, seconds
     RELEASE = "release"  # lease id, epoch
+    STAGE = "stage"  # lease id
     STOP = "stop"
 
 

@@ -20,6 +20,7 @@ from engine.worker.rank_process import RankProcess
 from engine.worker.sessions import Session
 from kvstore.events import EventLog, to_proto
 from kvstore.leases import LeaseMirror
+from kvstore.staging import StagingDesk
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,16 @@ ReportListener = Callable[[dict[str, Any]], None]
 class WorkerFront:
     """State of one worker that routers can see."""
 
-    def __init__(self, rank: RankProcess, events: EventLog, leases: LeaseMirror, info: pb.WorkerInfo) -> None:
+    def __init__(
+        self,
+        rank: RankProcess,
+        events: EventLog,
+        leases: LeaseMirror,
+        info: pb.WorkerInfo,
+        staging: StagingDesk | None = None,
+    ) -> None:
         self.info = info
+        self._staging = staging
         self.draining = False
         self._out_of_service = ""  # the reason, while streams are refused
         self.leases = leases
@@ -43,6 +52,8 @@ class WorkerFront:
             "worker_id": info.worker_id,
             "kv_address": info.kv_address,
             "shm_socket": rank.ready["shm_socket"],
+            "cuda_socket": rank.ready["cuda_socket"],
+            "needs_staging": rank.ready["needs_staging"],
         }
         self._sessions: set[Session] = set()
         self._owner: dict[str, tuple[Session, str]] = {}  # the rank's name -> (session, router's id)
@@ -134,6 +145,11 @@ class WorkerFront:
             self.leases.grant(lease_id, block_ids, deadline)
         for lease_id in frame["ended_leases"]:
             self.leases.end(lease_id)
+        if self._staging is not None:
+            for lease_id, rows in frame["staged"]:
+                self._staging.answer(lease_id, rows)
+            for lease_id in frame["ended_leases"]:
+                self._staging.end(lease_id)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
         for fields in frame["deltas"]:
             owner = self._owner.get(fields[0])

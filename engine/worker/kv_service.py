@@ -9,6 +9,7 @@ from engine.worker.rank_process import RankProcess
 from kvstore.events import EventLog
 from kvstore.leases import LeaseMirror
 from kvstore.service import KvTransferService, PoolView
+from kvstore.staging import StagingDesk
 from kvstore.types import Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
@@ -21,6 +22,7 @@ class KvService:
 
     events: EventLog
     leases: LeaseMirror
+    staging: StagingDesk | None
     servicer: KvTransferService
 
     def register(self, server: RpcServer) -> None:
@@ -39,4 +41,6 @@ def open_kv_service(rank: RankProcess) -> KvService:
     events = EventLog()
     leases = LeaseMirror(Epoch(rank.ready["epoch"]))
     view = PoolView.fetch(rank.ready["shm_socket"])
-    return KvService(events, leases, KvTransferService(view, leases, events, on_renew, on_release))
+    staging = StagingDesk(rank.stage) if rank.ready["needs_staging"] else None
+    servicer = KvTransferService(view, leases, events, on_renew, on_release, staging)
+    return KvService(events, leases, staging, servicer)

@@ -16,9 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import MiniInferError
 from engine.request import RequestId
 from kvstore.transport import KvClient, peer_from_handle
@@ -44,18 +41,9 @@ class LoadResult:
 class KvMover:
     """One per rank. `handle`s are the fields of a KvHandle; a lease id names one here too."""
 
-    def __init__(
-        self,
-        client: KvClient,
-        pool: npt.NDArray[np.uint8],
-        on_result: Callable[[], None],
-    ) -> None:
-        """`pool`: uint8 [num_rows, block_bytes], what is pulled into.
-
-        `on_result` is called from a thread when a result is there.
-        """
+    def __init__(self, client: KvClient, on_result: Callable[[], None]) -> None:
+        """`on_result` is called from a thread when a result is there."""
         self._client = client
-        self._pool = pool
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
         self._results: deque[LoadResult] = deque()
@@ -103,7 +91,7 @@ class KvMover:
         try:
             with self._lock:
                 peer = self._kept_alive[lease_id]
-            pulled = self._client.pull(peer, positions, block_ids, self._pool)
+            pulled = self._client.pull(peer, positions, block_ids)
             result = LoadResult(request_id, True, pulled.transport, pulled.num_bytes, pulled.seconds)
         except MiniInferError as error:
             logger.warning("KV pull failed, computing it here: %s", error)

@@ -60,10 +60,12 @@ def handle_fields(handle: pb.KvHandle) -> dict[str, Any]:
         "block_ids": list(handle.block_ids),
         "digests": list(handle.digests),
         "lease_seconds": handle.lease_seconds,
+        "cuda_socket": handle.cuda_socket,
+        "needs_staging": handle.needs_staging,
     }
 
 
-def token_delta(fields: list[Any], request_id: str, location: dict[str, str]) -> pb.TokenDelta:
+def token_delta(fields: list[Any], request_id: str, location: dict[str, Any]) -> pb.TokenDelta:
     """A rank's delta as protobuf. `location` says where this worker's KV can be read."""
     _, token_ids, finish, stop_token_id, logprobs, prompt_logprobs, handle, times = fields
     delta = pb.TokenDelta(request_id=request_id, token_ids=token_ids, finish_reason=FINISH_REASONS[finish])

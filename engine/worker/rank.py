@@ -19,9 +19,8 @@ from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
 from engine.worker.report import Report, engine_counters, engine_load
 from engine.worker.wire import covers_request, request_kwargs
-from kvstore.digest import digest_blocks
 from kvstore.leases import LeaseTable
-from kvstore.types import BlockId, Epoch, LeaseId
+from kvstore.types import Epoch, LeaseId
 
 logger = logging.getLogger("rank")
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
@@ -61,7 +60,6 @@ class Rank:
         self._pool = parts.engine.scheduler.kv.pool
         self._block_size = parts.geometry.block_size
         self._exchange = exchange
-        self._loads: dict[RequestId, tuple[list[BlockId], list[BlockId]]] = {}  # rows to fill, pool blocks
         self._mover = mover
         self._lease_seconds = lease_seconds
         self._leases = LeaseTable(epoch)
@@ -118,6 +116,8 @@ class Rank:
                 self._leases.renew(LeaseId(rest[0]), Epoch(rest[1]), time.monotonic(), rest[2])
             elif op == Op.RELEASE:
                 self._end_lease(LeaseId(rest[0]), Epoch(rest[1]))
+            elif op == Op.STAGE:
+                self._stage(LeaseId(rest[0]))
             elif op == Op.STOP:
                 self._stopping = True
 
@@ -165,7 +165,7 @@ class Rank:
             logger.warning(
                 "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
             )
-            self._exchange.end_export(lease.block_ids)
+            self._exchange.end_export(lease)
             self._report_next.ended_leases.append(lease.lease_id)
         if now < self._next_deadline_check:
             return
@@ -177,7 +177,10 @@ class Rank:
     # -- KV from peers ---------------------------------------------------------------------------------------
 
     def _start_loads(self, now: float) -> None:
-        for job in self._engine.scheduler.take_load_jobs():
+        jobs = self._engine.scheduler.take_load_jobs()
+        if jobs:
+            self._exchange.fence()
+        for job in jobs:
             handle: Any = job.source
             entry = self._open.get(job.request.request_id)
             if not job.positions:
@@ -186,14 +189,7 @@ class Rank:
             if entry is not None:
                 entry.started = now
                 entry.pulled_tokens = handle["num_tokens"] - job.positions[0] * self._block_size
-            rows = self._exchange.open_load(job.block_ids)
-            if rows is None:
-                logger.warning("no staging memory for %d KV blocks: computing them here", len(job.block_ids))
-                self._mover.abandon(handle)
-                self._apply_load(LoadResult(job.request.request_id, False), now)
-                continue
-            self._loads[job.request.request_id] = (rows, job.block_ids)
-            self._mover.load(job.request.request_id, handle, job.positions, rows)
+            self._mover.load(job.request.request_id, handle, job.positions, job.block_ids)
 
     def _apply_loads(self, now: float) -> None:
         for result in self._mover.take_results():
@@ -201,8 +197,6 @@ class Rank:
 
     def _apply_load(self, result: LoadResult, now: float) -> None:
         self._report_next.add_pull(result)
-        if result.request_id in self._loads:
-            self._exchange.close_load(*self._loads.pop(result.request_id), result.ok)
         self._engine.scheduler.finish_load(result.request_id, result.ok)
         entry = self._open.get(result.request_id)
         if entry is None:
@@ -216,8 +210,16 @@ class Rank:
     def _end_lease(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
-            self._exchange.end_export(lease.block_ids)
+            self._exchange.end_export(lease)
             self._report_next.ended_leases.append(lease_id)
+
+    def _stage(self, lease_id: LeaseId) -> None:
+        """A reader that cannot reach GPU memory wants this lease."""
+        lease = self._leases.get(lease_id)
+        rows = None if lease is None else self._exchange.stage(lease)
+        if lease is not None and rows is None:
+            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids))
+        self._report_next.staged.append([lease_id, rows])
 
     # -- reports ---------------------------------------------------------------------------------------------
 
@@ -236,20 +238,18 @@ class Rank:
         entry.reported = True
         self._report_next.add_output(output, handle, times)
 
-    def _grant(self, request: Request) -> dict[str, Any] | None:
-        """Put the request's blocks under a lease; the fields of its KvHandle, None when they cannot be shared."""
-        rows = self._exchange.export(self._engine.scheduler.detach_blocks(request))
-        if rows is None:
-            logger.warning("no staging memory for a prompt's KV: it will be computed again")
-            return None
-        lease = self._leases.grant(rows, time.monotonic(), self._lease_seconds)
+    def _grant(self, request: Request) -> dict[str, Any]:
+        """Put the request's blocks under a lease; the fields of its KvHandle."""
+        block_ids = self._engine.scheduler.detach_blocks(request)
+        digests = self._exchange.digests(block_ids)
+        lease = self._leases.grant(block_ids, time.monotonic(), self._lease_seconds)
         self._report_next.add_lease(lease)
         return {
             "lease_id": lease.lease_id,
             "epoch": lease.epoch,
             "num_tokens": request.num_computed_tokens,
-            "block_ids": rows,
-            "digests": [digest_blocks(self._exchange.blocks[row : row + 1])[0] for row in rows],
+            "block_ids": block_ids,
+            "digests": digests,
             "lease_seconds": self._lease_seconds,
         }
 

@@ -21,7 +21,6 @@ from engine.worker.mover import KvMover
 from engine.worker.rank import Rank
 from engine.worker.shared_pool import SharedPoolMemory
 from kvstore.block_hash import HASH_VERSION
-from kvstore.transport import KvClient
 
 logger = logging.getLogger("rank")
 
@@ -50,14 +49,17 @@ def main(argv: list[str] | None = None) -> int:
 def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     config = EngineConfig(**start["engine"])
     memory = SharedPoolMemory(
-        start["worker_id"], start["run_dir"], start["agent_socket"], int(start["kv_staging_gb"] * 1e9)
+        start["worker_id"],
+        start["run_dir"],
+        start["agent_socket"],
+        int(start["kv_staging_gb"] * 1e9),
+        start["kv_transport"],
     )
     parts = assemble(config, memory, GpuConfig(**start["gpu"]))
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     exchange = memory.exchange(parts.engine.scheduler.kv.pool)
-    client = KvClient(parts.geometry, start["cluster_token"], memory.transports)
-    mover = KvMover(client, exchange.blocks, link.wake)
+    mover = KvMover(memory.client(start["cluster_token"]), link.wake)
     memory.serve()
     geometry = parts.geometry
     link.send(
@@ -66,6 +68,8 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
             {
                 "epoch": memory.epoch,
                 "shm_socket": memory.socket_path,
+                "cuda_socket": memory.cuda_socket_path,
+                "needs_staging": memory.needs_staging,
                 "transports": memory.transports,
                 "model": parts.files.name,
                 "model_fingerprint": geometry.fingerprint,

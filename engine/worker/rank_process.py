@@ -60,6 +60,7 @@ class RankProcess:
                 "cluster_token": worker.cluster_token,
                 "kv_lease_seconds": worker.kv_lease_seconds,
                 "kv_staging_gb": worker.kv_staging_gb,
+                "kv_transport": worker.kv_transport,
                 "log_level": worker.log_level,
             },
         )
@@ -98,6 +99,9 @@ class RankProcess:
 
     def release(self, lease_id: str, epoch: int) -> None:
         self._send(Op.RELEASE, lease_id, epoch)
+
+    def stage(self, lease_id: str) -> None:
+        self._send(Op.STAGE, lease_id)
 
     async def stop(self) -> None:
         """Ask it to end, then make it end."""

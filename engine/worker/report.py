@@ -23,11 +23,13 @@ class Report:
     failures: list[list[Any]] = field(default_factory=list)
     granted: list[list[Any]] = field(default_factory=list)
     ended_leases: list[LeaseId] = field(default_factory=list)
+    staged: list[list[Any]] = field(default_factory=list)  # lease id, its rows or None
     pulls: list[list[Any]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.deltas or self.failures or self.granted or self.ended_leases or self.pulls)
+        lists = (self.deltas, self.failures, self.granted, self.ended_leases, self.staged, self.pulls)
+        return not any(lists)
 
     def add_output(self, output: RequestOutput, handle: dict[str, Any] | None, times: dict[str, Any] | None) -> None:
         self.deltas.append(
@@ -72,6 +74,7 @@ class Report:
             "failures": self.failures,
             "granted": self.granted,
             "ended_leases": self.ended_leases,
+            "staged": self.staged,
             "pulls": self.pulls,
             "stored": stored,
             "removed": removed,

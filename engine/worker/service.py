@@ -89,7 +89,7 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
             address = f"{worker.advertise_host or worker.host}:{server.port}"
             info = worker_info(role, worker_id, address, rank.ready, tokenizer.tokenizer_hash())
             kv = open_kv_service(rank)
-            front = WorkerFront(rank, kv.events, kv.leases, info)
+            front = WorkerFront(rank, kv.events, kv.leases, info, kv.staging)
             metrics = WorkerMetrics(front)
             if worker.metrics_port:
                 metrics.serve(worker.host, worker.metrics_port)

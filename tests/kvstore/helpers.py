@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.descriptor_server import DescriptorServer
 from kvstore.digest import digest_blocks
 from kvstore.leases import LeaseTable, new_epoch
-from kvstore.memory import blocks_over, create_memfd, map_fd
+from kvstore.memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.pool_info import PoolInfo
 from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
 
@@ -30,7 +30,7 @@ class Owner:
         )
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
         self.info = PoolInfo(WorkerId(name), self.epoch, geometry, shm_socket=str(self.socket))
-        self.server = DescriptorServer(self.socket, self.info, self.fd)
+        self.server = DescriptorServer(self.socket, self.info, reopen_read_only(self.fd))
         self.leases = LeaseTable(self.epoch)
 
     def peer(

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.descriptor_server import DescriptorServer, fetch_pool
-from kvstore.memory import map_fd
+from kvstore.memory import map_fd, reopen_read_only
 from kvstore.unix_socket import UnixListener, send_frame
 from tests.kvstore.helpers import GEOMETRY, Owner
 
@@ -114,7 +114,7 @@ def test_a_taken_path_is_refused_and_costs_no_descriptor(tmp_path: Path) -> None
     owner = Owner(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="another process"):
-        DescriptorServer(owner.socket, owner.info, owner.fd)
+        DescriptorServer(owner.socket, owner.info, reopen_read_only(owner.fd))
     deadline = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)  # the probing connection is being served

@@ -18,8 +18,9 @@ from kvstore.block_hash import block_keys, root_key
 from kvstore.events import EventLog, from_proto
 from kvstore.leases import LeaseMirror
 from kvstore.service import EventWatcher, KvTransferService, PoolView
+from kvstore.staging import StagingDesk
 from kvstore.tcp_transport import receive_blocks
-from kvstore.transport import KvClient
+from kvstore.transport import KvClient, host_client
 from kvstore.types import BlockId, Epoch, LeaseId, PeerPool
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
@@ -32,14 +33,14 @@ BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
 class Worker:
     """A front with its service; what the rank would be told is written down."""
 
-    def __init__(self, folder: Path, geometry: object = GEOMETRY) -> None:
+    def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingDesk | None = None) -> None:
         self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
         self.leases = LeaseMirror(self.owner.epoch)
         self.events = EventLog()
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
         pool = PoolView.fetch(str(self.owner.socket))
-        service = KvTransferService(pool, self.leases, self.events, self._renewed, self._released)
+        service = KvTransferService(pool, self.leases, self.events, self._renewed, self._released, staging)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
     async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
@@ -54,8 +55,10 @@ class Worker:
 
 
 @asynccontextmanager
-async def running(folder: Path, geometry: object = GEOMETRY) -> AsyncIterator[Worker]:
-    worker = Worker(folder, geometry)
+async def running(
+    folder: Path, geometry: object = GEOMETRY, staging: StagingDesk | None = None
+) -> AsyncIterator[Worker]:
+    worker = Worker(folder, geometry, staging)
     await worker.server.start()
     try:
         yield worker
@@ -65,8 +68,13 @@ async def running(folder: Path, geometry: object = GEOMETRY) -> AsyncIterator[Wo
 
 
 @pytest.fixture
-def client() -> Iterator[KvClient]:
-    client = KvClient(GEOMETRY, "secret")
+def mine() -> np.ndarray:  # type: ignore[type-arg]
+    return empty_pool()
+
+
+@pytest.fixture
+def client(mine: np.ndarray) -> Iterator[KvClient]:  # type: ignore[type-arg]
+    client = host_client(GEOMETRY, mine, "secret")
     yield client
     client.close()
 
@@ -75,11 +83,10 @@ def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
 
 
-async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient) -> None:
+async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient, mine: np.ndarray) -> None:  # type: ignore[type-arg]
     async with running(tmp_path) as worker:
-        mine = empty_pool()
         peer = worker.lease(BLOCKS)
-        result = await asyncio.to_thread(client.pull, peer, [0, 3], ids(7, 2), mine)
+        result = await asyncio.to_thread(client.pull, peer, [0, 3], ids(7, 2))
         assert result.transport == "tcp"
         np.testing.assert_array_equal(mine[[7, 2]], worker.owner.blocks[[3, 1]])
         assert not mine[[0, 1, 3, 4, 5, 6]].any()
@@ -88,8 +95,9 @@ async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient) -> None:
 async def test_a_block_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "CHUNK_BYTES", 100_000)
     async with running(tmp_path, BIG) as worker:
-        mine, client = empty_pool(BIG), KvClient(BIG, "secret")
-        await asyncio.to_thread(client.pull, worker.lease([2, 0]), [0, 1], ids(0, 1), mine)
+        mine = empty_pool(BIG)
+        client = host_client(BIG, mine, "secret")
+        await asyncio.to_thread(client.pull, worker.lease([2, 0]), [0, 1], ids(0, 1))
         np.testing.assert_array_equal(mine[:2], worker.owner.blocks[[2, 0]])
         client.close()
 
@@ -97,12 +105,12 @@ async def test_a_block_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.M
 async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
     async with running(tmp_path) as worker:
         peer = replace(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
-        assert (await asyncio.to_thread(client.pull, peer, [0], ids(0), empty_pool())).transport == "shm"
+        assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))).transport == "shm"
         namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
         for path in ("/nowhere/x.sock", str(namesake.socket)):
             elsewhere = replace(peer, shm_socket=path)
-            other = KvClient(GEOMETRY, "secret")
-            assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0), empty_pool())).transport == "tcp"
+            other = host_client(GEOMETRY, empty_pool(), "secret")
+            assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0))).transport == "tcp"
             other.close()
         namesake.close()
 
@@ -117,28 +125,80 @@ async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient)
         assert not await asyncio.to_thread(client.renew, peer, 5.0)
         assert worker.told == [("renew", "lease"), ("release", "lease")]
         with pytest.raises(TransferError, match="released lease"):
-            await asyncio.to_thread(client.pull, peer, [0], ids(0), empty_pool())
+            await asyncio.to_thread(client.pull, peer, [0], ids(0))
 
 
 async def test_refusals(tmp_path: Path, client: KvClient) -> None:
     async with running(tmp_path) as worker:
         expired = worker.lease(BLOCKS, seconds=-1.0)
         with pytest.raises(TransferError, match="expired"):
-            await asyncio.to_thread(client.pull, expired, [0], ids(0), empty_pool())
+            await asyncio.to_thread(client.pull, expired, [0], ids(0))
         peer = worker.lease(BLOCKS)
         for epoch in (1, worker.owner.epoch ^ 1):
             with pytest.raises(TransferError, match="epoch"):
-                await asyncio.to_thread(client.pull, replace(peer, epoch=Epoch(epoch)), [0], ids(0), empty_pool())
-        other = KvClient(replace(GEOMETRY, fingerprint="x"), "secret")
+                await asyncio.to_thread(client.pull, replace(peer, epoch=Epoch(epoch)), [0], ids(0))
+        other = host_client(replace(GEOMETRY, fingerprint="x"), empty_pool(), "secret")
         with pytest.raises(HandshakeError, match="model"):
-            await asyncio.to_thread(other.pull, peer, [0], ids(0), empty_pool())
-        stranger = KvClient(GEOMETRY)
+            await asyncio.to_thread(other.pull, peer, [0], ids(0))
+        stranger = host_client(GEOMETRY, empty_pool())
         with pytest.raises(TransferError, match="token"):
-            await asyncio.to_thread(stranger.pull, peer, [0], ids(0), empty_pool())
+            await asyncio.to_thread(stranger.pull, peer, [0], ids(0))
         other.close()
         stranger.close()
     with pytest.raises(UnavailableError):
         await asyncio.to_thread(client.release, peer)
+
+
+async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied_to(
+    tmp_path: Path, client: KvClient, mine: np.ndarray  # type: ignore[type-arg]
+) -> None:  # fmt: skip
+    asked: list[str] = []
+
+    def ask(lease_id: LeaseId) -> None:  # the lease's blocks 100 and 101 lie elsewhere; rows 6 and 2 get their bytes
+        asked.append(lease_id)
+        asyncio.get_running_loop().call_later(0.01, desk.answer, lease_id, [6, 2])
+
+    desk = StagingDesk(ask)
+    async with running(tmp_path, staging=desk) as worker:
+        worker.leases.grant(LeaseId("lease"), ids(100, 101), time.monotonic() + 60)
+        rows = worker.owner.peer([6, 2], "lease", worker.server.address)
+        peer = replace(rows, block_ids=tuple(ids(100, 101)), needs_staging=True)
+        for name, socket_path in (("shm", peer.shm_socket), ("tcp", "")):
+            mine[:] = 0
+            by = replace(peer, shm_socket=socket_path)
+            assert (await asyncio.to_thread(client.pull, by, [1, 0], ids(4, 5))).transport == name
+            np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[2, 6]])
+        assert asked == ["lease"]
+        with pytest.raises(TransferError, match="epoch"):
+            await asyncio.to_thread(client.pull, replace(by, epoch=Epoch(1)), [0], ids(0))
+
+
+async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_path: Path, client: KvClient) -> None:
+    answers: list[list[int] | None] = [None, [1]]
+
+    def ask(lease_id: LeaseId) -> None:
+        asyncio.get_running_loop().call_soon(desk.answer, lease_id, answers.pop(0))
+
+    desk = StagingDesk(ask)
+    async with running(tmp_path, staging=desk) as worker:
+        worker.leases.grant(LeaseId("lease"), ids(100), time.monotonic() + 60)
+        peer = replace(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
+        with pytest.raises(TransferError, match="no room"):
+            await asyncio.to_thread(client.pull, peer, [0], ids(0))
+        await asyncio.to_thread(client.pull, peer, [0], ids(0))
+        desk.end(LeaseId("lease"))
+        desk.end(LeaseId("lease"))
+        assert not answers
+
+
+async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
+    desk = StagingDesk(lambda lease: None)
+    waiting = asyncio.create_task(desk.rows(LeaseId("x")))
+    await asyncio.sleep(0)
+    desk.end(LeaseId("x"))
+    desk.answer(LeaseId("x"), [1])  # too late
+    with pytest.raises(TransferError, match="ended"):
+        await waiting
 
 
 async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
+from kvstore.digest import digest_blocks
+from kvstore.lease_client import LeaseClient
 from kvstore.shm_transport import ShmTransport
-from kvstore.transport import KvClient, peer_from_handle
+from kvstore.transport import host_client, peer_from_handle
 from kvstore.types import BlockId, Epoch, PeerPool
 from protos import types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
@@ -35,9 +37,10 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:
-    owner, client, mine = Owner(tmp_path), KvClient(GEOMETRY), empty_pool()
+    owner, mine = Owner(tmp_path), empty_pool()
+    client = host_client(GEOMETRY, mine)
     peer = owner.peer([3, 4, 5, 1, 7])
-    result = client.pull(peer, [0, 1, 2, 4], ids(0, 1, 2, 6), mine)
+    result = client.pull(peer, [0, 1, 2, 4], ids(0, 1, 2, 6))
     assert (result.transport, result.num_bytes) == ("shm", 4 * 1024)
     np.testing.assert_array_equal(mine[[0, 1, 2, 6]], owner.blocks[[3, 4, 5, 7]])
     assert not mine[[3, 4, 5, 7]].any()
@@ -46,19 +49,20 @@ def test_blocks_arrive_where_they_should(tmp_path: Path) -> None:
 
 
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
-    owner, client = Owner(tmp_path), KvClient(GEOMETRY)
+    owner, client = Owner(tmp_path), host_client(GEOMETRY, empty_pool())
     peer = owner.peer([3, 4])
     owner.blocks[4, 777] ^= 1
-    client.pull(peer, [0], ids(0), empty_pool())
+    client.pull(peer, [0], ids(0))
     with pytest.raises(TransferError, match="intact"):
-        client.pull(peer, [0, 1], ids(0, 1), empty_pool())
+        client.pull(peer, [0, 1], ids(0, 1))
     client.close()
     owner.close()
 
 
 def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path) -> None:
     geometry = replace(GEOMETRY, num_layers=200)  # 100 KB: a copy takes long enough to be overtaken
-    owner, client, mine = Owner(tmp_path, geometry), KvClient(geometry), empty_pool(geometry)
+    owner, mine = Owner(tmp_path, geometry), empty_pool(geometry)
+    client = host_client(geometry, mine)
     peer = owner.peer([3])
     promised, other = owner.blocks[3].copy(), owner.blocks[4].copy()
     stop = threading.Event()
@@ -74,7 +78,7 @@ def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path
     try:
         for attempt in range(20_000):
             try:
-                client.pull(peer, [0], ids(0), mine)
+                client.pull(peer, [0], ids(0))
             except TransferError:
                 num_refused += 1
             else:
@@ -85,7 +89,7 @@ def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path
         stop.set()
         writer.join()
     assert num_refused > 0  # the race did happen
-    client.pull(peer, [0], ids(0), mine)
+    client.pull(peer, [0], ids(0))
     client.close()
     owner.close()
 
@@ -94,33 +98,34 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> N
     owner, mine = Owner(tmp_path), empty_pool()
     for geometry in (replace(GEOMETRY, dtype="uint8"), replace(GEOMETRY, fingerprint="x")):
         with pytest.raises(HandshakeError, match="here"):
-            KvClient(geometry).pull(owner.peer([1]), [0], ids(0), mine)
-    client = KvClient(GEOMETRY)
+            host_client(geometry, mine).pull(owner.peer([1]), [0], ids(0))
+    client = host_client(GEOMETRY, mine)
     with pytest.raises(TransferError, match="epoch"):
-        client.pull(replace(owner.peer([1]), epoch=Epoch(5)), [0], ids(0), mine)
+        client.pull(replace(owner.peer([1]), epoch=Epoch(5)), [0], ids(0))
     for peer in (replace(owner.peer([1]), block_ids=tuple(ids(n))) for n in (8, -1)):
         with pytest.raises(TransferError, match="outside"):
-            client.pull(peer, [0], ids(0), mine)
+            client.pull(peer, [0], ids(0))
     with pytest.raises(TransferError, match="outside"):
-        client.pull(owner.peer([1]), [1], ids(0), mine)
+        client.pull(owner.peer([1]), [1], ids(0))
     with pytest.raises(MiniInferError, match="no transport"):
-        client.pull(replace(owner.peer([1]), shm_socket=""), [0], ids(0), mine)
+        client.pull(replace(owner.peer([1]), shm_socket=""), [0], ids(0))
     assert not mine.any()
     owner.close()
 
 
 def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    transport, mine = ShmTransport(GEOMETRY), empty_pool()
+    mine = empty_pool()
+    transport = ShmTransport(GEOMETRY, mine, LeaseClient(), digest_blocks)
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        transport.pull(owner.peer([1]), [0], ids(0), mine, 1.0)
+        transport.pull(owner.peer([1]), [0], ids(0), 1.0)
     assert transport.num_mappings == 1
     owner.close()
-    transport.pull(owner.peer([2]), [0], ids(1), mine, 1.0)  # no socket needed any more
+    transport.pull(owner.peer([2]), [0], ids(1), 1.0)  # no socket needed any more
     np.testing.assert_array_equal(mine[1], owner.blocks[2])
     reborn = Owner(tmp_path, seed=1)
-    transport.pull(reborn.peer([2]), [0], ids(1), mine, 1.0)
+    transport.pull(reborn.peer([2]), [0], ids(1), 1.0)
     assert transport.num_mappings == 1
     np.testing.assert_array_equal(mine[1], reborn.blocks[2])
     transport.close()
@@ -133,20 +138,21 @@ def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER_PROCESS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    client, mine = KvClient(GEOMETRY), empty_pool()
+    mine = empty_pool()
+    client = host_client(GEOMETRY, mine)
     try:
         assert process.stdout is not None
         fields = msgpack.unpackb(bytes.fromhex(process.stdout.readline().decode()))
         fields |= {name: tuple(fields[name]) for name in ("block_ids", "digests")}
         peer = PeerPool(**fields)
-        client.pull(peer, [0], ids(0), mine)
+        client.pull(peer, [0], ids(0))
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == -signal.SIGKILL
-    client.pull(peer, [1, 2], ids(1, 2), mine)  # the mapping outlives its owner
+    client.pull(peer, [1, 2], ids(1, 2))  # the mapping outlives its owner
     with pytest.raises(TransferError, match="cannot be read"):
-        KvClient(GEOMETRY).pull(peer, [0], ids(0), mine)
+        host_client(GEOMETRY, mine).pull(peer, [0], ids(0))
     assert set(os.listdir("/dev/shm")) == before
     client.close()
 

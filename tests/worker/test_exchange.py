@@ -1,69 +1,153 @@
-"""Blocks on their way through the staging area: the right bytes, no row and no block lost, also without room."""
+"""Blocks of device memory on their way to readers and from owners: the right bytes, no row and no block lost."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
-from engine.worker.exchange import DirectExchange, StagedExchange
+from common.errors import TransferError
+from engine.worker.bounce import BounceTransport
+from engine.worker.device_pool import AttachedPool, DevicePool
+from engine.worker.exchange import DeviceExchange, DirectExchange, HostRows
 from kvstore.block_pool import BlockPool
+from kvstore.cuda_memory import CudaMemory
+from kvstore.digest import digest_blocks
+from kvstore.leases import LeaseTable, new_epoch
+from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, WorkerId
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
+PEER = PeerPool(WorkerId("w"), Epoch(1), "", "", LeaseId("l"), (), (), 0, 1.0)
+
+
+class Parts:
+    """A pool of a 'device' that is the CPU, and what stands in front of it."""
+
+    def __init__(self) -> None:
+        self.kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
+        self.bytes = self.kv_pool.view(NUM_BLOCKS, -1).view(torch.uint8).numpy()
+        memory = torch.zeros(NUM_ROWS, self.bytes.shape[1], dtype=torch.uint8)
+        self.rows = HostRows(memory.numpy(), memory)
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.device_pool = DevicePool(self.kv_pool)
+        self.exchange = DeviceExchange(self.device_pool, self.rows, self.pool)
+        self.leases = LeaseTable(new_epoch())
 
 
 @pytest.fixture
-def staged() -> tuple[StagedExchange, torch.Tensor, BlockPool]:
-    kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)
-    block_bytes = kv_pool[0].numel() * 4
-    staging = torch.zeros(NUM_ROWS, block_bytes, dtype=torch.uint8)
-    pool = BlockPool(NUM_BLOCKS)
-    return StagedExchange(staging.numpy(), staging, kv_pool, pool), kv_pool, pool
+def parts() -> Parts:
+    return Parts()
 
 
-def test_a_block_travels_through_the_rows(staged: tuple[StagedExchange, torch.Tensor, BlockPool]) -> None:
-    exchange, kv_pool, pool = staged
-    blocks = pool.allocate(2)
-    before = kv_pool[blocks].clone()
-    rows = exchange.export(blocks)
+def ids(*numbers: int) -> list[BlockId]:
+    return list(map(BlockId, numbers))
+
+
+class RowsOfABlock:
+    """A host transport whose peer's block at position p is all bytes p + 1."""
+
+    name = "test"
+
+    def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
+        self._blocks = blocks
+        self.pieces: list[int] = []
+        self.fails_after = 99
+
+    def offered_by(self, peer: PeerPool) -> bool:
+        return True
+
+    def open(self, peer: PeerPool) -> None: ...
+
+    def pull(self, peer: PeerPool, positions: Sequence[int], rows: Sequence[BlockId], deadline: float) -> list[int]:
+        if len(self.pieces) >= self.fails_after:
+            raise TransferError("the peer is gone")
+        self.pieces.append(len(positions))
+        for position, row in zip(positions, rows, strict=True):
+            self._blocks[row] = position + 1
+        return list(positions)
+
+    def close(self) -> None: ...
+
+
+def test_digests_are_those_of_the_host(parts: Parts) -> None:
+    assert parts.exchange.digests(ids(4, 0)) == digest_blocks(parts.bytes[[4, 0]])
+    assert parts.exchange.digests([]) == []
+
+
+def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) -> None:
+    blocks = parts.pool.allocate(2)
+    lease = parts.leases.grant(blocks, 0.0, 1.0)
+    assert (parts.pool.num_used, parts.rows.num_free) == (2, NUM_ROWS)
+    rows = parts.exchange.stage(lease)
     assert rows is not None
-    assert pool.num_used == 0  # the pool's blocks are free at once
-    kv_pool.zero_()
-    target = pool.allocate(2)
-    free_rows = exchange.open_load(target)
-    assert free_rows is not None
-    assert not set(free_rows) & set(rows)
-    exchange.blocks[free_rows] = exchange.blocks[rows]  # what a pull does
-    exchange.close_load(free_rows, target, ok=True)
-    assert torch.equal(kv_pool[target], before)
-    exchange.end_export(rows)
-    assert exchange.open_load([*target, *pool.allocate(2)]) is not None  # every row is free again
+    assert parts.exchange.stage(lease) == rows
+    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
+    assert parts.rows.num_free == NUM_ROWS - 2
+    parts.exchange.end_export(lease)
+    assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
+    unstaged = parts.leases.grant(parts.pool.allocate(1), 0.0, 1.0)
+    parts.exchange.end_export(unstaged)
+    assert parts.pool.num_used == 0
 
 
-def test_a_failed_load_changes_no_block(staged: tuple[StagedExchange, torch.Tensor, BlockPool]) -> None:
-    exchange, kv_pool, pool = staged
-    before = kv_pool.clone()
-    target = pool.allocate(1)
-    rows = exchange.open_load(target)
-    assert rows is not None
-    exchange.blocks[rows] = 255
-    exchange.close_load(rows, target, ok=False)
-    assert torch.equal(kv_pool, before)
+def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
+    lease = parts.leases.grant(parts.pool.allocate(5), 0.0, 1.0)
+    assert parts.exchange.stage(lease) is None
+    parts.exchange.end_export(lease)
+    assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
 
 
-def test_without_room_nothing_is_kept(staged: tuple[StagedExchange, torch.Tensor, BlockPool]) -> None:
-    exchange, _, pool = staged
-    blocks = pool.allocate(5)
-    assert exchange.open_load(blocks) is None
-    assert exchange.export(blocks) is None
-    assert pool.num_used == 0
-    pool.check_integrity()
+def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
+    inner = RowsOfABlock(parts.rows.blocks)
+    bounce = BounceTransport(inner, parts.rows, parts.device_pool)
+    taken = parts.rows.take(2, 2)
+    untouched = parts.bytes[2].copy()
+    assert bounce.pull(PEER, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [0, 1, 2, 3, 4]
+    assert inner.pieces == [2, 2, 1]
+    assert [int(parts.bytes[block].max()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
+    assert [int(parts.bytes[block].min()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
+    np.testing.assert_array_equal(parts.bytes[2], untouched)
+    parts.rows.give_back(taken)
+    assert parts.rows.num_free == NUM_ROWS
+
+
+def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
+    inner = RowsOfABlock(parts.rows.blocks)
+    inner.fails_after = 1
+    with pytest.raises(TransferError, match="gone"):
+        BounceTransport(inner, parts.rows, parts.device_pool).pull(PEER, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
+    assert parts.rows.num_free == NUM_ROWS
+
+
+def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
+    bounce = BounceTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    taken = parts.rows.take(4, 4)
+    with pytest.raises(TransferError, match="staging"):
+        bounce.pull(PEER, [0], ids(0), 0.02)
+    threading.Timer(0.05, parts.rows.give_back, [taken]).start()
+    assert bounce.pull(PEER, [0], ids(0), 5.0) == [0]
+
+
+def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
+    other = torch.randint(-(2**62), 2**62, (3, parts.bytes.shape[1] // 8))
+    attached = AttachedPool(CudaMemory.__new__(CudaMemory), other)
+    digests = parts.device_pool.pull(attached, ids(2, 0), ids(1, 5))
+    assert digests == digest_blocks(other[[2, 0]].numpy().view(np.uint8))
+    np.testing.assert_array_equal(parts.bytes[[1, 5]], other[[2, 0]].numpy().view(np.uint8))
+    assert parts.device_pool.pull(attached, [], []) == []
 
 
 def test_direct_exchange_leaves_blocks_where_they_are() -> None:
     pool = BlockPool(3)
-    blocks = pool.allocate(2)
-    exchange = DirectExchange(torch.zeros(3, 8, dtype=torch.uint8).numpy(), pool)
-    assert exchange.export(blocks) == blocks
+    blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
+    exchange = DirectExchange(blocks, pool)
+    lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
+    assert exchange.digests(lease.block_ids) == digest_blocks(blocks[list(lease.block_ids)])
+    assert exchange.stage(lease) == list(lease.block_ids)
+    exchange.fence()
     assert pool.num_used == 2
-    exchange.end_export(blocks)
+    exchange.end_export(lease)
     assert pool.num_used == 0
