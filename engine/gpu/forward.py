@@ -11,13 +11,14 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.gpu.attention.backend import AttentionBackend, PrefillPlan
-from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.few_rows import FewRowLayers
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
@@ -48,16 +49,17 @@ class GpuInputs:
 class FusedForward:
     """The model over one pool. Its workspace serves one stream. `attention` plans and attends for prompts."""
 
-    def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int) -> None:
+    def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int, attention: AttentionBackend) -> None:
         config = model.config
         self._model = model
         self._pool = pool
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )
-        self.attention: AttentionBackend = PagedAttention(config.num_heads // config.num_kv_heads)
+        self.attention = attention
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
+        self._few_rows = FewRowLayers(model, pool)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
@@ -67,6 +69,9 @@ class FusedForward:
         num_tokens = inputs.token_ids.shape[0]
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
+        if inputs.prefill is None and self._few_rows.takes(num_tokens):
+            attend = partial(self._attend, inputs=inputs)
+            return self._few_rows.hidden(inputs.token_ids, inputs.positions, inputs.slots, attend)
         linear = self._linear
         residual = functional.embedding(inputs.token_ids, model.embedding)
         x = rms_norm(residual, model.layers[0].attention_norm, eps)

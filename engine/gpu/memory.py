@@ -6,6 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.gpu.attention.choose import choose, facts_of, workspace_bytes
 from engine.gpu.config import GpuConfig
 from engine.loader import LoadedModel
 
@@ -16,7 +17,9 @@ def kv_cache_gb(loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig) -> fl
     """GB (10^9 bytes) for KV blocks. Raises ConfigError with the numbers when nothing is left."""
     free, total = torch.cuda.mem_get_info(loaded.device)
     used = total - free
-    budget = int(total * gpu.gpu_memory_fraction) - used - activation_bytes(loaded, config) - GRAPH_BYTES
+    facts = facts_of(loaded.dtype, loaded.dtype, loaded.config.head_dim, loaded.device)
+    working = activation_bytes(loaded, config) + workspace_bytes(choose(gpu.attention_backend, facts))
+    budget = int(total * gpu.gpu_memory_fraction) - used - working - GRAPH_BYTES
     if budget <= 0:
         raise ConfigError(
             f"no GPU memory is left for KV blocks: {total / 1e9:.1f} GB in all, {used / 1e9:.1f} GB used with the "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
 from engine.gpu.draw import DeviceSampler, is_drawn_on_device
 from engine.gpu.forward import FusedForward, GpuInputs
@@ -65,7 +66,10 @@ class GpuRunner:
         self._rows = RowTable(self._max_rows, self._buckets)
         max_blocks = -(-max_model_len // config.block_size)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device)
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows)
+        attention = open_attention(
+            gpu.attention_backend, kv_pool, loaded.config.num_heads, loaded.dtype, self._max_tokens
+        )
+        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention)
         self._packed = torch.zeros(3, self._max_rows, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
         self._staging = [

@@ -27,8 +27,13 @@ class PagedAttention:
     def __init__(self, group: int) -> None:
         self._group = group
 
-    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PagedPlan:
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, skipped: Sequence[bool] = ()
+    ) -> PagedPlan:
+        """skipped: of each row, whether somebody else attends for it."""
         tiles = prefill_tiles(query_starts, seq_lens, self._group)
+        if any(skipped):
+            tiles = [tile for tile in tiles if not skipped[tile[0]]]
         return PagedPlan(block_tables, torch.tensor(tiles, dtype=torch.int32, device=block_tables.device).view(-1, 4))
 
     def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor) -> None:

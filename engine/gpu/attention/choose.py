@@ -1,0 +1,107 @@
+"""Which backend attends for prompts: the fastest that is installed and fits, or the one that was asked for.
+
+`choose` is pure. Measured on an H200 (`benchmarks/kernels/bench_attention_backends.py`): FlashAttention-3 is 1.4 to
+2.2 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.gpu.attention import cudnn, fa3
+from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.contiguous import MAX_GATHER_BYTES
+from engine.gpu.attention.paged import PagedAttention
+
+logger = logging.getLogger(__name__)
+FA3_REQUIREMENT = "fa3-fwd==0.0.3"
+FA3_HEAD_DIMS = (64, 128, 256)
+HALF_TYPES = (torch.bfloat16, torch.float16)
+BY_SPEED = ("fa3", "cudnn")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the choice depends on. capability: of an NVIDIA GPU, else None."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    head_dim: int
+    capability: tuple[int, int] | None
+    has_fa3: bool
+    has_cudnn: bool
+
+
+def facts_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, device: torch.device) -> Facts:
+    """Looks at the device and at what is installed; imports nothing."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return Facts(
+        dtype,
+        kv_dtype,
+        head_dim,
+        torch.cuda.get_device_capability(device) if is_nvidia else None,
+        importlib.util.find_spec(fa3.PACKAGE) is not None,
+        is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
+    )
+
+
+def why_not(name: str, facts: Facts) -> str:
+    """What keeps a backend from working, and what to do; empty when it works."""
+    if name == "fa3":
+        if facts.capability is None or facts.capability[0] not in (8, 9):
+            return "needs an NVIDIA GPU of compute capability 8 or 9; use triton"
+        if facts.dtype != torch.bfloat16 or facts.kv_dtype != torch.bfloat16:
+            return "takes bfloat16 alone; use triton"
+        if facts.head_dim not in FA3_HEAD_DIMS:
+            return f"takes heads of {FA3_HEAD_DIMS}, not {facts.head_dim}; use triton"
+        if not facts.has_fa3:
+            return f"is not installed; run: pip install {FA3_REQUIREMENT}"
+    if name == "cudnn":
+        if facts.capability is None or facts.capability[0] < 8 or not facts.has_cudnn:
+            return "needs an NVIDIA GPU of compute capability 8 or more and cuDNN; use triton"
+        if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
+            return "takes 16-bit numbers alone; use triton"
+        if facts.head_dim > 128:
+            return f"takes heads up to 128, not {facts.head_dim}; use triton"
+    return ""
+
+
+def choose(wanted: str, facts: Facts) -> str:
+    """`auto`: what was measured to be fastest; only where it was measured. Raises ConfigError."""
+    if wanted == "auto":
+        measured = BY_SPEED if facts.capability == (9, 0) else ()
+        return next((name for name in measured if not why_not(name, facts)), "triton")
+    reason = why_not(wanted, facts)
+    if reason:
+        raise ConfigError(f"--attention-backend {wanted} {reason}")
+    return wanted
+
+
+def workspace_bytes(chosen: str) -> int:
+    """Device memory that a backend may take beside its step's tensors."""
+    return MAX_GATHER_BYTES if chosen == "fa3" else 0
+
+
+def open_attention(
+    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
+) -> AttentionBackend:
+    """The backend for one pool. max_tokens: of the largest step. Raises ConfigError."""
+    chosen = choose(wanted, facts_of(dtype, pool.dtype, pool.shape[5], pool.device))
+    backend: AttentionBackend = PagedAttention(num_heads // pool.shape[3])
+    try:
+        if chosen == "fa3":
+            backend = fa3.FlashAttention3(fa3.load(), pool, num_heads, dtype)
+        elif chosen == "cudnn":
+            backend = cudnn.CudnnAttention(cudnn.attend_with_cudnn, pool, num_heads, dtype, max_tokens)
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape
+        if wanted != "auto":
+            raise ConfigError(f"--attention-backend {chosen} does not work here: {error}") from error
+        logger.warning("attention with %s does not work here, so prompts are slower: %s", chosen, error)
+    logger.info("attention of prompts: %s", backend.name)
+    return backend

@@ -1,0 +1,89 @@
+"""FlashAttention-3 from the package `fa3-fwd`: Hopper's own instructions, rows of any lengths in one launch.
+
+The package's build has bfloat16 only and no block tables, so K and V come from `contiguous.py`. Nothing of it is
+imported before `load`. Its causal mask is aligned to each row's last query, as chunks with context need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.gpu.attention.contiguous import KeyBuffer, KeysPlan, plan_keys
+from engine.gpu.attention.paged import PagedAttention, PagedPlan
+
+PACKAGE = "fa3_fwd"
+Forward = Callable[..., Any]  # torch.ops.fa3_fwd.fwd
+
+
+def load() -> Forward:
+    """The package's operator. Raises ImportError when it is missing or does not fit this torch."""
+    importlib.import_module(f"{PACKAGE}._C")  # registers the operators
+    operator: Forward = torch.ops.fa3_fwd.fwd
+    return operator
+
+
+@dataclass(frozen=True, slots=True)
+class FlashPlan:
+    """query_starts, key_starts: int32 (num_rows + 1,), on the device; None for a single row, which needs none."""
+
+    keys: KeysPlan
+    query_starts: Tensor | None
+    key_starts: Tensor | None
+    max_queries: int
+    max_keys: int
+
+
+class FlashAttention3:
+    """forward: from `load`."""
+
+    name = "fa3"
+
+    def __init__(self, forward: Forward, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
+        self._forward = forward
+        self._pool = pool
+        self._dtype = dtype
+        self._buffer = KeyBuffer()
+        self._paged = PagedAttention(num_heads // pool.shape[3])
+
+    def plan(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor
+    ) -> FlashPlan | PagedPlan:
+        if not KeyBuffer.fits(sum(seq_lens), self._pool, self._dtype):
+            return self._paged.plan(query_starts, seq_lens, block_tables)
+        keys = plan_keys(query_starts, seq_lens, block_tables)
+        max_queries = max(stop - start for start, stop in pairwise(query_starts))
+        starts = None
+        if len(seq_lens) > 1:
+            starts = torch.tensor([query_starts, keys.starts], dtype=torch.int32, device=block_tables.device)
+        return FlashPlan(
+            keys,
+            None if starts is None else starts[0],
+            None if starts is None else starts[1],
+            max_queries,
+            max(seq_lens),
+        )
+
+    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: FlashPlan | PagedPlan, out: Tensor) -> None:
+        if isinstance(plan, PagedPlan):
+            self._paged.prefill(qkv, pool, layer, plan, out)
+            return
+        num_kv_heads, _, head_dim = pool.shape[3:]
+        q = qkv[:, : -2 * num_kv_heads]
+        k, v = self._buffer.keys_and_values(qkv, pool, layer, plan.keys)
+        out = out.view(q.shape)
+        common = {"softmax_scale": 1 / math.sqrt(head_dim), "is_causal": True, "num_splits": 1}
+        if plan.query_starts is None:  # 15% faster at 2k tokens, 5% at 8k, than one row through the general case
+            self._forward(q[None], k[None], v[None], out=out[None], **common)
+        else:
+            self._forward(
+                q, k, v, out=out, cu_seqlens_q=plan.query_starts, cu_seqlens_k=plan.key_starts,
+                max_seqlen_q=plan.max_queries, max_seqlen_k=plan.max_keys, **common,
+            )  # fmt: skip

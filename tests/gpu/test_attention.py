@@ -1,0 +1,208 @@
+"""Every backend against plain attention: the real one on a GPU that has it, else torch with the same contract."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.errors import ConfigError
+from engine.gpu.attention import choose as chooser
+from engine.gpu.attention import contiguous, fa3
+from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.choose import Facts, choose, open_attention, workspace_bytes
+from engine.gpu.attention.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
+from engine.gpu.attention.fa3 import FlashAttention3
+from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from kernels.paged_attention import attend_sequence
+from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool, relative_error
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+BOUND = 1e-2 if ON_GPU else 1e-5
+BLOCK_SIZE = 64 if ON_GPU else 16
+H200 = Facts(torch.bfloat16, torch.bfloat16, 128, (9, 0), has_fa3=True, has_cudnn=True)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, is_causal: bool, num_splits: int,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> None:  # fmt: skip
+    """What `fa3_fwd.fwd` computes, of the arguments that are used: causal, aligned to the last query of a row."""
+    assert is_causal
+    assert num_splits == 1
+    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        out[0] = attend_sequence(q[0], torch.stack([k[0], v[0]]).transpose(1, 2))
+        return
+    starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert max_seqlen_q == max(b - a for a, b in pairwise(starts))
+    assert max_seqlen_k == max(b - a for a, b in pairwise(key_starts))
+    for row in range(len(starts) - 1):
+        own, keys = slice(*starts[row : row + 2]), slice(*key_starts[row : row + 2])
+        out[own] = attend_sequence(q[own], torch.stack([k[keys], v[keys]]).transpose(1, 2))
+
+
+def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> AttentionBackend:
+    """Small prompts go to cuDNN too, so that it is tested on a CPU."""
+    if name == "triton":
+        return PagedAttention(num_heads // pool.shape[3])
+    if name == "cudnn":
+        plain = functools.partial(functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        attend = attend_with_cudnn if ON_GPU else plain
+        return CudnnAttention(attend, pool, num_heads, pool.dtype, max_tokens, min_tokens=20)
+    forward: Callable[..., Any] = flash_forward
+    if ON_GPU:
+        if importlib.util.find_spec(fa3.PACKAGE) is None:
+            pytest.skip("fa3-fwd is not installed")
+        forward = fa3.load()
+    return FlashAttention3(forward, pool, num_heads, pool.dtype)
+
+
+class Step:
+    """A pool with rows' K and V, and the q/k/v product of the tokens that a step computes of them."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> None:
+        tables, self.block_tables = block_tables_for(list(seq_lens), BLOCK_SIZE, DEVICE)
+        self.pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, BLOCK_SIZE, head_dim, DTYPE, DEVICE)
+        self.starts = list(accumulate(query_lens, initial=0))
+        self.seq_lens = list(seq_lens)
+        qkv = torch.randn(self.starts[-1], num_heads + 2 * num_kv_heads, head_dim, device=DEVICE)
+        self.qkv = qkv.to(DTYPE)
+        self.expected = torch.empty(self.starts[-1], num_heads * head_dim, dtype=torch.float64, device=DEVICE)
+        for row, (ids, seq_len) in enumerate(zip(tables, seq_lens, strict=True)):
+            kv = fill_sequence(self.pool, 1, ids, seq_len)
+            own = slice(self.starts[row], self.starts[row + 1])
+            new = kv[:, :, seq_len - query_lens[row] :].permute(2, 0, 1, 3)
+            self.qkv[own, num_heads:] = new.flatten(1, 2)
+            self.expected[own] = attend_sequence(self.qkv[own, :num_heads].double(), kv.double()).flatten(1)
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        plan = backend.plan(self.starts, self.seq_lens, self.block_tables)
+        out = torch.full(self.expected.shape, float("nan"), dtype=DTYPE, device=DEVICE)
+        backend.prefill(self.qkv, self.pool, 1, plan, out)
+        return out
+
+
+SCALE = 17 if ON_GPU else 1
+ROWS = {
+    "prompt": ([25], [25]),
+    "chunk": ([13], [50]),
+    "prompts": ([25, 1, 40, 7], [25, 1, 40, 7]),
+    "mixed": ([25, 13, 1], [25, 50, 33]),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(7, 1, 64), (4, 2, 128)])
+@pytest.mark.parametrize("name", ["triton", "fa3", "cudnn"])
+def test_equals_plain_attention(name: str, num_heads: int, num_kv_heads: int, head_dim: int, rows: str) -> None:
+    query_lens, seq_lens = ([SCALE * length for length in lengths] for lengths in ROWS[rows])
+    step = Step(num_heads, num_kv_heads, head_dim, query_lens, seq_lens)
+    backend = make(name, step.pool, num_heads, sum(query_lens))
+    assert backend.name == name
+    assert relative_error(step.run(backend), step.expected) < BOUND
+
+
+@pytest.mark.parametrize(("name", "seq_len"), [("fa3", 80), ("cudnn", 70)])
+def test_what_a_larger_step_left_in_the_buffers_is_not_seen(name: str, seq_len: int) -> None:
+    large = Step(4, 2, 64, [70 * SCALE], [seq_len * SCALE])
+    for tensor in (large.qkv, large.pool):
+        tensor.fill_(float("nan"))
+    backend = make(name, large.pool, 4, 100 * SCALE)
+    large.run(backend)
+    for query_len, keys in ((21, 21), (33, 33), (9, 30)):
+        step = Step(4, 2, 64, [query_len * SCALE], [keys * SCALE])
+        assert relative_error(step.run(backend), step.expected) < BOUND
+
+
+def test_more_context_than_the_buffer_holds_is_read_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(4, 2, 64, [9, 5], [30, 5])
+    size = 35 * 2 * 2 * 64 * DTYPE.itemsize
+    backend = make("fa3", step.pool, 4, 64)
+    monkeypatch.setattr(contiguous, "MAX_GATHER_BYTES", size - 1)
+    assert isinstance(backend.plan(step.starts, step.seq_lens, step.block_tables), PagedPlan)
+    assert relative_error(step.run(backend), step.expected) < BOUND
+    monkeypatch.setattr(contiguous, "MAX_GATHER_BYTES", size)
+    assert not isinstance(backend.plan(step.starts, step.seq_lens, step.block_tables), PagedPlan)
+
+
+def test_lengths_are_rounded_to_eight_per_octave() -> None:
+    assert [rounded_up(n) for n in (1, 7, 8, 9, 16, 17, 4096, 4097, 8192, 8193)] == [
+        1, 7, 8, 9, 16, 18, 4096, 4608, 8192, 9216,
+    ]  # fmt: skip
+    assert list(rounded_lengths(4096, 8192)) == [4096, 4608, 5120, 5632, 6144, 6656, 7168, 7680, 8192]
+    assert {rounded_up(n) for n in range(20, 301)} == set(rounded_lengths(20, 300))
+    assert all(n <= rounded_up(n) <= n * 9 / 8 + 1 for n in range(1, 5000))
+
+
+def changed(**facts: Any) -> Facts:
+    return Facts(**{**{name: getattr(H200, name) for name in Facts.__slots__}, **facts})
+
+
+def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
+    assert choose("auto", H200) == "fa3"
+    assert choose("auto", changed(has_fa3=False)) == "cudnn"
+    assert choose("auto", changed(dtype=torch.float16, kv_dtype=torch.float16)) == "cudnn"
+    assert choose("auto", changed(head_dim=256)) == "fa3"
+    for other in (
+        changed(has_fa3=False, has_cudnn=False),
+        changed(capability=(8, 0)),  # not measured there
+        changed(capability=None),
+        changed(kv_dtype=torch.float8_e4m3fn),
+        changed(dtype=torch.float32, kv_dtype=torch.float32),
+        changed(head_dim=256, has_fa3=False),
+    ):
+        assert choose("auto", other) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "told"),
+    [
+        ("fa3", {"has_fa3": False}, "--attention-backend fa3 is not installed; run: pip install fa3-fwd"),
+        ("fa3", {"capability": (12, 0)}, "compute capability 8 or 9"),
+        ("fa3", {"dtype": torch.float16}, "bfloat16 alone"),
+        ("fa3", {"head_dim": 80}, "not 80"),
+        ("cudnn", {"has_cudnn": False}, "cuDNN"),
+        ("cudnn", {"kv_dtype": torch.float8_e4m3fn}, "16-bit"),
+        ("cudnn", {"head_dim": 256}, "not 256"),
+    ],
+)
+def test_a_named_backend_that_cannot_work_says_what_to_do(name: str, facts: dict[str, Any], told: str) -> None:
+    assert choose(name, H200) == name
+    with pytest.raises(ConfigError, match=told):
+        choose(name, changed(**facts))
+    assert choose("triton", changed(**facts)) == "triton"
+
+
+def test_memory_for_gathering_is_set_aside_only_where_something_gathers() -> None:
+    assert workspace_bytes("fa3") == contiguous.MAX_GATHER_BYTES
+    assert workspace_bytes("triton") == workspace_bytes("cudnn") == 0
+
+
+def test_a_package_that_does_not_load_is_an_error_only_when_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(chooser, "facts_of", lambda *_: H200)
+    monkeypatch.setattr(fa3, "load", broken)
+    pool = torch.zeros(1, 1, 2, 2, 16, 64)
+    with caplog.at_level(logging.WARNING):
+        assert open_attention("auto", pool, 4, torch.bfloat16, 64).name == "triton"
+    assert "undefined symbol" in caplog.text
+    with pytest.raises(ConfigError, match="fa3 does not work here: undefined symbol"):
+        open_attention("fa3", pool, 4, torch.bfloat16, 64)
