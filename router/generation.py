@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from common.errors import MiniInferError
 from protos import types_pb2 as pb
 from router.choice import Choice, Update
 from router.dispatch import Dispatcher
@@ -75,7 +74,7 @@ class Generation:
                 yield item
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Update], None]:
-        queue: asyncio.Queue[tuple[int, Update] | MiniInferError] = asyncio.Queue(MERGE_QUEUE_SIZE)
+        queue: asyncio.Queue[tuple[int, Update] | Exception] = asyncio.Queue(MERGE_QUEUE_SIZE)
         prompts: dict[int, _Prompt] = {}
         tasks = []
         for run in self.runs:
@@ -86,7 +85,7 @@ class Generation:
         try:
             while open_choices:
                 item = await queue.get()
-                if isinstance(item, MiniInferError):
+                if isinstance(item, Exception):
                     raise item
                 yield item
                 open_choices -= item[1].finish_reason is not None
@@ -100,7 +99,7 @@ class Generation:
         run: ChoiceRun,
         prompt: _Prompt,
         is_leader: bool,
-        queue: asyncio.Queue[tuple[int, Update] | MiniInferError],
+        queue: asyncio.Queue[tuple[int, Update] | Exception],
     ) -> None:
         if not is_leader:
             await prompt.is_computed.wait()
@@ -119,5 +118,5 @@ class Generation:
                     if update.finish_reason is not None:
                         run.journal.outcome = update.finish_reason
                         return
-        except MiniInferError as error:
+        except Exception as error:  # noqa: BLE001 - raised where the choices are merged, bugs too: else it waits for ever
             await queue.put(error)
