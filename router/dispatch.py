@@ -91,11 +91,13 @@ class Dispatcher:
             draw=self._random.random(),
             turn=self._turn,
         )
+        # With tokens to replay, the KV of prompt and output is computed where decoding goes on; so it is when no
+        # prefill worker is left that has not failed already.
+        prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         decision = choose(
             self._policy,
             request,
-            # With tokens to replay, the KV of prompt and output is computed where decoding goes on.
-            [] if journal.has_started else [link.view() for link in self._workers.usable("prefill", lost)],
+            [link.view() for link in prefill if link.worker_id not in lost],
             [link.view() for link in self._workers.usable("decode", lost)],
             self._config.local_prefill_tokens,
         )

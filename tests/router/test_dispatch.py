@@ -118,6 +118,17 @@ async def test_a_worker_that_refuses_is_passed_over(code: int) -> None:
         assert c.decode[0].submits
 
 
+@pytest.mark.parametrize(
+    "code", [pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED, pb.FAILURE_CODE_INTERNAL]
+)
+async def test_where_the_only_prefill_worker_refuses_decode_prefills(code: int) -> None:
+    control = await undisturbed()
+    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script()) as c:
+        c.prefill[0].script.refuse = code
+        assert (await c.chat(max_tokens=40)).json()["choices"] == control["choices"]
+        assert len(c.prefill[0].submits) == 1
+
+
 async def test_a_decode_worker_that_refuses_leaves_the_kv_to_the_next_one() -> None:
     control = await undisturbed()
     async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0) as c:
