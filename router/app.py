@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from common.errors import InvalidRequestError, MiniInferError, NotFoundError, UnauthenticatedError
 from common.metrics import CONTENT_TYPE
-from router.errors import HttpError, error_body, error_headers, status_of
+from router.errors import HttpError, error_body, error_headers, log_if_internal, status_of
 from router.gateway import Gateway
 from router.middleware import Guard
 from router.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -51,23 +51,23 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
-    def answer(error: BaseException) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         status = status_of(error)
         gateway.metrics.refused(status)
         headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+        if logged_id := log_if_internal(request.scope, error):
+            headers["x-request-id"] = logged_id
         return Response(error_body(error), status, headers=headers)
 
-    async def known(_: Request, error: Exception) -> Response:
-        return answer(error)
-
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         messages = {404: "no such path", 405: "this path does not take this method"}
-        return answer(HttpError(error.status_code, messages.get(error.status_code, "the request is not valid")))
+        message = messages.get(error.status_code, "the request is not valid")
+        return await known(request, HttpError(error.status_code, message))
 
     app.add_exception_handler(MiniInferError, known)
     app.add_exception_handler(HTTPException, http)
-    # A bug: the server logs it, the client learns nothing but that.
+    # A bug: it is logged, the client learns nothing but that.
     app.add_exception_handler(Exception, known)
 
 

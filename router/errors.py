@@ -1,7 +1,10 @@
-"""Errors in OpenAI's shape. The table of exceptions is common.errors.ERROR_TABLE; here is only how it looks."""
+"""Errors in OpenAI's shape, and their place in the log. The table of exceptions is common.errors.ERROR_TABLE."""
 
 from __future__ import annotations
 
+import logging
+import uuid
+from collections.abc import MutableMapping
 from typing import Any
 
 import orjson
@@ -16,6 +19,10 @@ from common.errors import (
     mapping_for,
     public_message,
 )
+from common.logging import traceback_text
+
+logger = logging.getLogger(__name__)
+REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 
 # Statuses that only HTTP knows; everything else comes from the table.
 HTTP_TYPES = {
@@ -80,3 +87,14 @@ def error_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
 
 def error_body(error: BaseException) -> bytes:
     return orjson.dumps(error_object(error))
+
+
+def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> str:
+    """Log an error that is the server's own, once per request; the id that it was logged under, else ''."""
+    if status_of(error) != 500:
+        return ""
+    known: str | None = scope.get("router.logged_id")
+    if known is None:
+        known = scope["router.logged_id"] = scope.get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
+        logger.error("request %s failed with status 500\n%s", known, traceback_text(error))
+    return known

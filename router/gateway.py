@@ -19,7 +19,7 @@ from router.body import read_json_object
 from router.choice import Choice, StopRules
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.errors import ModelNotFoundError
+from router.errors import REQUEST_ID, ModelNotFoundError
 from router.explain import ExplainLog
 from router.generation import ChoiceRun, Generation
 from router.journal import Journal
@@ -108,7 +108,7 @@ class Gateway:
         continues: bool,
     ) -> list[ChoiceRun]:
         """One run per choice; a run's journal carries an id that the router made."""
-        public_id = prefix + uuid.uuid4().hex
+        public_id = request.scope[REQUEST_ID] = prefix + uuid.uuid4().hex
         rules = StopRules(
             stops=tuple(body.stops),
             include_in_output=bool(body.include_stop_str_in_output),

@@ -8,13 +8,10 @@ the order stays.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from common.errors import EngineError, MiniInferError
 from protos import types_pb2 as pb
-
-logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -61,9 +58,10 @@ class Mailbox:
     def _is_taken(self, shortcut: Callable[[pb.TokenDelta], bool], delta: pb.TokenDelta) -> bool:
         try:
             return shortcut(delta)
-        except Exception:  # a bug in showing one request must not end the link, which carries all of them
-            logger.exception("a stream failed")
-            self.fail(EngineError("internal error"))
+        except Exception as error:  # noqa: BLE001 - a bug in showing one request must not end the link, which carries all of them
+            failure = EngineError("internal error")
+            failure.__cause__ = error  # for whoever logs the failure with the request's id
+            self.fail(failure)
             return True
 
     def _wake(self) -> None:

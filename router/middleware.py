@@ -1,4 +1,7 @@
-"""What every HTTP request passes before a route sees it: header bounds and the API key. Plain ASGI."""
+"""What every HTTP request passes before a route sees it: header bounds and the API key. Plain ASGI.
+
+Also the last one to see what a route let through: a bug, which is logged here when nobody could do it before.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import MiniInferError, UnauthenticatedError
-from router.errors import HttpError, error_body, error_headers, status_of
+from router.errors import HttpError, error_body, error_headers, log_if_internal, status_of
 
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
@@ -30,7 +33,10 @@ class Guard:
         except MiniInferError as error:
             await send_error(send, error)
             return
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - the server would log its message, which may quote the request
+            log_if_internal(scope, error)
 
     def _check(self, scope: Scope) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]

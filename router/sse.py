@@ -7,7 +7,6 @@ the client goes away, the task is cancelled, which cancels the request on the wo
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
@@ -16,12 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import EngineError, MiniInferError
 from router.choice import Update
-from router.errors import error_body, error_headers, error_object, status_of
+from router.errors import error_body, error_headers, error_object, log_if_internal, status_of
 from router.generation import Generation
 from router.http_protocol import CHUNK_WRITER, ChunkWriter
 from router.render import ChoiceResult, Renderer, event
 
-logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -63,9 +61,9 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._watch(receive, task))
         try:
             if self._is_stream:
-                await self._send_stream(send, scope.get(CHUNK_WRITER))
+                await self._send_stream(scope, send, scope.get(CHUNK_WRITER))
             else:
-                await self._send_answer(send)
+                await self._send_answer(scope, send)
         except asyncio.CancelledError:
             if not self._client_left or task.uncancel():
                 raise
@@ -80,7 +78,7 @@ class GenerationResponse(Response):
 
     # -- one JSON body -----------------------------------------------------------------------------------------
 
-    async def _send_answer(self, send: Send) -> None:
+    async def _send_answer(self, scope: Scope, send: Send) -> None:
         runs = self._generation.runs
         results = {run.choice.index: ChoiceResult(run.choice.index, run.prompt_index) for run in runs}
         try:
@@ -88,7 +86,7 @@ class GenerationResponse(Response):
                 async for index, update in updates:
                     results[index].add(update)
         except MiniInferError as error:
-            await self._send_error(send, error)
+            await self._send_error(scope, send, error)
             return
         body = self._renderer.answer(self._select(list(results.values())), self._generation.usage())
         headers = [
@@ -99,7 +97,8 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_error(self, send: Send, error: MiniInferError) -> None:
+    async def _send_error(self, scope: Scope, send: Send, error: MiniInferError) -> None:
+        log_if_internal(scope, error)
         body = error_body(error)
         headers = [*error_headers(error), (b"content-length", b"%d" % len(body)), *self._extra_headers]
         await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
@@ -107,7 +106,7 @@ class GenerationResponse(Response):
 
     # -- server-sent events ------------------------------------------------------------------------------------
 
-    async def _send_stream(self, send: Send, writer: ChunkWriter | None) -> None:
+    async def _send_stream(self, scope: Scope, send: Send, writer: ChunkWriter | None) -> None:
         has_begun = False
         last = b""  # what is sent together with the end
         try:
@@ -131,13 +130,14 @@ class GenerationResponse(Response):
                 last += self._renderer.usage_chunk(self._generation.usage())
         except MiniInferError as error:
             if not has_begun:
-                await self._send_error(send, error)
+                await self._send_error(scope, send, error)
                 return
+            log_if_internal(scope, error)
             last = event(error_object(error))
-        except Exception:  # a bug: the stream must still end in a way that the client understands
-            logger.exception("a stream failed")
+        except Exception as error:  # a bug: the stream must still end in a way that the client understands
             if not has_begun:
                 raise
+            log_if_internal(scope, error)
             last = event(error_object(EngineError("internal error")))
         if not has_begun:
             await self._begin(send)

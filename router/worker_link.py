@@ -28,6 +28,7 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
+from common.logging import traceback_text
 from common.rpc import open_channel, token_metadata
 from kvstore.index import PrefixIndex
 from kvstore.types import BlockKey, WorkerId
@@ -187,8 +188,8 @@ class WorkerLink:
                 reason = f"{error.code().name.lower().replace('_', ' ')}"
             except TimeoutError:
                 reason = "no answer"
-            except Exception:  # a bug in handling one report must not lose the worker for good
-                logger.exception("the link to worker %s failed", self.address)
+            except Exception as error:  # noqa: BLE001 - a bug in handling one report must not lose the worker for good
+                logger.error("the link to worker %s failed\n%s", self.address, traceback_text(error))
                 reason = "internal error"
             was_attached = self.info is not None
             self._lose(reason)

@@ -1,0 +1,134 @@
+"""Every answer with status 500 is in the log, with where it comes from and the request's id, and without its text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.errors import EngineError
+from common.logging import traceback_text
+from protos import types_pb2 as pb
+from router.choice import Choice
+from router.dispatch import Dispatcher
+from tests.router.harness import Cluster, cluster
+from tests.router.scripted_worker import Script
+
+SECRET = "the sparrow flies at noon"
+INTERNAL = {"message": "internal error", "type": "server_error", "param": None, "code": None}
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise KeyError(SECRET)  # as a bug in a dictionary's use would: its message is the text
+
+
+def logged(caplog: pytest.LogCaptureFixture, request_id: str) -> str:
+    """The one log entry for the request."""
+    entries = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(entries) == 1, entries
+    assert f"request {request_id} failed with status 500" in entries[0]
+    return entries[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "where", [(Dispatcher, "admit"), (Dispatcher, "_decide"), (Choice, "push")], ids=lambda where: str(where[1])
+)
+async def test_a_bug_is_logged_with_its_traceback_and_without_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: tuple[type, str], stream: bool
+) -> None:
+    async with cluster() as c:
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, broken)
+            answer = await c.chat(SECRET, stream=stream)
+        assert answer.status_code == 500
+        assert answer.json() == {"error": INTERNAL}
+        entry = logged(caplog, answer.headers["x-request-id"])
+        assert "in broken" in entry
+        assert entry.endswith("KeyError")
+        assert (await c.chat(SECRET)).status_code == 200
+    assert SECRET not in caplog.text
+
+
+async def test_a_bug_in_the_middle_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in the ordinary way of a token, once where tokens are written as they arrive."""
+    for method in ("push", "push_plain"):
+        caplog.clear()
+        async with cluster(script=Script(delay_seconds=0.005)) as c:
+            with monkeypatch.context() as patch:
+                patch.setattr(Choice, method, breaking_after(getattr(Choice, method), 3))
+                events = await c.events(
+                    messages=[{"role": "user", "content": SECRET}], n=2 if method == "push" else 1
+                )
+            assert events[-2] == {"error": INTERNAL}
+            assert events[-1] == "[DONE]"
+            entry = logged(caplog, events[0]["id"])
+            assert "in breaking" in entry
+            assert "KeyError" in entry
+            await c.until(c.is_quiet)
+        assert SECRET not in caplog.text
+
+
+def breaking_after(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    calls = 0
+
+    def breaking(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return broken() if calls > count else function(*arguments)
+
+    return breaking
+
+
+async def test_a_workers_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(script=Script(refuse=pb.FAILURE_CODE_INTERNAL)) as c:
+        answer = await c.chat(SECRET)
+        assert answer.status_code == 500
+        entry = logged(caplog, answer.headers["x-request-id"])
+        assert "EngineError: refused by script" in entry
+    assert SECRET not in caplog.text
+
+
+async def test_what_clients_do_wrong_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster() as c:
+        assert (await c.chat(SECRET, temperature=-1)).status_code == 400
+        assert (await c.http.get("/nowhere")).status_code == 404
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True, "logprobs": True}, {"stop": "x", "n": 2}], ids=str)
+async def test_nothing_said_is_logged_at_any_level(caplog: pytest.LogCaptureFixture, fields: dict[str, Any]) -> None:
+    caplog.set_level(logging.DEBUG)
+    for name in ("httpcore", "httpx", "openai"):  # the client's log is not ours
+        logging.getLogger(name).setLevel(logging.WARNING)
+    reply = "and the owl answers"
+    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(reply=list(reply.encode()))) as c:
+        assert (await c.chat(SECRET, max_tokens=40, **fields)).status_code == 200
+        await break_a_request(c)
+    assert "moves to another worker" in caplog.text
+    for text in (SECRET, reply, reply[:8], str(list(SECRET.encode()))[1:40]):
+        assert text not in caplog.text
+
+
+async def break_a_request(c: Cluster) -> None:
+    c.prefill[0].script.refuse = pb.FAILURE_CODE_UNAVAILABLE
+    assert (await c.chat(SECRET)).status_code == 200
+
+
+def test_tracebacks_show_causes_once_and_only_our_messages() -> None:
+    try:
+        try:
+            broken()
+        except KeyError as cause:
+            raise EngineError("our own words") from cause
+    except EngineError as error:
+        error.__cause__.__context__ = error  # type: ignore[union-attr]  # a circle
+        text = traceback_text(error)
+    assert text.count("Traceback") == 2
+    assert "EngineError: our own words" in text
+    assert text.endswith("KeyError")
+    assert SECRET not in text
