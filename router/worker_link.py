@@ -317,16 +317,19 @@ class WorkerLink:
 
     async def _fetch_snapshot(self) -> None:
         """After a gap: a second stream, whose first report is a snapshot. Open requests stay on the first one."""
-        logger.warning("events of worker %s have a gap: fetching a snapshot", self.worker_id)
+        info, worker = self.info, self.worker_id
+        if info is None:
+            return  # lost in the meantime, and with it all that the index knew
+        logger.warning("events of worker %s have a gap: fetching a snapshot", worker)
         call = self._stub.Attach(metadata=self._metadata, timeout=CALL_TIMEOUT_SECONDS)
         try:
             report = await call.read()
             for event in report.kv_events if report is not EOF else ():
-                if event.HasField("snapshot"):
+                if event.HasField("snapshot") and self.info is info:
                     keys = [BlockKey(key) for key in event.snapshot.keys]
-                    self._index.snapshot(self.worker_id, event.sequence, keys)
+                    self._index.snapshot(worker, event.sequence, keys)
         except grpc.aio.AioRpcError as error:
-            logger.warning("no snapshot from worker %s: %s", self.worker_id, error.code().name)
+            logger.warning("no snapshot from worker %s: %s", worker, error.code().name)
         finally:
             call.cancel()
 

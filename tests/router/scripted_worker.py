@@ -43,6 +43,7 @@ class Script:
     is_silent: bool = False  # accept and never answer
     die_after_tokens: int = -1  # break every stream after so many tokens, once
     cached_tokens: int = 0
+    refuse_streams: int = 0  # break so many streams before their first report
 
 
 @dataclass(eq=False)
@@ -87,15 +88,17 @@ class ScriptedWorker:
             "quantization": "none", "device": "cpu", "max_num_seqs": 64, "kv_shape": [1, 2, 1, 16, 8], **info,
         }  # fmt: skip
         self.server: RpcServer | None = None
+        self.host = "127.0.0.1"
         self.port = 0
+        self.num_streams = 0
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self) -> ScriptedWorker:
         """Listen; on the same port again after `kill`."""
-        self.server = RpcServer("127.0.0.1", self.port)
+        self.server = RpcServer(self.host, self.port)
         self.port = self.server.port
         if self.role == "prefill":
             self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "mini_infer.v1.Prefill")
@@ -125,6 +128,10 @@ class ScriptedWorker:
         return pb.DrainReply(num_open_requests=sum(len(session.running) for session in self.sessions))
 
     async def Attach(self, commands: AsyncIterator[pb.Command], _context: Any) -> AsyncIterator[pb.StepReport]:
+        self.num_streams += 1
+        if self.script.refuse_streams:
+            self.script.refuse_streams -= 1
+            return
         session = Session()
         self.sessions.add(session)
         snapshot = pb.KvEvent(sequence=self.sequence, snapshot=pb.BlockKeys(keys=sorted(self.keys)))
