@@ -1,0 +1,61 @@
+"""Linear maps over 4-bit weights with a scale and an offset per group of columns: packing and reference.
+
+    w_nk = (c_nk - 8) s_ng + z_ng,  g = k / group_size;      y = x w^T + b
+
+Eight codes share an int32, code i of word j being column 8 j + i in bits 4 i and up. Checkpoints that say
+w = (c - zero) s have z = (8 - zero) s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MAX_GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PackedW4:
+    """words: int32 (out, in / 8). scales_and_zeros: (out, in / group_size, 2), bfloat16 or float16."""
+
+    words: Tensor
+    scales_and_zeros: Tensor
+    group_size: int
+
+
+def pack_w4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedW4:
+    """codes uint8 (out, in), 0 to 15; scales and zeros (out, in / group_size).
+
+    Groups are powers of two from 16 columns; those above 128 are stored as several. Raises ValueError for others.
+    """
+    num_columns = codes.shape[1]
+    group_size = num_columns // scales.shape[1]
+    if group_size * scales.shape[1] != num_columns or zeros.shape != scales.shape or num_columns % 16:
+        raise ValueError(f"codes {list(codes.shape)}, scales {list(scales.shape)} and zeros do not fit together")
+    pair = torch.stack([scales, zeros], dim=-1).to(dtype)
+    stored = min(group_size & -group_size, MAX_GROUP)
+    if stored < 16:
+        raise ValueError(f"groups of {group_size} columns are not supported: 16, 32, 64, 128 or multiples of those")
+    pair = pair.repeat_interleave(group_size // stored, dim=1)
+    words = torch.zeros(codes.shape[0], num_columns // 8, dtype=torch.int32, device=codes.device)
+    for place in range(8):  # one column of eight at a time: little extra memory
+        words |= codes[:, place::8].to(torch.int32) << 4 * place
+    return PackedW4(words, pair.contiguous(), stored)
+
+
+def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
+    """(out, in), computed in float32 and rounded once."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.words.device)
+    codes = (packed.words[:, :, None] >> shifts) & 15
+    groups = codes.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
+    scales, zeros = packed.scales_and_zeros.float().unbind(-1)
+    return groups.mul_(scales[..., None]).add_(zeros[..., None]).flatten(1).to(dtype)
+
+
+def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None = None) -> Tensor:
+    """x (rows, in) -> (rows, out) in the dtype of x."""
+    y = functional.linear(x.float(), dequantize_w4(packed, torch.float32))
+    return (y if bias is None else y + bias.float()).to(x.dtype)
