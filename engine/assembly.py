@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -69,29 +70,37 @@ class EngineParts:
 
 def assemble(config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None) -> EngineParts:
     """Load the model and build its engine. Raises ConfigError with what to do."""
+    try:
+        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig())
+    except torch.OutOfMemoryError as error:
+        from engine.gpu.memory import describe_out_of_memory
+
+        raise ConfigError(describe_out_of_memory()) from error
+
+
+def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.loader.load import load_model, resolve_device
 
     began = time.monotonic()
-    memory = memory or PrivatePoolMemory()
-    gpu = gpu or GpuConfig()
     files = resolve_model(config.model)
     device = resolve_device(config)
     config = config.resolved(device.type)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     loaded = load_model(files, config, device)
+    max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
 
-        config = replace(config, kv_cache_gb=kv_cache_gb(loaded, config, gpu))
+        one_block = pool_geometry(loaded.config, replace(config, num_gpu_blocks=1), loaded.fingerprint, loaded.dtype)
+        config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     host_buffer = None
     if host_tier is not None:
         host_buffer = host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
-    max_model_len = loaded.config.context_length(config.max_model_len)
     runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),

@@ -1,37 +1,152 @@
-"""How much of a GPU's memory is left for KV blocks, after weights, activations of the largest step, and graphs."""
+"""How much of a GPU's memory KV blocks may have: measured by running the largest steps before the pool exists.
+
+    need  = torch's peak over the largest steps + decode graphs + what the driver keeps for this process
+    KV    = the smaller of   total * fraction - need   and   what is free beyond that need
+
+`--gpu-memory-fraction` is this process's share of the whole GPU, weights included: two workers on one GPU get 0.45
+each. Torch's own numbers count this process alone, so neighbours that start at the same moment do not disturb them.
+"""
 
 from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.gpu.attention.choose import choose, facts_of, workspace_bytes
 from engine.gpu.config import GpuConfig
+from engine.gpu.rows import bucket_sizes
+from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
+from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
+from kvstore.types import BlockId, PoolGeometry
 
-GRAPH_BYTES = 1 << 30  # decode graphs, kernels and libraries; measured 0.4 to 0.8 GB for 7B
+logger = logging.getLogger(__name__)
+TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter
+DRIVER_BYTES = 1_000_000_000  # context, kernels, libraries; measured 0.7 to 0.9 GB on an H200
+GRAPH_BYTES = 12_000_000  # the driver's share of one decode graph
+GRAPH_SLACK = 1.25  # a graph's memory pool against the peak of the same step without one
 
 
-def kv_cache_gb(loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig) -> float:
-    """GB (10^9 bytes) for KV blocks. Raises ConfigError with the numbers when nothing is left."""
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    used = total - free
-    facts = facts_of(loaded.dtype, loaded.dtype, loaded.config.head_dim, loaded.device)
-    working = activation_bytes(loaded, config) + workspace_bytes(choose(gpu.attention_backend, facts))
-    budget = int(total * gpu.gpu_memory_fraction) - used - working - GRAPH_BYTES
-    if budget <= 0:
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What was measured, in bytes. `process_bytes` and `free_bytes` are of the same moment, after the trials."""
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int  # weights and all else that torch holds for this process now
+    peak_bytes: int  # the most that torch held during the largest steps, the trial's blocks not counted
+    graph_bytes: int
+
+
+def kv_bytes(use: MemoryUse, fraction: float, block_bytes: int) -> int:
+    """Memory for KV blocks. Raises ConfigError with the numbers when it does not hold one."""
+    share = int(use.total_bytes * fraction)
+    need = use.peak_bytes + use.graph_bytes + DRIVER_BYTES
+    others = use.total_bytes - use.free_bytes - use.process_bytes - DRIVER_BYTES
+    left = min(share - need, use.free_bytes - (use.peak_bytes - use.process_bytes) - use.graph_bytes)
+    if left < block_bytes:
         raise ConfigError(
-            f"no GPU memory is left for KV blocks: {total / 1e9:.1f} GB in all, {used / 1e9:.1f} GB used with the "
-            f"weights, --gpu-memory-fraction {gpu.gpu_memory_fraction}: raise it, lower --max-num-batched-tokens, or "
-            "choose a smaller model"
+            f"no GPU memory is left for KV blocks: of {_gb(use.total_bytes)}, --gpu-memory-fraction {fraction} gives "
+            f"this worker {_gb(share)}; weights and the largest step need {_gb(use.peak_bytes)}, graphs and driver "
+            f"{_gb(use.graph_bytes + DRIVER_BYTES)}; {_gb(use.free_bytes)} are free and other processes hold about "
+            f"{_gb(max(others, 0))}. Raise the fraction, lower --max-num-batched-tokens or --max-num-seqs, stop what "
+            "else runs on the GPU, or choose a smaller model"
         )
-    return budget / 1e9
+    if left < share - need:
+        logger.warning(
+            "other processes hold GPU memory: %s for KV blocks instead of the %s that --gpu-memory-fraction %s gives",
+            _gb(left), _gb(share - need), fraction,
+        )  # fmt: skip
+    return left
 
 
-def activation_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Upper bound of what one step allocates: tensors that live at the same time in a layer, and the logits."""
-    model = loaded.config
-    per_token = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
-    logits = config.max_num_seqs * model.vocab_size * (loaded.dtype.itemsize + 4)
-    return config.max_num_batched_tokens * per_token * loaded.dtype.itemsize + 2 * logits
+def prefill_trials(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
+    """The steps that need most: as many sequences as fit, all with log-probabilities; and the longest."""
+    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    each = min(config.max_num_batched_tokens // rows, max_model_len - 1)
+    last = min(config.max_num_batched_tokens, max_model_len - 1)
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=0)
+    return [
+        StepPlan([_row(config, params, index, 0, each) for index in range(rows)]),
+        StepPlan([_row(config, params, 0, max_model_len - 1 - last, last)]),
+    ]
+
+
+def decode_trial(config: EngineConfig) -> StepPlan:
+    """The largest step that a graph is captured for."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
+    return StepPlan([_row(config, params, index, 1, 1) for index in range(config.max_num_seqs)])
+
+
+def kv_cache_gb(
+    loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
+) -> float:
+    """GB (10^9 bytes) for KV blocks of `geometry`, whatever its number. Raises ConfigError with the numbers."""
+    use = measure(loaded, geometry, config, gpu, max_model_len)
+    return kv_bytes(use, gpu.gpu_memory_fraction, geometry.block_bytes) / 1e9
+
+
+def measure(
+    loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
+) -> MemoryUse:
+    """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
+    from engine.gpu.runner import GpuRunner  # needs triton
+
+    device = loaded.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    pool = allocate_pool(replace(geometry, num_blocks=TRIAL_BLOCKS), device)
+    # Graphs are not captured here: the step that they would hold is measured instead.
+    runner = GpuRunner(loaded, pool, None, config, replace(gpu, use_cuda_graph=False), max_model_len)
+    graph_bytes = _peak_of(runner.run, decode_trial(config), device) if gpu.use_cuda_graph else 0
+    for plan in prefill_trials(config, max_model_len):
+        runner.run(plan)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - pool.nbytes
+    del pool, runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    num_graphs = len(bucket_sizes(config.max_num_seqs)) if gpu.use_cuda_graph else 0
+    return MemoryUse(
+        total, free, torch.cuda.memory_reserved(device), peak,
+        int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES,
+    )  # fmt: skip
+
+
+def describe_out_of_memory() -> str:
+    """What to say when the current GPU had no memory left while an engine started."""
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    return (
+        f"the GPU has too little memory: {_gb(total)} in all, {_gb(own)} held by this worker, {_gb(free)} free. "
+        "Lower --gpu-memory-fraction, --kv-cache-gb, --max-num-batched-tokens or "
+        "--max-num-seqs, stop what else runs on the GPU, or choose a smaller model"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _peak_of(run: Callable[[StepPlan], Any], plan: StepPlan, device: torch.device) -> int:
+    """Bytes that one step allocates at most. The step runs twice: the first time compiles and fills caches."""
+    run(plan)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(plan)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _row(config: EngineConfig, params: SamplingParams, index: int, start: int, num_tokens: int) -> ScheduledRow:
+    """A row of a sequence of zeros, long enough for `num_tokens` from `start` on."""
+    length = start + num_tokens
+    request = Request(RequestId(f"trial-{index}"), [0] * length, params)
+    request.block_ids = [BlockId(i % TRIAL_BLOCKS) for i in range(-(-length // config.block_size))]
+    return ScheduledRow(request, start, num_tokens, True)
