@@ -114,10 +114,11 @@ class Dispatcher:
         if chosen.prefill is not None:
             async with aclosing(self._leg(journal, chosen.prefill, lost, "prefill")) as steps:
                 async for deltas in steps:
+                    last = deltas[-1]
+                    if last.HasField("kv_handle"):  # before anybody may stop reading here
+                        journal.kv_handle = last.kv_handle
                     yield deltas
-                    if deltas[-1].finish_reason == pb.FINISH_REASON_PREFILLED:
-                        journal.kv_handle = deltas[-1].kv_handle
-                    elif deltas[-1].finish_reason:
+                    if last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED):
                         return
         elif journal.kv_handle is None:
             self._metrics.local_prefills.inc()

@@ -55,6 +55,11 @@ class Mailbox:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def close(self) -> list[pb.TokenDelta]:
+        """What has come and was not taken; the reader has gone."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
     def _is_taken(self, shortcut: Callable[[pb.TokenDelta], bool], delta: pb.TokenDelta) -> bool:
         try:
             return shortcut(delta)

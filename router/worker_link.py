@@ -68,9 +68,12 @@ class Attempt:
     is_over: bool = False  # the worker has said its last word on it
 
     def close(self) -> None:
-        """Forget the attempt and tell the worker, unless it has ended there."""
+        """Forget the attempt and tell the worker, unless it has ended there. KV that nobody took is released."""
         self.timer.cancel()
         self.link.forget(self)
+        for delta in self.mailbox.close():
+            if delta.HasField("kv_handle"):
+                self.link.release(delta.kv_handle)
 
 
 class WorkerLink:
@@ -267,8 +270,10 @@ class WorkerLink:
         opened = self._open
         for delta in report.deltas:
             attempt = opened.get(delta.request_id)
-            if attempt is None:
-                continue  # ended here while the step ran there
+            if attempt is None:  # ended here while the step ran there
+                if delta.HasField("kv_handle"):
+                    self.release(delta.kv_handle)
+                continue
             if attempt.times is None:
                 self._first_delta(attempt, delta)
             if delta.finish_reason:

@@ -43,6 +43,8 @@ class Script:
     is_silent: bool = False  # accept and never answer
     die_after_tokens: int = -1  # break every stream after so many tokens, once
     cached_tokens: int = 0
+    ignores_cancels: bool = False  # as if each came when the request had just ended
+    has_no_handle: bool = False  # a prefill worker that had no room to keep the KV
     refuse_streams: int = 0  # break so many streams before their first report
 
 
@@ -151,7 +153,8 @@ class ScriptedWorker:
         async for command in commands:
             if command.HasField("cancel"):
                 self.cancels.append(command.cancel.request_id)
-                session.running.pop(command.cancel.request_id, None)
+                if not self.script.ignores_cancels:
+                    session.running.pop(command.cancel.request_id, None)
                 continue
             if command.HasField("release"):
                 self.releases.append(command.release.lease_id)
@@ -232,6 +235,8 @@ class ScriptedWorker:
                 return
         if self.role == "prefill":
             delta.finish_reason = pb.FINISH_REASON_PREFILLED
+            if self.script.has_no_handle:
+                return
             delta.kv_handle.CopyFrom(
                 pb.KvHandle(
                     lease_id=f"lease-{submit.request_id}", worker_id=self.worker_id, epoch=1,

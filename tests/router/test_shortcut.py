@@ -67,14 +67,3 @@ async def test_a_bug_behind_the_shortcut_ends_one_request_only() -> None:
     mailbox.put(pb.TokenDelta(token_ids=[1]))
     with pytest.raises(Exception, match="internal error"):
         await taken
-
-
-async def test_kv_that_no_decode_worker_read_is_released() -> None:
-    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script()) as c:
-        c.decode[0].script.refuse = pb.FAILURE_CODE_INTERNAL
-        assert (await c.chat()).status_code == 500
-        await c.until(lambda: c.prefill[0].releases)
-        assert c.prefill[0].releases == [f"lease-{c.prefill[0].submits[0].request_id}"]
-        c.decode[0].script.refuse = None
-        assert (await c.chat()).status_code == 200
-        assert len(c.prefill[0].releases) == 1
