@@ -1,7 +1,7 @@
 """Linear maps over 8-bit floating-point weights (e4m3), reference: one scale per output row and one per token.
 
-    q_mk = e4m3(x_mk / a_m),  a_m = max_k |x_mk| / 448
-    y_mn = a_m s_n sum_k q_mk w_nk + b_n
+q_mk = e4m3(x_mk / a_m),  a_m = max_k |x_mk| / 448
+y_mn = a_m s_n sum_k q_mk w_nk + b_n
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RowsConfig:
 class RowMax:
     """Places for the largest |value| of a row, float32 (1,) each, so that a product need not look for it.
 
-    of_input: max |x norm|. of_output: takes max |y output_norm|; must be zero before the launch. cleared: is set to 0.
+    of_input: max |x norm|. of_output: takes max |y output_norm| and must be zero before. cleared: is set to zero.
     """
 
     of_input: Tensor | None = None
@@ -82,7 +82,7 @@ def dot_of_bytes(a, b, total, COMPILED: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x, COMPILED: tl.constexpr):
-    """float32 to the nearest e4m3, ties to even; |x| <= 448. Triton's interpreter rounds wrongly: done by hand there."""
+    """float32 to the nearest e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
     if not COMPILED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)

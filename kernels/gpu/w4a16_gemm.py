@@ -1,7 +1,7 @@
 """Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-One row: a code becomes the float 1 + c / 16 by placing its bits, which costs a shift and a mask, and what that adds is
-taken off per word: sum c x = 16 (sum (1 + c / 16) x - sum x), all in float32.
+One row: a code becomes the float 1 + c / 16 by placing its bits, which costs a shift and a mask, and what that adds
+is taken off per word: sum c x = 16 (sum (1 + c / 16) x - sum x), all in float32.
 Several rows: codes become weights in the dtype of x in registers and go through matrix units.
 Many rows: the weight is written out in the dtype of x, for cuBLAS.
 """

@@ -28,9 +28,7 @@ def choose_rows(num_rows: int, n: int, k: int) -> RowsConfig:
     return RowsConfig(128, 128, 128, 1, num_warps=8, num_stages=4)
 
 
-def w8a8_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace
-) -> Tensor:
+def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight int8 (out, in); scales float32 (out,). Returns (rows, out)."""
     if x.shape[0] == 1:
         return one_row(x, weight, scales, bias, ONE_ROW, quantizes=True)

@@ -1,0 +1,47 @@
+"""fp8_linear against cuBLAS in bfloat16 and torch's `_scaled_mm`, from one row to many; rounding of x included.
+
+`--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, sweep_fused, table
+from benchmarks.kernels.timing import read_bandwidth
+from kernels.fp8_gemm import FP8_DTYPE
+from kernels.gpu.eight_bit import quantize_rows
+from kernels.gpu.fp8_gemm import fp8_linear
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+
+
+def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    codes, x_scales = quantize_rows(x, FP8_DTYPE)
+    return torch._scaled_mm(
+        codes, weight.t(), x_scales[:, None], scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+KIND = EightBit("fp8_gemm", FP8_DTYPE, True, fp8_linear, scaled_mm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    options = parser.parse_args()
+    read = read_bandwidth()
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    for name in SHAPES:
+        if options.only in name:
+            (sweep if options.sweep else table)(KIND, name, options.rows, read, workspace)
+    if options.sweep and 1 in options.rows:
+        sweep_fused(KIND, 3584, 18944, read)
+
+
+if __name__ == "__main__":
+    main()

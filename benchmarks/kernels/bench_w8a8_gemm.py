@@ -1,0 +1,49 @@
+"""w8a8_linear and w8a16_linear against cuBLAS in bfloat16 and torch's `_int_mm`, from one row to
+many; rounding of x included.
+
+`--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, sweep_fused, table
+from benchmarks.kernels.timing import read_bandwidth
+from kernels.gpu.eight_bit import quantize_rows
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
+
+
+def int_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    codes, x_scales = quantize_rows(x, torch.int8)
+    return (torch._int_mm(codes, weight.t()) * (x_scales[:, None] * scales)).bfloat16()
+
+
+KINDS = (
+    EightBit("w8a8_gemm", torch.int8, True, w8a8_linear, int_mm),
+    EightBit("w8a16_gemm", torch.int8, False, w8a16_linear, None),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    options = parser.parse_args()
+    read = read_bandwidth()
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    for kind in KINDS:
+        for name in SHAPES:
+            if options.only in name:
+                (sweep if options.sweep else table)(kind, name, options.rows, read, workspace)
+        if options.sweep and 1 in options.rows:
+            sweep_fused(kind, 3584, 18944, read)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What the benchmarks of quantized products share: shapes, and tables of one kind of 8-bit weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
+from kernels.gpu.eight_bit import RowConfig, RowMax, RowsConfig, one_row, quantize_rows, several_rows
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+
+SHAPES = {
+    "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
+    "qwen2.5-7b down": (3584, 18944), "qwen2.5-7b lm_head": (152064, 3584), "qwen3-0.6b qkv": (4096, 1024),
+    "qwen3-0.6b o": (1024, 2048), "qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072),
+}  # fmt: skip
+ROWS = (1, 8, 64, 256, 2048)
+ONE_ROW_CONFIGS = [
+    RowConfig(*option)
+    for option in (
+        (4, 512, 2, 4), (4, 512, 1, 5), (4, 1024, 4, 4), (8, 512, 4, 4), (8, 256, 2, 5), (2, 512, 1, 5),
+        (16, 512, 4, 3), (8, 512, 2, 3),
+    )
+]  # fmt: skip
+FEW_ROWS_CONFIGS = [
+    RowsConfig(0, *option)
+    for option in (
+        (64, 256, 1, 4, 4), (64, 256, 2, 4, 4), (64, 256, 4, 4, 4), (64, 128, 1, 4, 6), (64, 128, 2, 4, 6),
+        (64, 512, 1, 4, 3), (64, 512, 2, 4, 3), (128, 128, 1, 4, 5), (128, 128, 2, 4, 5),
+    )
+]  # fmt: skip
+MANY_ROWS_CONFIGS = [
+    RowsConfig(*option)
+    for option in (
+        (128, 64, 128, 1, 4, 4), (128, 128, 128, 1, 8, 4), (256, 128, 128, 1, 8, 3), (256, 128, 128, 1, 8, 4),
+        (128, 256, 128, 1, 8, 3), (128, 128, 128, 1, 4, 4),
+    )
+]  # fmt: skip
+Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, SmallMWorkspace], Tensor]
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """One kind of product: its name, the type of its weights, the function that serves, torch's own."""
+
+    name: str
+    dtype: torch.dtype
+    rounds_activations: bool
+    product: Product
+    library: Callable[[Tensor, Tensor, Tensor], object] | None  # of x, weight, scales; rounds x too
+
+    def weights(self, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
+        count = num_input_sets(n * k, 48)
+        return [quantize_rows(torch.randn(n, k, device="cuda").bfloat16(), self.dtype) for _ in range(count)]
+
+
+def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
+    """What serves against bfloat16 in cuBLAS and torch's own product of the kind."""
+    n, k = SHAPES[name]
+    weights = kind.weights(n, k)
+    plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
+    for rows in rows_to_try:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        figures: dict[str, float] = {}
+        bf16 = graph_seconds([functools.partial(functional.linear, x, weight) for weight in plain])
+        ours = graph_seconds([functools.partial(kind.product, x, *pair, None, workspace) for pair in weights])
+        if kind.library is not None and rows > 16:
+            library = graph_seconds([functools.partial(kind.library, x, *pair) for pair in weights])
+            figures["library_ratio"] = library / ours
+        report(
+            kind.name, f"{name} [{rows},{n},{k}]", us=ours * 1e6, cublas_bf16_ratio=bf16 / ours,
+            of_read=n * k / ours / read, tflops=2 * rows * n * k / ours / 1e12, **figures,
+        )  # fmt: skip
+
+
+def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
+    """The best three settings per number of rows; activations are rounded beforehand for several rows."""
+    n, k = SHAPES[name]
+    weights = kind.weights(n, k)
+    for rows in rows_to_try:
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        codes, x_scales = quantize_rows(x, kind.dtype) if kind.rounds_activations else (x, None)
+        results: list[tuple[float, str]] = []
+
+        if rows == 1:
+            for row in ONE_ROW_CONFIGS:
+                label = f"{row.block_n}x{row.block_k} w{row.num_warps} s{row.num_stages}"
+                call = functools.partial(_one_row, x, row, kind.rounds_activations)
+                _measure(label, call, weights, results)
+        few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if 1 < rows <= 64 else []
+        for config in few + MANY_ROWS_CONFIGS * (rows > 64):
+            label = (
+                f"{config.block_m}x{config.block_n}x{config.block_k}/{config.split_k} w{config.num_warps} "
+                f"s{config.num_stages}"
+            )
+            call = functools.partial(_several, codes, x_scales, config, workspace)
+            _measure(label, call, weights, results)
+        if kind.library is not None and rows > 16:
+            _measure("library with rounding", functools.partial(kind.library, x), weights, results)
+            _measure("rounding", functools.partial(_round, x, kind.dtype), weights, results)
+        results.sort()
+        report(
+            f"{kind.name} sweep", f"{name} [{rows},{n},{k}]", best=" | ".join(label for _, label in results[:4]),
+            worst=results[-1][1], of_read=n * k / results[0][0] / read,
+            tflops=2 * rows * n * k / results[0][0] / 1e12,
+        )  # fmt: skip
+
+
+def sweep_fused(kind: EightBit, hidden: int, inner: int, read: float) -> None:
+    """One row through gate_up with norm and gate, and through down, with and without the row's known maximum."""
+    x, h = torch.randn(1, hidden, device="cuda").bfloat16(), torch.randn(1, inner, device="cuda").bfloat16()
+    norm = torch.ones(hidden, device="cuda").bfloat16()
+    place = torch.full((2,), 4.0, device="cuda")
+    gate_up, down, qkv = kind.weights(2 * inner, hidden), kind.weights(hidden, inner), kind.weights(4608, hidden)
+    for known in (False, True):
+        row_max = RowMax(place[:1]) if known else RowMax()
+        out_max = RowMax(place[:1], place[1:]) if known else RowMax(None, place[1:])
+        for label, weights, call in (
+            ("gate_up", gate_up, lambda w, s, c, m=out_max: one_row(
+                x, w, s, None, c, kind.rounds_activations, norm, 1e-6, None, True, m)),
+            ("qkv", qkv, lambda w, s, c, m=row_max: one_row(x, w, s, None, c, kind.rounds_activations, norm, 1e-6,
+                                                           row_max=m)),
+            ("down", down, lambda w, s, c, m=row_max: one_row(h, w, s, None, c, kind.rounds_activations, added_to=x,
+                                                             row_max=m)),
+        ):  # fmt: skip
+            results = []
+            for config in ONE_ROW_CONFIGS:
+                seconds = graph_seconds([functools.partial(call, *pair, config) for pair in weights], 5)
+                results.append((seconds, f"{config.block_n}x{config.block_k} w{config.num_warps} "
+                                f"s{config.num_stages} {seconds * 1e6:.2f}"))  # fmt: skip
+            results.sort()
+            report(
+                f"{kind.name} fused", f"{label} known maximum {known}", best=" | ".join(r[1] for r in results[:4]),
+                of_read=weights[0][0].numel() / results[0][0] / read,
+            )  # fmt: skip
+
+
+def _one_row(x: Tensor, config: RowConfig, rounds: bool, weight: Tensor, scales: Tensor) -> Tensor:
+    return one_row(x, weight, scales, None, config, rounds)
+
+
+def _measure(
+    label: str, call: Callable[[Tensor, Tensor], object], weights: Sequence[tuple[Tensor, Tensor]],
+    out: list[tuple[float, str]],
+) -> None:  # fmt: skip
+    try:
+        seconds = graph_seconds([functools.partial(call, *pair) for pair in weights], 5)
+        out.append((seconds, f"{label} {seconds * 1e6:.2f}"))
+    except (RuntimeError, triton.runtime.errors.TritonError) as error:  # tiles too large for shared memory
+        report("skipped", label, why=str(error)[:80])
+
+
+def _round(x: Tensor, dtype: torch.dtype, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_rows(x, dtype)
+
+
+def _several(
+    codes: Tensor, x_scales: Tensor | None, config: RowsConfig, workspace: SmallMWorkspace, weight: Tensor,
+    scales: Tensor,
+) -> Tensor:  # fmt: skip
+    return several_rows(codes, x_scales, weight, scales, None, torch.bfloat16, workspace, config)
+
+
+def _rest(config: RowsConfig) -> tuple[int, int, int, int, int]:
+    return config.block_n, config.block_k, config.split_k, config.num_warps, config.num_stages
