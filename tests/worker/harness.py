@@ -66,6 +66,9 @@ class Stream:
     async def cancel(self, name: str) -> None:
         await self._call.write(pb.Command(cancel=pb.Cancel(request_id=name)))
 
+    async def release(self, lease_id: str, epoch: int) -> None:
+        await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
+
     async def report(self) -> pb.StepReport:
         report = await asyncio.wait_for(self._call.read(), 20)
         assert isinstance(report, pb.StepReport), "the stream has ended"

@@ -1,0 +1,62 @@
+"""A client leaves between prefill and decode: the KV that waits is freed at once, not when its lease runs out."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cluster.harness import Cluster, running_cluster
+
+LEASE_SECONDS = 100  # longer than the test may take
+
+
+def load_of(cluster: Cluster, name: str) -> dict[str, Any]:
+    return next(w["load"] for w in cluster.get("/v1/cluster")["workers"] if w["id"] == name)
+
+
+def num_in_use(load: dict[str, Any]) -> int:
+    return int(load["kv_blocks"] - load["kv_blocks_free"] - load["kv_blocks_cached"])
+
+
+async def until_load(cluster: Cluster, name: str, condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition(load := load_of(cluster, name)):
+        assert time.monotonic() < deadline, load
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(90)
+async def test_kv_of_a_client_that_left_before_the_pull_is_freed() -> None:
+    worker_args = (f"--kv-lease-seconds={LEASE_SECONDS}",)
+    router_args = ("--local-prefill-tokens=0", "--worker-timeout-seconds=60")
+    with running_cluster(worker_args=worker_args, router_args=router_args) as cluster:
+        decode = cluster.services["decode-0"]
+        decode.signal(signal.SIGSTOP)  # it will not pull
+        assert Path(f"/proc/{decode.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        try:
+            async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
+                stream = await client.completions.create(
+                    model="dry-run", prompt="a prompt of some blocks " * 10, max_tokens=50, stream=True,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                assert (await anext(aiter(stream))).choices[0].text is not None  # the first token, from prefill
+                await until_load(cluster, "prefill-0", lambda load: load["leases"] == 1 and num_in_use(load) > 0)
+                await stream.close()
+            await until_load(cluster, "prefill-0", lambda load: load["leases"] == 0 and num_in_use(load) == 0)
+        finally:
+            decode.signal(signal.SIGCONT)
+        workers = cluster.wait_quiet()
+        assert len(workers) == 2
+        client_again = cluster.client()
+        answer = client_again.completions.create(
+            model="dry-run", prompt="a prompt of some blocks " * 10, max_tokens=5
+        )
+        assert answer.choices[0].finish_reason
+        client_again.close()
+        cluster.wait_quiet()
