@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.kv_manager import KVManager
-from engine.kv_memory import allocate_pool, host_buffer_over, pool_geometry
+from engine.kv_memory import allocate_pool, check_kv_dtype, host_buffer_over, pool_geometry
 from engine.scheduler import Scheduler
 from kvstore.block_pool import BlockPool
 from kvstore.host_tier import HostTier, LocalHostTier
@@ -88,6 +88,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> Engin
     config = config.resolved(device.type)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
+    check_kv_dtype(config, device)
     loaded = load_model(files, config, device)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):

@@ -22,6 +22,9 @@ class EngineConfig:
         "auto", "weights in memory; auto on a CPU: int4-weight for 4-bit GGUF files, int8-weight for others",
         choices=("auto", "none", "int8-weight", "int4-weight"),
     )  # fmt: skip
+    kv_cache_dtype: str = setting(
+        "auto", "auto: as --dtype; fp8: e4m3, half the memory, twice the tokens in it", choices=("auto", "fp8")
+    )
     block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
     kv_cache_gb: float = setting(

@@ -18,24 +18,44 @@ from engine.models.config import ModelConfig
 from kvstore.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def pool_geometry(
     model_config: ModelConfig, engine_config: EngineConfig, fingerprint: str, dtype: torch.dtype
 ) -> PoolGeometry:
-    """Shape of this engine's pool. Raises ConfigError when one sequence of full length would not fit."""
+    """Shape of the pool of a model that computes in `dtype`. Raises ConfigError when the memory holds no block."""
     geometry = PoolGeometry(
         num_blocks=1,
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         block_size=engine_config.block_size,
         head_dim=model_config.head_dim,
-        dtype=DTYPE_NAMES[dtype],
+        dtype=DTYPE_NAMES[kv_dtype(engine_config, dtype)],
         fingerprint=fingerprint,
     )
     return replace(geometry, num_blocks=num_blocks_for(geometry, engine_config))
+
+
+def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """What K and V are stored as when the model computes in `dtype`."""
+    return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
+
+
+def check_kv_dtype(engine_config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
+    if engine_config.kv_cache_dtype != "fp8" or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has "
+            f"{capability[0]}.{capability[1]}: use --kv-cache-dtype auto"
+        )
 
 
 def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:

@@ -14,7 +14,7 @@ from engine.attention import AttentionBackend, PoolAttention
 from engine.batch import build_batch
 from engine.config import EngineConfig
 from engine.cpu_attention import CpuAttention
-from engine.kv_memory import copy_in, copy_out
+from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.loader import LoadedModel
 from engine.logprobs import token_logprobs
 from engine.request import (
@@ -45,10 +45,11 @@ class ModelRunner:
         model_config = loaded.config
         config = config.resolved(loaded.device.type)
         expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
-        if kv_pool.shape[1:] != expected or kv_pool.dtype != loaded.dtype:
+        expected_dtype = kv_dtype(config, loaded.dtype)
+        if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
             raise ConfigError(
                 f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
-                f"the model needs {list(expected)} {loaded.dtype}"
+                f"the model needs {list(expected)} {expected_dtype}"
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._model = loaded.model
@@ -140,6 +141,6 @@ class ModelRunner:
 
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
-    if kv_pool.device.type == "cpu":
+    if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
         return CpuAttention(kv_pool, loaded.config.num_heads)
     return PoolAttention(kv_pool)

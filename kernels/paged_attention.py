@@ -1,6 +1,8 @@
 """Attention over a paged KV pool, in plain torch: what every faster implementation must equal.
 
 For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i].
+
+The pool holds K and V as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
 """
 
 from __future__ import annotations
@@ -9,18 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+FP8_MAX = 448.0  # the largest float8_e4m3fn
+
+
+def as_stored(kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """K and V as a pool of `dtype` stores them. NaN stays NaN."""
+    return kv.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else kv
+
 
 def write_kv(pool: Tensor, layer: int, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
     """Store kv (num_tokens, 2, num_kv_heads, head_dim) at [block_ids[t], layer, :, :, offsets[t]] of the pool.
 
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
     """
-    pool[:, layer].permute(0, 3, 1, 2, 4).index_put_((block_ids, offsets), kv)
+    target = _indexable(pool)[:, layer].permute(0, 3, 1, 2, 4)
+    target.index_put_((block_ids, offsets), _indexable(as_stored(kv, pool.dtype)))
 
 
 def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tensor:
-    """K and V of one sequence, copied out of its blocks: (2, num_kv_heads, seq_len, head_dim)."""
-    blocks = pool[block_ids, layer]  # (n, 2, heads, block_size, head_dim)
+    """K and V of one sequence, copied out of its blocks: (2, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
+    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, 2, heads, block_size, head_dim)
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
@@ -35,6 +45,11 @@ def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)
     visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
     grouped = q.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    keys, values = kv[:, :, None].expand(-1, -1, grouped.shape[1], -1, -1)
+    keys, values = kv.to(q.dtype)[:, :, None].expand(-1, -1, grouped.shape[1], -1, -1)
     out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+
+
+def _indexable(x: Tensor) -> Tensor:
+    """The same memory as a type that torch can index on every device."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

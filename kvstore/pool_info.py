@@ -99,5 +99,5 @@ def check_compatible(mine: PoolGeometry, theirs: PoolInfo) -> None:
     if differing:
         raise HandshakeError(
             f"worker {theirs.worker_id} holds other KV ({'; '.join(differing)}): start all workers with the same "
-            "--model, --dtype, --quant-mode, --block-size and version"
+            "--model, --dtype, --quant-mode, --kv-cache-dtype, --block-size and version"
         )

@@ -13,7 +13,7 @@ LeaseId = NewType("LeaseId", str)
 WorkerId = NewType("WorkerId", str)
 Epoch = NewType("Epoch", int)  # 64 random bits, drawn when a pool is made
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from protos import types_pb2 as pb
 
 # Field of WorkerInfo -> what to do when it differs between workers.
 _MUST_AGREE = {
-    "model_fingerprint": "start all workers with the same --model, --dtype and --quant-mode",
+    "model_fingerprint": "start all workers with the same --model, --dtype, --quant-mode and --kv-cache-dtype",
     "tokenizer_hash": "start all services with the same --model",
     "block_size": "start all workers with the same --block-size",
     "hash_version": "run the same version of mini-infer everywhere",
-    "kv_dtype": "start all workers with the same --dtype",
+    "kv_dtype": "start all workers with the same --dtype and --kv-cache-dtype",
 }
 
 
