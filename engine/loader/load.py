@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
+from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.decoder import DecoderModel
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `fingerprint` is equal where weights, config, dtype and quantization are."""
+    """A model ready to run. `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are."""
 
     model: DecoderModel
     config: ModelConfig
@@ -111,6 +112,8 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
             source.family.build(source.config, needed)
             check_weights(needed.shapes, source.shapes, source.config.tie_word_embeddings)
         model = source.family.build(source.config, source.weights)
+        if engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight":  # those keep the file's numbers
+            fold_kv_scales(model)
         quantize_model(model, quant_mode, {} if int4_source is None else int4_source.int4)
     identity = {
         "config": source.config,
@@ -118,6 +121,8 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
         "quant_mode": quant_mode,
         **source.identity,
     }
+    if engine_config.kv_cache_dtype != "auto":
+        identity["kv_cache"] = [engine_config.kv_cache_dtype, KV_SCALES]
     name = fingerprint(identity, source.files)
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
