@@ -21,7 +21,7 @@ from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.state import DeviceState
-from engine.kv_memory import copy_in, copy_out
+from engine.gpu.swap import HostCopies
 from engine.loader import LoadedModel
 from engine.logits import changes_logits
 from engine.logprobs import token_logprobs
@@ -57,7 +57,7 @@ class GpuRunner:
         self.hooks: dict[RequestId, LogitsHook] = {}
         self._device = loaded.device
         self._pool = kv_pool
-        self._host_buffer = host_buffer
+        self._copies = None if host_buffer is None else HostCopies(kv_pool, host_buffer)
         self._block_size = config.block_size
         self._max_rows = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
@@ -90,8 +90,20 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """See OverlappedRunner."""
-        self._copy(plan)
-        rows = plan.rows
+        if not (plan.copies_out or plan.copies_in):
+            return self._launch_rows(plan.rows)
+        assert self._copies is not None, "a plan copies to host slots that do not exist"
+        wait_out, wait_in = self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)
+        result = self._launch_rows(plan.rows)
+
+        def wait() -> StepResult:
+            wait_out()  # slots are given to others when the step's result is known
+            wait_in()
+            return result()
+
+        return wait
+
+    def _launch_rows(self, rows: Sequence[ScheduledRow]) -> Callable[[], StepResult]:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
         if not rows:
             return lambda: result
@@ -267,10 +279,3 @@ class GpuRunner:
                 part = targets[offset : offset + PROMPT_LOGPROB_ROWS]
                 logits = self._forward.logits(hidden[first + offset : first + offset + len(part)])
                 result.prompt_logprobs[index] += token_logprobs(logits, part, [count] * len(part))
-
-    def _copy(self, plan: StepPlan) -> None:
-        if not (plan.copies_out or plan.copies_in):
-            return
-        assert self._host_buffer is not None, "a plan copies to host slots that do not exist"
-        copy_out(self._pool, self._host_buffer, plan.copies_out)
-        copy_in(self._pool, self._host_buffer, plan.copies_in)

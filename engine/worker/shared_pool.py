@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
+from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
 from engine.worker.bounce import BounceTransport
 from engine.worker.device_pool import DevicePool, tensor_over
@@ -163,13 +164,3 @@ class SharedPoolMemory:
                 "choose auto, shm or tcp"
             )
         return (self._kv_transport,)
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Let the GPU copy to and from `memory` directly. Raises ConfigError when the driver refuses."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status) != 0:
-        raise ConfigError(
-            f"the driver does not pin {memory.numel() / 1e9:.2f} GB of host memory: lower --kv-staging-gb"
-        )
