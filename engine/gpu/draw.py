@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
 from engine.logits import changes_logits
 from engine.request import SamplingParams
@@ -42,11 +43,11 @@ class DeviceSampler:
     def apply(self, changes: RowChanges) -> None:
         """Bring rows that changed their owner up to date."""
         if changes.moved:
-            old, new = (torch.tensor(rows, device=self._device) for rows in zip(*changes.moved, strict=True))
+            old, new = (upload(rows, torch.int64, self._device) for rows in zip(*changes.moved, strict=True))
             for column in self._columns:
                 column[new] = column[old]
         if changes.fresh:
-            rows = torch.tensor([row for row, _ in changes.fresh], device=self._device)
+            rows = upload([row for row, _ in changes.fresh], torch.int64, self._device)
             params = [request.params for _, request in changes.fresh]
             values: Sequence[Sequence[float]] = (
                 [each.temperature for each in params],
@@ -56,7 +57,7 @@ class DeviceSampler:
                 [_signed64(each.seed or 0) for each in params],
             )
             for column, own in zip(self._columns, values, strict=True):
-                column[rows] = torch.tensor(own, dtype=column.dtype, device=self._device)
+                column[rows] = upload(own, column.dtype, self._device)
 
     def draw(self, logits: Tensor, rows: slice | Tensor, positions: Tensor) -> Tensor:
         """logits (n, vocab) of `rows`; positions (n,) of the drawn tokens -> int64 (n,), -1 where not finite."""

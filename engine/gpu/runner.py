@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.draw import DeviceSampler, is_drawn_on_device
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
+from engine.gpu.inputs import step_tokens, upload
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.state import DeviceState
 from engine.gpu.swap import HostCopies
@@ -157,7 +159,7 @@ class GpuRunner:
             output = decode_step(self._forward, self._state, self._device_sampler, self._packed, num_rows)
         if all(is_drawn_on_device(row.request.params) for row in rows) and not self.hooks:
             return self._read_later(output.token_ids, places, list(range(len(rows))), result)
-        logits = output.logits[torch.tensor(places, device=self._device)]
+        logits = output.logits[upload(places, torch.int64, self._device)]
         return self._draw(logits, rows, places, list(range(len(rows))), result)
 
     def _launch_mixed(
@@ -171,12 +173,12 @@ class GpuRunner:
         sampling = [i for i in decodes + chunks if rows[i].samples]
         if not sampling:
             return lambda: result
-        logits = self._forward.logits(hidden[torch.tensor([last_of[i] for i in sampling], device=self._device)])
+        logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
         chosen, own = [rows[i] for i in sampling], [places[i] for i in sampling]
         if not all(is_drawn_on_device(row.request.params) for row in chosen) or self.hooks:
             return self._draw(logits, chosen, own, sampling, result)
-        index = torch.tensor(own, device=self._device)
-        lengths = torch.tensor([row.start + row.num_new_tokens for row in chosen], device=self._device)
+        index = upload(own, torch.int64, self._device)
+        lengths = upload([row.start + row.num_new_tokens for row in chosen], torch.int64, self._device)
         token_ids = self._device_sampler.draw(logits, index, lengths)
         self._state.last_tokens[index] = token_ids.clamp(min=0)
         return self._read_later(token_ids, range(len(sampling)), sampling, result)
@@ -185,33 +187,25 @@ class GpuRunner:
         self, rows: Sequence[ScheduledRow], places: Sequence[int], decodes: Sequence[int], chunks: Sequence[int]
     ) -> tuple[GpuInputs, dict[int, int]]:
         """Inputs of an eager step, and each row's last token's place in them."""
-        token_ids: list[int] = [0] * len(decodes)
-        positions = [rows[i].start for i in decodes]
-        slots = self._slots([rows[i] for i in decodes])
-        last_of = {i: place for place, i in enumerate(decodes)}
-        query_starts = [0]
-        for i in chunks:
-            row = rows[i]
-            stop = row.start + row.num_new_tokens
-            token_ids += row.request.token_ids(row.start, stop)
-            positions += range(row.start, stop)
-            block_ids, size = row.request.block_ids, self._block_size
-            slots += [block_ids[p // size] * size + p % size for p in range(row.start, stop)]
-            query_starts.append(len(token_ids) - len(decodes))
-            last_of[i] = len(token_ids) - 1
-        seq_lens = [rows[i].start + rows[i].num_new_tokens for i in chunks]
         device = self._device
-        ids = torch.tensor(token_ids, device=device)
-        index = torch.tensor([places[i] for i in (*decodes, *chunks)], device=device)
+        decode_rows, chunk_rows = [rows[i] for i in decodes], [rows[i] for i in chunks]
+        query_starts = list(accumulate((row.num_new_tokens for row in chunk_rows), initial=0))
+        num_tokens = len(decodes) + query_starts[-1]
+        fields = upload(step_tokens(decode_rows, chunk_rows, self._block_size), torch.int32, device)
+        token_ids, positions, slots = fields[:, :num_tokens]
+        last_of = {i: place for place, i in enumerate(decodes)}
+        last_of |= {i: len(decodes) + stop - 1 for i, stop in zip(chunks, query_starts[1:], strict=True)}
+        seq_lens = [row.start + row.num_new_tokens for row in chunk_rows]
+        index = upload([places[i] for i in (*decodes, *chunks)], torch.int64, device)
         own, others = index[: len(decodes)], index[len(decodes) :]
+        ids = token_ids.long()
         ids[: len(decodes)] = self._state.last_tokens[own]
-        lengths = torch.tensor([rows[i].start + 1 for i in decodes], dtype=torch.int32, device=device)
         inputs = GpuInputs(
             ids,
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            torch.tensor(slots, dtype=torch.int32, device=device),
+            positions,
+            slots,
             self._state.block_tables[own],
-            lengths,
+            positions[: len(decodes)] + 1,
             self._forward.attention.plan(query_starts, seq_lens, self._state.block_tables[others]),
         )
         return inputs, last_of

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
 from engine.request import Request
 
@@ -31,15 +32,16 @@ class DeviceState:
         """Bring rows that changed their owner up to date, but for block tables."""
         if changes.moved:
             old, new = zip(*changes.moved, strict=True)
-            source = torch.tensor(old, device=self._device)
-            self.last_tokens[torch.tensor(new, device=self._device)] = self.last_tokens[source]
+            source = upload(old, torch.int64, self._device)
+            self.last_tokens[upload(new, torch.int64, self._device)] = self.last_tokens[source]
             for row in new:
                 self._num_uploaded[row] = 0
         if changes.fresh:
             rows = [row for row, _ in changes.fresh]
             tokens = [request.token_ids(request.num_known_tokens - 1, request.num_known_tokens)[0]
                       for _, request in changes.fresh]  # fmt: skip
-            self.last_tokens[torch.tensor(rows, device=self._device)] = torch.tensor(tokens, device=self._device)
+            fresh = upload([rows, tokens], torch.int64, self._device)
+            self.last_tokens[fresh[0]] = fresh[1]
             for row in rows:
                 self._num_uploaded[row] = 0
 
@@ -58,8 +60,5 @@ class DeviceState:
                 uploaded[row] = len(block_ids)
         if not places:
             return
-        pair = torch.tensor([places, values], dtype=torch.int64)
-        if self._device.type == "cuda":
-            pair = pair.pin_memory()
-        pair = pair.to(self._device, non_blocking=True)
+        pair = upload([places, values], torch.int64, self._device)
         self.block_tables.view(-1)[pair[0]] = pair[1].to(torch.int32)

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.gpu.inputs import upload
 from kernels.gpu.gather_kv import gather_kv, gather_tiles
 
 MAX_GATHER_BYTES = 512 << 20  # of K and V of one layer; with more context than that, the paged kernel is used
@@ -27,14 +28,12 @@ class KeysPlan:
     tiles: Tensor | None
 
 
-def plan_keys(
-    query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, must_gather: bool = False
-) -> KeysPlan:
-    """See AttentionBackend.plan. must_gather: the pool's numbers count, not those of the product."""
+def plan_keys(query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> KeysPlan:
+    """See AttentionBackend.plan."""
     starts = list(accumulate(seq_lens, initial=0))
-    if starts == list(query_starts) and not must_gather:
+    if starts == list(query_starts):
         return KeysPlan(starts, block_tables, None)
-    tiles = torch.tensor(gather_tiles(seq_lens), dtype=torch.int32, device=block_tables.device).view(-1, 4)
+    tiles = upload(gather_tiles(seq_lens), torch.int32, block_tables.device).view(-1, 4)
     return KeysPlan(starts, block_tables, tiles)
 
 

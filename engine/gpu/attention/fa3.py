@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.gpu.attention.contiguous import KeyBuffer, KeysPlan, plan_keys
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.gpu.inputs import upload
 
 PACKAGE = "fa3_fwd"
 Forward = Callable[..., Any]  # torch.ops.fa3_fwd.fwd
@@ -62,7 +63,7 @@ class FlashAttention3:
         max_queries = max(stop - start for start, stop in pairwise(query_starts))
         starts = None
         if len(seq_lens) > 1:
-            starts = torch.tensor([query_starts, keys.starts], dtype=torch.int32, device=block_tables.device)
+            starts = upload([list(query_starts), keys.starts], torch.int32, block_tables.device)
         return FlashPlan(
             keys,
             None if starts is None else starts[0],
@@ -79,7 +80,9 @@ class FlashAttention3:
         q = qkv[:, : -2 * num_kv_heads]
         k, v = self._buffer.keys_and_values(qkv, pool, layer, plan.keys)
         out = out.view(q.shape)
-        common = {"softmax_scale": 1 / math.sqrt(head_dim), "is_causal": True, "num_splits": 1}
+        # num_splits 0: long contexts are split as far as there are idle multiprocessors. 64 queries over 8k keys take
+        # 20 us with it and 102 without, 2k over 16k the same.
+        common = {"softmax_scale": 1 / math.sqrt(head_dim), "is_causal": True, "num_splits": 0}
         if plan.query_starts is None:  # 15% faster at 2k tokens, 5% at 8k, than one row through the general case
             self._forward(q[None], k[None], v[None], out=out[None], **common)
         else:

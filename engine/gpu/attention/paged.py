@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.gpu.inputs import upload
 from kernels.gpu.paged_prefill import paged_prefill, prefill_tiles
 
 
@@ -34,7 +35,7 @@ class PagedAttention:
         tiles = prefill_tiles(query_starts, seq_lens, self._group)
         if any(skipped):
             tiles = [tile for tile in tiles if not skipped[tile[0]]]
-        return PagedPlan(block_tables, torch.tensor(tiles, dtype=torch.int32, device=block_tables.device).view(-1, 4))
+        return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4))
 
     def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor) -> None:
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]

@@ -1,0 +1,47 @@
+"""A step's inputs on the host, as arrays, and their way to the device.
+
+A copy from pageable memory waits for everything that the device has been given: the host would be idle while the step
+before runs. So what goes to the device goes through pinned memory, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.request import ScheduledRow
+
+TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list or array on the device, in stream order; the host goes on at once."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def step_tokens(decodes: Sequence[ScheduledRow], chunks: Sequence[ScheduledRow], block_size: int) -> Any:
+    """int32 (3, num_tokens or up to 3 more): token ids, positions and slots of decode rows (ids 0), then of chunks.
+
+    The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
+    """
+    num_tokens = len(decodes) + sum(row.num_new_tokens for row in chunks)
+    fields = np.zeros((3, -(-num_tokens // 4) * 4), dtype=np.int32)
+    for place, row in enumerate(decodes):
+        fields[POSITION, place] = row.start
+        fields[SLOT, place] = row.request.block_ids[row.start // block_size] * block_size + row.start % block_size
+    first = len(decodes)
+    for row in chunks:
+        stop = row.start + row.num_new_tokens
+        own = slice(first, first + row.num_new_tokens)
+        positions = np.arange(row.start, stop, dtype=np.int32)
+        blocks = np.array(row.request.block_ids[: -(-stop // block_size)], dtype=np.int32)
+        fields[TOKEN, own] = row.request.token_ids(row.start, stop)
+        fields[POSITION, own] = positions
+        fields[SLOT, own] = blocks[positions // block_size] * block_size + positions % block_size
+        first = own.stop
+    return fields
