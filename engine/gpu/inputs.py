@@ -20,7 +20,9 @@ TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A list or array on the device, in stream order; the host goes on at once."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
