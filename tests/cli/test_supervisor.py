@@ -66,7 +66,7 @@ def quick_restarts() -> RestartPolicy:
     return RestartPolicy(first_delay_seconds=0.01)
 
 
-async def eventually(condition, seconds: float = 10.0) -> None:
+async def eventually(condition, seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -148,7 +148,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(cluster)
     begin = time.monotonic()
     async with running(cluster.supervisor(cluster.spec("deaf", "deaf", grace_seconds=0.3))):
         begin = time.monotonic()
-    assert 0.3 <= time.monotonic() - begin < 5.0
+    assert 0.3 <= time.monotonic() - begin < 30.0
     assert [name for name, _ in cluster.events("term")] == ["deaf"]
 
 

@@ -104,7 +104,7 @@ class Cluster:
             time.sleep(0.05)
         raise TimeoutError("\n".join(f"--- {s.name}\n{s.log()[-1500:]}" for s in self.services.values()))
 
-    def wait_quiet(self, seconds: float = 15.0) -> list[dict[str, Any]]:
+    def wait_quiet(self, seconds: float = 30.0) -> list[dict[str, Any]]:
         """Until no worker has a request, a lease or a block in use; returns the workers' state."""
         deadline = time.monotonic() + seconds
         while True:

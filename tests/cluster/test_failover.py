@@ -155,7 +155,7 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def _gone(pids: list[int], seconds: float = 10.0) -> None:
+async def _gone(pids: list[int], seconds: float = 30.0) -> None:
     """The dead worker's rank ends by itself."""
     deadline = time.monotonic() + seconds
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

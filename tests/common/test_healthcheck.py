@@ -39,7 +39,8 @@ async def test_http(reply, ready):
     server, closed = await http_server(reply)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        assert await is_ready(f"http://127.0.0.1:{port}/readyz", timeout_seconds=0.2) is ready
+        timeout = 0.2 if reply is None else 30.0
+        assert await is_ready(f"http://127.0.0.1:{port}/readyz", timeout_seconds=timeout) is ready
         await closed.wait()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from protos import types_pb2 as pb
+from router.dispatch import WAIT_FOR_WORKER_SECONDS
 from tests.router.harness import Cluster, cluster, text_of
 from tests.router.scripted_worker import Script, ScriptedWorker
 
@@ -189,10 +188,9 @@ async def test_no_worker_left_in_a_stream_is_an_error_event_within_a_second() ->
     async with cluster(script=SLOW) as c:
         request = asyncio.create_task(c.events(max_tokens=200))
         await c.until(lambda: c.decode[0].num_tokens >= 5)
-        began = time.monotonic()
+        assert WAIT_FOR_WORKER_SECONDS < 1  # nothing else may be waited for: the deadline is minutes away
         await c.decode[0].kill()
         events = await request
-        assert time.monotonic() - began < 2.0
         assert events[-2]["error"]["type"] == "service_unavailable_error"
         assert events[-1] == "[DONE]"
         refused = await c.chat()
@@ -226,36 +224,37 @@ async def test_a_client_that_leaves_frees_the_worker(stream: bool) -> None:
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        await c.until(lambda: bool(c.decode[0].cancels), 1.0)
-        await c.until(c.is_quiet, 1.0)
+        await c.until(lambda: bool(c.decode[0].cancels))
+        assert c.decode[0].num_tokens < 400
+        await c.until(c.is_quiet)
 
 
 async def test_a_client_that_leaves_while_prefill_waits_frees_it() -> None:
     async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
-        with pytest.raises(httpx.ReadTimeout):
-            await c.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.2)
-        await c.until(lambda: c.prefill[0].cancels == [c.prefill[0].submits[0].request_id], 1.0)
+        request = asyncio.create_task(c.complete())
+        await c.until(lambda: bool(c.prefill[0].submits))
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await c.until(lambda: c.prefill[0].cancels == [c.prefill[0].submits[0].request_id])
         assert not c.decode[0].submits
-        await c.until(c.is_quiet, 1.0)
+        await c.until(c.is_quiet)
 
 
 async def test_the_deadline_holds_when_a_worker_never_answers() -> None:
     async with cluster(script=Script(is_silent=True), request_timeout_seconds=0.3) as c:
-        began = time.monotonic()
         answer = await c.chat()
         assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
-        assert time.monotonic() - began < 1.0
         await c.until(lambda: bool(c.decode[0].cancels))
         await c.until(c.is_quiet)
 
 
 async def test_too_many_waiting_requests_get_429_at_once() -> None:
-    async with cluster(script=Script(is_silent=True), max_queue=3, request_timeout_seconds=2.0) as c:
+    async with cluster(script=Script(is_silent=True), max_queue=3) as c:
         waiting = [asyncio.create_task(c.chat()) for _ in range(3)]
         await c.until(lambda: c.gateway.dispatcher.num_waiting == 3)
-        began = time.monotonic()
         refused = await c.chat()
-        assert time.monotonic() - began < 0.1
+        assert c.gateway.dispatcher.num_waiting == 3  # nothing had to end first
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -322,7 +321,7 @@ async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         async with cluster(decode=address, worker_timeout_seconds=1.0, wait=False) as c:
-            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1, 10)
+            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1)
             request = asyncio.create_task(c.chat(max_tokens=40))
             await c.until(lambda: c.gateway.dispatcher.num_running == 1)
             process.send_signal(signal.SIGSTOP)
@@ -331,7 +330,7 @@ async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
             assert Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T"
             assert c.decode[0].submits[0].output_token_ids
             process.send_signal(signal.SIGCONT)
-            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2, 10)
+            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
     finally:
         process.kill()
         await process.wait()

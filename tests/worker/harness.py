@@ -41,7 +41,7 @@ class Worker:
             deadline = time.monotonic() + 60
             while True:
                 try:
-                    await self.stub(channel).Describe(pb.DescribeRequest(), timeout=1)
+                    await self.stub(channel).Describe(pb.DescribeRequest(), timeout=5)
                     return
                 except grpc.aio.AioRpcError:
                     if time.monotonic() > deadline or not self.service.is_alive():
@@ -70,7 +70,7 @@ class Stream:
         await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
 
     async def report(self) -> pb.StepReport:
-        report = await asyncio.wait_for(self._call.read(), 20)
+        report = await asyncio.wait_for(self._call.read(), 60)
         assert isinstance(report, pb.StepReport), "the stream has ended"
         self.load = report.load
         for event in report.kv_events:
@@ -100,12 +100,12 @@ class Stream:
 
     async def until_broken(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while await asyncio.wait_for(self._call.read(), 10) is not grpc.aio.EOF:
+            while await asyncio.wait_for(self._call.read(), 60) is not grpc.aio.EOF:
                 pass
 
     async def until_quiet(self) -> pb.LoadReport:
         """Wait until nothing is open and every block is free or cached."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             load = (await self.report()).load
             open_things = load.num_running + load.num_waiting + load.num_loading + load.num_swapped + load.num_leases
