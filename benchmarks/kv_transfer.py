@@ -1,0 +1,280 @@
+"""How fast a prompt's KV gets from one worker's pool to another's, by each transport; and from pool to host slots.
+
+    python -m benchmarks.kv_transfer [--shape qwen2.5-7b] [--tokens 1024,4096] [--transports shm,tcp] [--json]
+
+Two processes of this host with the workers' own code: pool, leases, KvTransfer service, digests. Every pull is of a
+lease of its own: the times are those from KV handle to verified blocks, and for a GPU's shm and tcp they contain the
+copies through pinned host memory at both ends. `grant` is what the owner pays when it hands a prompt out. With two
+GPUs, `--owner-device cuda:1` measures the link between them. On a busy machine, compare with `copy`, a plain
+copy of the same bytes within one pool in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common.rpc import RpcServer
+from engine.gpu.swap import HostCopies
+from engine.worker.shared_pool import SharedPoolMemory
+from kvstore.block_pool import BlockPool
+from kvstore.events import EventLog
+from kvstore.leases import Lease, LeaseMirror, LeaseTable
+from kvstore.service import KvTransferService, PoolView
+from kvstore.staging import StagingDesk
+from kvstore.transport import peer_from_handle
+from kvstore.types import BlockId, Epoch, HostSlot, LeaseId, PeerPool, PoolGeometry
+from protos import kvstore_pb2_grpc, types_pb2
+
+SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
+WARM_UP, LEASE_SECONDS = 2, 600.0
+
+
+class Owner:
+    """The side that has computed a prompt: a pool of random bytes, its service, one lease after another."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str) -> None:
+        self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry))
+        kv_pool = self._memory.allocate(geometry, device)
+        as_words(kv_pool).random_()
+        self._pool = BlockPool(geometry.num_blocks)
+        self._exchange = self._memory.exchange(self._pool)
+        self._leases = LeaseTable(self._memory.epoch)
+        self._mirror = LeaseMirror(self._memory.epoch)
+        self._memory.serve()
+        self._desk = StagingDesk(self._stage)
+        self._server = RpcServer("127.0.0.1", 0)
+
+    async def start(self) -> None:
+        view = PoolView.fetch(self._memory.socket_path)
+        staging = self._desk if self._memory.needs_staging else None
+        service = KvTransferService(view, self._mirror, EventLog(), self._renewed, self._released, staging)
+        self._server.add(
+            kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
+        )  # fmt: skip
+        await self._server.start()
+
+    def grant(self, num_blocks: int) -> tuple[types_pb2.KvHandle, float]:
+        """A lease of `num_blocks` blocks, and the seconds that granting took."""
+        blocks = self._pool.allocate(num_blocks)
+        began = time.perf_counter()
+        digests = self._exchange.digests(blocks)
+        seconds = time.perf_counter() - began
+        lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
+        self._mirror.grant(lease.lease_id, blocks, lease.deadline)
+        handle = types_pb2.KvHandle(
+            lease_id=lease.lease_id,
+            worker_id="owner",
+            epoch=lease.epoch,
+            kv_address=self._server.address,
+            shm_socket=self._memory.socket_path,
+            cuda_socket=self._memory.cuda_socket_path,
+            needs_staging=self._memory.needs_staging,
+            block_ids=blocks,
+            digests=digests,
+        )
+        return handle, seconds
+
+    async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+        """Leases of this benchmark do not end by themselves."""
+
+    async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+        lease = self._leases.release(lease_id, epoch)
+        assert lease is not None
+        self._exchange.end_export(lease)
+        self._desk.end(lease_id)
+
+    def _stage(self, lease_id: LeaseId) -> None:
+        lease: Lease | None = self._leases.get(lease_id)
+        assert lease is not None
+        self._desk.answer(lease_id, self._exchange.stage(lease))
+
+
+async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str) -> None:
+    """Answer each line of stdin, a number of blocks, with a handle."""
+    owner = Owner(geometry, device, folder)
+    await owner.start()
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        handle, seconds = owner.grant(int(line))
+        print(handle.SerializeToString().hex(), seconds, flush=True)
+
+
+class Reader:
+    """The side that goes on: a pool of its own, filled by one transport."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
+        self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)
+        self.kv_pool = self.memory.allocate(geometry, device)
+        self._client = self.memory.client("")
+
+    def pull(self, peer: PeerPool) -> float:
+        positions = list(range(len(peer.block_ids)))
+        local = [BlockId(block) for block in reversed(positions)]
+        began = time.perf_counter()
+        result = self._client.pull(peer, positions, local)
+        seconds = time.perf_counter() - began
+        assert result.transport in self.memory.transports
+        self._client.release(peer)
+        return seconds
+
+    def close(self) -> None:
+        self._client.close()
+        self.memory.close()
+
+
+def staging_bytes_for(geometry: PoolGeometry) -> int:
+    return min(geometry.pool_bytes, 1 << 30)
+
+
+def as_words(kv_pool: torch.Tensor) -> torch.Tensor:
+    return kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
+
+
+def median_seconds(run: Callable[[], float], rounds: int) -> float:
+    return statistics.median([run() for _ in range(WARM_UP + rounds)][WARM_UP:])
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device is done."""
+    synchronize(device)
+    began = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def report(
+    options: argparse.Namespace, what: str, tokens: int, num_bytes: int, seconds: float, **more: float
+) -> None:
+    figures = {"ms": seconds * 1e3, "gb_per_s": num_bytes / seconds / 1e9, **more}
+    rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
+    if options.json:
+        print(json.dumps({"what": what, "shape": options.shape, "tokens": tokens, **rounded}), flush=True)
+        return
+    columns = "".join(f"  {name} {value:<8}" for name, value in rounded.items())
+    print(f"{what:>10} {tokens:6} tokens {num_bytes / 1e6:8.1f} MB{columns}", flush=True)
+
+
+def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folder: str, name: str, ask: Ask) -> None:
+    device = torch.device(options.device)
+    reader = Reader(geometry, device, folder, name)
+    for tokens in options.tokens:
+        num_blocks = tokens // options.block_size
+        num_bytes = num_blocks * geometry.block_bytes
+        grants: list[float] = []
+
+        def pull(num_blocks: int = num_blocks, grants: list[float] = grants) -> float:
+            peer, grant_seconds = ask(num_blocks)
+            grants.append(grant_seconds)
+            return reader.pull(peer)
+
+        seconds = median_seconds(pull, options.rounds)
+        grant_ms = statistics.median(grants) * 1e3
+        report(options, name, tokens, num_bytes, seconds, grant_ms=grant_ms)
+        half = as_words(reader.kv_pool)[: num_blocks // 2]
+        other = as_words(reader.kv_pool)[num_blocks // 2 :][: len(half)]
+        copy = median_seconds(functools.partial(timed, functools.partial(half.copy_, other), device), options.rounds)
+        report(options, "copy", tokens // 2, half.nbytes, copy)
+    reader.close()
+
+
+def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> None:
+    """Swapping: GB/s of the whole copy, and how long the step stream waits for it."""
+    device = torch.device(options.device)
+    pool = torch.randn(geometry.num_blocks, geometry.block_bytes // 4, device=device)
+    host = torch.zeros(geometry.num_blocks, geometry.block_bytes, dtype=torch.uint8)
+    copies = HostCopies(pool, host)
+    for tokens in options.tokens:
+        blocks = torch.randperm(geometry.num_blocks)[: tokens // options.block_size].tolist()
+        out = [(BlockId(block), HostSlot(slot)) for slot, block in enumerate(blocks)]
+        back = [(HostSlot(slot), BlockId(block)) for slot, block in enumerate(blocks)]
+        num_bytes = len(blocks) * geometry.block_bytes
+        for name, run in (("swap out", lambda o=out: copies.out(o)), ("swap in", lambda b=back: copies.into(b))):
+            stalls: list[float] = []
+
+            def once(run: Callable[[], Callable[[], None]] = run, stalls: list[float] = stalls) -> float:
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize(device)
+                began = time.perf_counter()
+                first.record()
+                wait = run()
+                last.record()
+                wait()
+                torch.cuda.synchronize(device)
+                stalls.append(first.elapsed_time(last))
+                return time.perf_counter() - began
+
+            seconds = median_seconds(once, options.rounds)
+            report(options, name, tokens, num_bytes, seconds, step_stream_ms=statistics.median(stalls))
+
+
+Ask = Callable[[int], tuple[PeerPool, float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-7b", choices=sorted(SHAPES))
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--tokens", default="1024,4096")
+    parser.add_argument("--transports", default="", help="default: all that there are")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--owner-device", default="", help="default: as --device")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)  # the owner's process: its folder
+    options = parser.parse_args()
+    options.tokens = [int(each) for each in options.tokens.split(",")]
+    layers, heads, size = SHAPES[options.shape]
+    num_blocks = max(options.tokens) // options.block_size
+    geometry = PoolGeometry(num_blocks, layers, heads, options.block_size, size, "bfloat16", "benchmark")
+    if options.serve:
+        asyncio.run(serve_owner(geometry, torch.device(options.owner_device or options.device), options.serve))
+        return
+    names = options.transports.split(",") if options.transports else ["shm", "tcp"]
+    if not options.transports and options.device != "cpu":
+        names.insert(0, "cuda_ipc")
+    with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder:
+        argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
+        root = Path(__file__).resolve().parents[1]
+        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        stdin, stdout = owner.stdin, owner.stdout
+        assert stdin is not None
+        assert stdout is not None
+
+        def ask(count: int) -> tuple[PeerPool, float]:
+            stdin.write(f"{count}\n")
+            stdin.flush()
+            handle, seconds = stdout.readline().split()
+            return peer_from_handle(types_pb2.KvHandle.FromString(bytes.fromhex(handle))), float(seconds)
+
+        try:
+            if stdout.readline() != "ready\n":
+                sys.exit("the owner's process did not start")
+            for name in names:
+                measure_transport(options, geometry, folder, name, ask)
+        finally:
+            owner.kill()
+            owner.communicate()
+    if options.device != "cpu":
+        measure_host_tier(options, geometry)
+
+
+if __name__ == "__main__":
+    main()
