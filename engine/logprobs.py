@@ -1,13 +1,15 @@
-"""Log-probabilities of the unmodified logits: of the chosen token, its rank, and of the likeliest ones."""
+"""Log-probabilities of the unmodified logits: of a token, its rank, and of the likeliest ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.request import TokenLogprobs
+from engine.request import ScheduledRow, TokenLogprobs
+
+PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -32,3 +34,23 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
             token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
         )
     ]
+
+
+def wants_prompt_logprobs(row: ScheduledRow) -> bool:
+    """Whether the row's hidden states predict prompt tokens whose log-probabilities were asked for."""
+    return row.request.params.prompt_logprobs is not None and row.start + 1 < row.request.num_prompt_tokens
+
+
+def prompt_logprobs(row: ScheduledRow, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> list[TokenLogprobs]:
+    """Of the prompt tokens that follow the row's. hidden: (row.num_new_tokens, hidden_size).
+
+    Position p's hidden state predicts token p + 1. Only for rows that want them.
+    """
+    count = row.request.params.prompt_logprobs
+    assert count is not None
+    targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.num_new_tokens + 1]
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+        part = targets[first : first + PROMPT_LOGPROB_ROWS]
+        found += token_logprobs(logits_of(hidden[first : first + len(part)]), part, [count] * len(part))
+    return found

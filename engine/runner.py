@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.cpu_attention import CpuAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.loader import LoadedModel
-from engine.logprobs import token_logprobs
+from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.request import (
     Request,
     RequestId,
@@ -24,12 +24,9 @@ from engine.request import (
     ScheduledRow,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from engine.sampler import LogitsHook, Sampler
 from kvstore.types import BlockId
-
-PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 
 
 class ModelRunner:
@@ -124,20 +121,9 @@ class ModelRunner:
         self, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
     ) -> None:
         for index, row in enumerate(rows):
-            count = row.request.params.prompt_logprobs
-            if count is not None and row.start + 1 < row.request.num_prompt_tokens:
+            if wants_prompt_logprobs(row):
                 own = hidden[query_starts[index] : query_starts[index + 1]]
-                result.prompt_logprobs[index] = self._prompt_logprobs(row, own, count)
-
-    def _prompt_logprobs(self, row: ScheduledRow, hidden: Tensor, count: int) -> list[TokenLogprobs]:
-        """Position p's hidden state predicts the prompt's token p + 1."""
-        targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.num_new_tokens + 1]
-        found: list[TokenLogprobs] = []
-        for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            part = targets[first : first + PROMPT_LOGPROB_ROWS]
-            logits = self._model.logits(hidden[first : first + len(part)])
-            found += token_logprobs(logits, part, [count] * len(part))
-        return found
+                result.prompt_logprobs[index] = prompt_logprobs(row, own, self._model.logits)
 
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:

@@ -26,14 +26,13 @@ from engine.gpu.state import DeviceState
 from engine.gpu.swap import HostCopies
 from engine.loader import LoadedModel
 from engine.logits import changes_logits
-from engine.logprobs import token_logprobs
+from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan, StepResult
 from engine.sampler import LogitsHook, Sampler
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # pinned staging buffers: one being filled, two steps in flight
-PROMPT_LOGPROB_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -264,12 +263,7 @@ class GpuRunner:
     ) -> None:  # fmt: skip
         for index in chunks:
             row = rows[index]
-            count = row.request.params.prompt_logprobs
-            if count is None:
-                continue
-            targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.num_new_tokens + 1]
-            first = last_of[index] - row.num_new_tokens + 1
-            for offset in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-                part = targets[offset : offset + PROMPT_LOGPROB_ROWS]
-                logits = self._forward.logits(hidden[first + offset : first + offset + len(part)])
-                result.prompt_logprobs[index] += token_logprobs(logits, part, [count] * len(part))
+            if wants_prompt_logprobs(row):
+                end = last_of[index] + 1
+                own = hidden[end - row.num_new_tokens : end]
+                result.prompt_logprobs[index] = prompt_logprobs(row, own, self._forward.logits)
