@@ -6,6 +6,7 @@ belong to which sequence, only the attention backend knows; it gets its metadata
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,15 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (rows, hidden) as `forward` returns them -> logits (rows, vocab)."""
         return self.lm_head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps))
+
+    def replace_linear_maps(self, convert: Callable[[LinearMap], LinearMap]) -> None:
+        """Put `convert(map)` in the place of every linear map, the output projection last."""
+        for layer in self.layers:
+            layer.qkv = convert(layer.qkv)
+            layer.attention_output = convert(layer.attention_output)
+            layer.gate_up = convert(layer.gate_up)
+            layer.down = convert(layer.down)
+        self.lm_head = convert(self.lm_head)
 
 
 def build_decoder(config: ModelConfig, weights: WeightSource) -> DecoderModel:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from common.errors import ConfigError
 
-# Stored by some tools, recomputed here.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+# Stored by some tools, recomputed here; scales of an 8-bit KV cache are not used.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".k_scale", ".v_scale", ".q_scale")
 MAX_NAMES = 5
 
 Shape = tuple[int, ...]
 
 
-def check_weights(needed: Mapping[str, Shape], found: Mapping[str, Shape], tied: bool) -> None:
-    """Raise ConfigError that names missing, unexpected and wrongly shaped weights."""
+def check_weights(
+    needed: Mapping[str, Shape], found: Mapping[str, Shape], tied: bool, quantized: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError that names missing, unexpected and wrongly shaped weights.
+
+    quantized: what is wrong with quantized ones, a line each.
+    """
     ignored = {"lm_head.weight"} if tied else set()
     missing = [name for name in needed if name not in found]
     unexpected = [
@@ -27,13 +32,18 @@ def check_weights(needed: Mapping[str, Shape], found: Mapping[str, Shape], tied:
     ]
     problems = [
         f"{title}: {_listed(names)}"
-        for title, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+        for title, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("wrong shape", wrong),
+            ("quantized weights", quantized),
+        )
         if names
     ]
     if problems:
         raise ConfigError("the weights do not fit the model's config; " + "; ".join(problems))
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + rest

@@ -21,6 +21,8 @@ from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+from engine.loader.packed_checkpoint import PackedWeights
+from engine.loader.packed_maps import can_keep_packed, packed_names, place_packed_maps
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import (
@@ -31,6 +33,7 @@ from engine.models.config import (
     read_hf_config,
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.models.quantization import quantization_from_hf
 from engine.quantize import quantize_model
 
 logger = logging.getLogger(__name__)
@@ -102,19 +105,28 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
+        packed = source.weights if isinstance(source.weights, PackedWeights) else None
+        keeps_packed = packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device)
         int4_source = source.weights if isinstance(source.weights, GgufWeights) else None
         has_int4 = int4_source is not None and int4_source.has_int4
         quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
         if int4_source is not None:
             int4_source.keep_int4 = quant_mode == "int4-weight"
-        if source.shapes is not None:
-            needed = ShapeRecorder()
-            source.family.build(source.config, needed)
-            check_weights(needed.shapes, source.shapes, source.config.tie_word_embeddings)
+        _check(source, keeps_packed)
         model = source.family.build(source.config, source.weights)
-        if engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight":  # those keep the file's numbers
-            fold_kv_scales(model)
-        quantize_model(model, quant_mode, {} if int4_source is None else int4_source.int4)
+        if packed is not None:
+            packed.check_idle_biases()
+        if packed is not None and keeps_packed:
+            quant_mode = packed.quantization.label
+            held = place_packed_maps(model, packed, dtype, device)
+            source.identity["maps"] = held
+            logger.info("%s: linear maps are %s", quant_mode, held)
+        else:
+            if packed is not None:
+                logger.info("%s: linear maps are dequantized to %s", packed.quantization.label, DTYPE_NAMES[dtype])
+            if engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight":  # those keep the file's numbers
+                fold_kv_scales(model)
+            quantize_model(model, quant_mode, {} if int4_source is None else int4_source.int4)
     identity = {
         "config": source.config,
         "dtype": DTYPE_NAMES[dtype],
@@ -130,11 +142,25 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     return LoadedModel(model, source.config, name, dtype, quant_mode, device)
 
 
+def _check(source: _Source, keeps_packed: bool) -> None:
+    """Compare names and shapes before weights are read; choose which maps stay packed. Raises ConfigError."""
+    if source.shapes is None:
+        return
+    needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
+    skeleton = source.family.build(source.config, needed)
+    if isinstance(source.weights, PackedWeights):
+        source.weights.check(needed.shapes, tied)
+        if keeps_packed:
+            source.weights.kept = packed_names(skeleton, source.weights)
+    else:
+        check_weights(needed.shapes, source.shapes, tied)
+
+
 def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
     if files.kind == "dry-run":
         family = family_of(DRY_RUN_CONFIG.architecture)
-        weights = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
-        return _Source(DRY_RUN_CONFIG, family, weights, None, {"random": SEED, "std": DRY_RUN_STD}, [])
+        random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
+        return _Source(DRY_RUN_CONFIG, family, random, None, {"random": SEED, "std": DRY_RUN_STD}, [])
     if files.kind == "gguf":
         return _open_gguf(files.path, engine_config, dtype, device)
     raw = read_hf_config(files.path)
@@ -142,8 +168,10 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
     config = family.adapt_config(config_from_hf(raw), raw)
     if engine_config.load_format == "dummy":
         return _random(family, config, dtype, device)
+    quantization = quantization_from_hf(raw)
     tensors = SafetensorsWeights(files.path, dtype, device)
-    return _Source(config, family, tensors, tensors.shapes, {}, tensors.files)
+    weights = tensors if quantization is None else PackedWeights(tensors, quantization)
+    return _Source(config, family, weights, tensors.shapes, {}, tensors.files)
 
 
 def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from engine.loader.checkpoint import Shape
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ..."""
+
+    path: Path
+    shape: Shape
+    type_name: str
 
 
 class SafetensorsWeights:
@@ -21,26 +32,39 @@ class SafetensorsWeights:
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.files = weight_files(directory)
-        self._dtype = dtype
-        self._device = device
-        self._file_of: dict[str, Path] = {}
-        self.shapes: dict[str, Shape] = {}
+        self.dtype = dtype
+        self.device = device
+        self.tensors: dict[str, StoredTensor] = {}
         for path in self.files:
-            for name, entry in read_header(path).items():
-                if name != "__metadata__":
-                    self._file_of[name] = path
-                    self.shapes[name] = tuple(entry["shape"])
+            self.tensors.update(read_header(path))
         self._open_files: dict[Path, Any] = {}
 
-    def take(self, name: str, shape: Shape) -> Tensor:
-        from safetensors import safe_open
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-        path = self._file_of[name]
-        if path not in self._open_files:
-            self._open_files[path] = safe_open(path, framework="pt", device="cpu")
-        tensor: Tensor = self._open_files[path].get_tensor(name)
+    def take(self, name: str, shape: Shape) -> Tensor:
+        type_name = self.tensors[name].type_name
+        if type_name not in PLAIN_TYPES:
+            raise ConfigError(f"{name} holds {type_name} numbers, but config.json says nothing of quantization there")
         # `copy=True`: a tensor that already has the right type would keep the file mapped and be read lazily.
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+        return self._open(name).to(device=self.device, dtype=self.dtype, copy=True)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is stored, on the device."""
+        return self._open(name).to(device=self.device, copy=True)
+
+    def _open(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.tensors[name].path
+        try:
+            if path not in self._open_files:
+                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
+            tensor: Tensor = self._open_files[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path.name} is damaged: {name} cannot be read from it") from error
+        return tensor
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -48,9 +72,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{INDEX_NAME} has no weight_map") from error
+        if any(Path(name).name != name for name in names):
+            raise ConfigError(f"{INDEX_NAME} names files outside the model's directory")
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
@@ -61,16 +87,30 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Names, types, shapes and offsets: 8 bytes of length, then JSON. Raises ConfigError."""
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Names, types and shapes: 8 bytes of length, then JSON. Raises ConfigError; also when tensors lie outside."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
             raise ConfigError(f"{path.name} is not a safetensors file")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path.name}: the header is damaged") from error
     if not isinstance(header, dict):
         raise ConfigError(f"{path.name}: the header is damaged")
-    return header
+    data_bytes = path.stat().st_size - 8 - length
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        match entry:
+            case {"dtype": str(type_name), "shape": list(shape), "data_offsets": [int(first), int(end)]} if all(
+                type(size) is int and size >= 0 for size in shape
+            ):
+                if not 0 <= first <= end <= data_bytes:
+                    raise ConfigError(f"{path.name} is cut off or damaged: {name} does not lie inside it")
+                tensors[name] = StoredTensor(path, tuple(shape), type_name)
+            case _:
+                raise ConfigError(f"{path.name}: the header is damaged at {name[:100]!r}")
+    return tensors

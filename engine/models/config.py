@@ -96,11 +96,6 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Translate a Hugging Face config. Raises UnsupportedModelError or ConfigError with the field's name."""
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"weights are quantized with {method!r}, which is not supported: use the unquantized model or a GGUF file"
-        )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")

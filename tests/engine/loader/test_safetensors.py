@@ -76,6 +76,57 @@ def test_damaged_files_are_named(model_dir: Path, content: bytes) -> None:
         open_model(directory(model_dir))
 
 
+@pytest.mark.parametrize("change", [{"shape": [-1, 48]}, {"shape": "48"}, {"data_offsets": [0]}, {"dtype": 3}])
+def test_damaged_headers_are_named(model_dir: Path, change: dict[str, Any]) -> None:
+    path = model_dir / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"].update(change)
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(ConfigError, match=r"header is damaged at 'model\.norm\.weight'"):
+        open_model(directory(model_dir))
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.9, 0.999])
+def test_files_that_are_cut_off_are_named(model_dir: Path, kept: float) -> None:
+    path = model_dir / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off"):
+        open_model(directory(model_dir))
+
+
+def test_tensors_that_overlap_are_refused(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"]["data_offsets"] = header["lm_head.weight"]["data_offsets"]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        open_model(directory(model_dir))
+
+
+def test_an_index_names_only_files_beside_it(model_dir: Path) -> None:
+    index = model_dir / "model.safetensors.index.json"
+    for files in ("../model.safetensors", "/etc/passwd", ""):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": files}}))
+        with pytest.raises(ConfigError, match=r"outside|missing"):
+            open_model(directory(model_dir))
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match="no weight_map"):
+        open_model(directory(model_dir))
+
+
+def test_integers_are_not_taken_for_weights(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48).to(torch.int8)}))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight holds I8 numbers"):
+        open_model(directory(model_dir))
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     path = TINY_MODELS["llama-tied-sharded"].save(tmp_path / "model")
     shards = sorted(path.glob("*.safetensors"))
@@ -94,8 +145,8 @@ def test_unsupported_models_say_what_is_known(model_dir: Path) -> None:
     edit_config(model_dir, architectures=["GPT2LMHeadModel"])
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Mistral"):
         open_model(directory(model_dir))
-    edit_config(model_dir, architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedModelError, match="gptq"):
+    edit_config(model_dir, architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "hqq"})
+    with pytest.raises(UnsupportedModelError, match="hqq"):
         open_model(directory(model_dir))
 
 

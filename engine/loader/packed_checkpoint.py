@@ -1,0 +1,125 @@
+"""Weights of a quantized checkpoint: which tensors make up which map, checked before any is read.
+
+To the model being built it looks like any other source of weights. Names in `kept` it hands out without storage:
+`engine/loader/packed_maps.py` puts in maps made of their rows afterwards, so that a whole model never exists
+dequantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.packed_layouts import MARKS, UNUSED, Stored, stored_tensors, unpack
+from engine.loader.quantized_rows import QuantizedRows
+from engine.loader.safetensors import SafetensorsWeights, StoredTensor
+from engine.models.quantization import CheckpointQuantization, WeightScheme
+
+WEIGHT = ".weight"
+BIAS = ".bias"
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A quantized weight whose tensors fit `scheme`."""
+
+    scheme: WeightScheme
+    shape: tuple[int, int]
+
+
+class PackedWeights:
+    """`check` must be called before anything is taken."""
+
+    def __init__(self, tensors: SafetensorsWeights, quantization: CheckpointQuantization) -> None:
+        self.quantization = quantization
+        self.kept: frozenset[str] = frozenset()
+        self._tensors = tensors
+        self._modules = _by_module(tensors.tensors)
+        self._packed: dict[str, _Packed] = {}
+        self._idle_biases: list[str] = []
+
+    def check(self, needed: Mapping[str, Shape], tied: bool) -> None:
+        """Find the scheme of each quantized weight. Raises ConfigError that names all that does not fit."""
+        found = self._tensors.shapes
+        problems = []
+        for module, parts in self._modules.items():
+            name = module + WEIGHT
+            shape = needed.get(name)
+            if shape is None or len(shape) != 2 or not any(mark in parts for mark in MARKS):
+                continue
+            misfits = []
+            for scheme in self.quantization.schemes:
+                stored = stored_tensors(scheme, shape[0], shape[1], parts)
+                misfit = _misfit(stored, parts)
+                if misfit is None:
+                    self._packed[name] = _Packed(scheme, (shape[0], shape[1]))
+                    for part in (*stored, *UNUSED):
+                        found.pop(f"{module}.{part}", None)
+                    if module + BIAS in found and module + BIAS not in needed:
+                        self._idle_biases.append(module + BIAS)
+                        del found[module + BIAS]
+                    break
+                misfits.append(misfit)
+            else:
+                problems.append(f"{module}: {' or '.join(dict.fromkeys(misfits))}")
+                for part in parts:
+                    found.pop(f"{module}.{part}", None)
+            found[name] = shape
+        check_weights(needed, found, tied, problems)
+
+    def is_packed(self, name: str) -> bool:
+        return name in self._packed
+
+    def rows(self, name: str) -> QuantizedRows:
+        """The weight of that name. Raises ConfigError for values that cannot be."""
+        module = name.removesuffix(WEIGHT)
+        packed = self._packed[name]
+
+        def read(part: str) -> Tensor:
+            return self._tensors.read(f"{module}.{part}")
+
+        try:
+            return unpack(packed.scheme, *packed.shape, read, self._modules[module])
+        except ConfigError as error:
+            raise ConfigError(f"quantized weights: {module}: {error}") from error
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        if name in self.kept:
+            return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
+        if name in self._packed:
+            return self.rows(name).dequantize(self._tensors.dtype)
+        return self._tensors.take(name, shape)
+
+    def check_idle_biases(self) -> None:
+        """Some tools store a bias of zeros with every map. Raises ConfigError for one that is not zero."""
+        for name in self._idle_biases:
+            if bool(self._tensors.read(name).any()):
+                raise ConfigError(f"{name} is not zero, but the model's config has no such bias")
+
+
+def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """model.layers.0.mlp.up_proj -> {qweight: ..., scales: ...}."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = tensor
+    return modules
+
+
+def _misfit(stored: Mapping[str, Stored], found: Mapping[str, StoredTensor]) -> str | None:
+    """The first tensor that is missing or other than it must be."""
+    for part, expected in stored.items():
+        tensor = found.get(part)
+        if tensor is None:
+            if not expected.is_optional:
+                return f"{part} is missing"
+        elif tensor.shape not in expected.shapes:
+            return f"{part} is {list(tensor.shape)}, not {list(expected.shapes[0])}"
+        elif tensor.type_name not in expected.types:
+            return f"{part} holds {tensor.type_name}, not {' or '.join(expected.types)}"
+    return None
