@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
 MAX_SPLITS = 64
+COMBINE_PROGRAMS = 128  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
 
 
@@ -40,6 +41,7 @@ class DecodeTuning:
     tile: int = 32
     num_warps: int = 2
     num_stages: int = 5
+    prefetch: int = 8  # tiles that are asked for before the kernel before has ended
 
 
 DEFAULT_TUNING = DecodeTuning()
@@ -94,9 +96,8 @@ def _paged_decode_kernel(
     layer, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    COMPUTE: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -104,6 +105,19 @@ def _paged_decode_kernel(
     num_tiles = tl.cdiv(length, TILE)
     share = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
     num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
+    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
+    table_ptr = tables_ptr + row * table_stride
+    first_tile = split * share
+    end_tile = tl.minimum(first_tile + share, num_tiles)
+    if OVERLAPS:
+        # Tables and all keys but the newest were there before the step: only q must be waited for.
+        lines = tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
+        for tile in range(first_tile, tl.minimum(first_tile + PREFETCH, end_tile)):
+            offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+            prefetch(keys_ptr + offsets[:, None] + lines, True)
+            prefetch(values_ptr + offsets[:, None] + lines, True)
+    wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
 
@@ -112,17 +126,15 @@ def _paged_decode_kernel(
     heads = kv_head * GROUP + members
     is_member = (members < GROUP)[:, None]
     q = tl.load(q_ptr + row * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_member, other=0.0)
-    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
-    table_ptr = tables_ptr + row * table_stride
+    q = q.to(COMPUTE)
 
     highest = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, HEAD_DIM), tl.float32)
-    for tile in tl.range(split * share, tl.minimum(split * share + share, num_tiles), num_stages=NUM_STAGES):
+    for tile in tl.range(first_tile, end_tile, num_stages=NUM_STAGES):
         offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         visible = tile * TILE + tl.arange(0, TILE) < length
-        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
+        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(COMPUTE)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -130,8 +142,8 @@ def _paged_decode_kernel(
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
         # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
-        values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
-        mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+        values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(COMPUTE)
+        mixed = tl.dot(weights.to(COMPUTE), values, mixed * shrink[:, None], input_precision="ieee")
         highest = new_highest
 
     # A row of length 0 (padding of a bucket) gets zeros.
@@ -150,20 +162,21 @@ def _paged_decode_kernel(
 @triton.jit
 def _combine_kernel(
     lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of one head's splits, in their order."""
-    wait_for_predecessor(OVERLAPS)
+    """Weighted mean of one head's splits, in their order; DIMS of its dimensions."""
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
     num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1))
-    if num_used <= 1:
-        return
     splits = tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used = splits < num_used
     places = head * NUM_SPLITS + splits
+    wait_for_predecessor(OVERLAPS)
+    if num_used <= 1:
+        return
     log_sums = tl.load(log_sums_ptr + places, mask=used, other=float("-inf"))
     parts = tl.load(outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
     weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
@@ -171,15 +184,24 @@ def _combine_kernel(
     tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
 
 
+def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
+    """What products are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
+    if q.dtype == torch.float32:
+        return tl.float32
+    return tl.float16 if q.dtype == torch.float16 or pool.dtype == torch.float8_e4m3fn else tl.bfloat16
+
+
 def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    tuning: DecodeTuning = DEFAULT_TUNING, splits: int | None = None,
+    tuning: DecodeTuning = DEFAULT_TUNING, splits: int | None = None, combined_dims: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
     q: (num_rows, num_heads, head_dim), heads contiguous, rows of any stride (a view of qkv will do).
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two.
-    block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows.
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
+        q's type or float8_e4m3fn.
+    block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows. Both
+        are inputs of the step: they are read before the kernel before has ended.
     Returns (num_rows, num_heads * head_dim).
     """
     num_rows, num_heads, head_dim = q.shape
@@ -195,13 +217,15 @@ def paged_decode(
         q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
         layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, PADDED=padded_group(num_heads // num_kv_heads),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count,
-        NUM_STAGES=tuning.num_stages, OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count, NUM_STAGES=tuning.num_stages,
+        COMPUTE=compute_dtype(q, pool), PREFETCH=tuning.prefetch, LINE=min(128 // pool.itemsize, head_dim),
+        OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
-        _combine_kernel[(num_heads, num_rows)](
+        dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
+        _combine_kernel[(num_heads, num_rows, head_dim // dims)](
             lengths, out, workspace.outputs, workspace.log_sums,
-            HEAD_DIM=head_dim, TILE=tuning.tile, NUM_SPLITS=count, OVERLAPS=overlaps, num_warps=4,
+            HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, NUM_SPLITS=count, OVERLAPS=overlaps, num_warps=4,
             launch_pdl=overlaps,
         )  # fmt: skip
     return out

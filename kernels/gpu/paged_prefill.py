@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.paged_decode import LOG2_E, _tile_offsets
+from kernels.gpu.paged_decode import LOG2_E, _tile_offsets, compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _paged_prefill_kernel(
     q_ptr, pool_ptr, tables_ptr, tiles_ptr, out_ptr,
     layer, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
@@ -111,7 +111,7 @@ def _paged_prefill_kernel(
     heads = kv_head * GROUP + members % GROUP
     q = tl.load(
         q_ptr + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=exists, other=0.0
-    )
+    ).to(COMPUTE)
     positions = first_position + tl.minimum(members // GROUP, count - 1)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
@@ -141,7 +141,8 @@ def paged_prefill(
     """Attention of the tokens that `tiles` names.
 
     q: (num_tokens, num_heads, head_dim), heads contiguous, tokens of any stride.
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two.
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
+        q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tuning.
     out: (num_tokens, num_heads * head_dim), contiguous; tokens in no tile are left as they are. Returns it.
     """
@@ -155,6 +156,7 @@ def paged_prefill(
         q, pool, block_tables, tiles, out,
         layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TILE_M=tuning.tile_m, TILE_N=tuning.tile_n, NUM_STAGES=tuning.num_stages, num_warps=tuning.num_warps,
+        TILE_M=tuning.tile_m, TILE_N=tuning.tile_n, NUM_STAGES=tuning.num_stages, COMPUTE=compute_dtype(q, pool),
+        num_warps=tuning.num_warps,
     )  # fmt: skip
     return out

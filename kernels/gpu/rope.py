@@ -2,7 +2,8 @@
 
 For every head x of q and k:  x = rms_norm(x) * weight (when the model has QK-norm), then
 x * cos + (second half, first half) * sin with the position's row of the table, sin carrying the rotation's sign.
-q and k go back to where they were; k and v go to their slot of the paged pool. Computed in float32, rounded once.
+q and k go back to where they were; k and v go to their slot of the paged pool. Computed in float32, rounded once;
+a pool of 8-bit numbers gets them cut off at +-448.
 
 In the pool's layout (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) the k heads and then the v heads
 of a layer lie one after the other, as they do in qkv, so one index covers both.
@@ -11,6 +12,8 @@ Reference: `rope_reference` below, from `kernels/rms_norm.py`, `kernels/rotary.p
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,63 +26,88 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 
 
-@triton.jit(do_not_specialize=["layer"])
+@dataclass(frozen=True, slots=True)
+class RopeTuning:
+    """tokens, heads: what one program takes. Larger programs start less often, smaller ones fill the GPU sooner."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+def rope_tuning(num_tokens: int) -> RopeTuning:
+    """Settings for a step of so many tokens."""
+    return RopeTuning(1, 8, 2) if num_tokens < 1024 else RopeTuning(4, 8, 4)
+
+
+@triton.jit
+def as_stored(x, dtype: tl.constexpr):
+    """float32 as a pool of `dtype` stores it: beyond +-448 an 8-bit number is cut off. NaN stays NaN."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _rope_kernel(
     qkv_ptr, table_ptr, positions_ptr, slots_ptr, norm_ptr, pool_ptr,
-    layer, token_stride, block_stride, layer_stride, eps,
+    num_tokens, layer, token_stride, block_stride, layer_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
     HALF: tl.constexpr = HEAD_DIM // 2
-    token = tl.program_id(0).to(tl.int64)
+    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dims = tl.arange(0, HALF)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    exists = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
-    rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-
-    source = qkv_ptr + token * token_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=exists, other=0.0).to(tl.float32)
-    row = table_ptr + position * (2 * HEAD_DIM) + dims[None, :]
+    dims = tl.arange(0, HALF)[None, None, :]
+    is_token = tokens < num_tokens
+    positions = tl.load(positions_ptr + tokens, mask=is_token, other=0).to(tl.int64)
+    slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1).to(tl.int64)
+    exists = is_token[:, None, None] & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[None, :, None]
+    rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :, None]
+    row = table_ptr + (positions * (2 * HEAD_DIM))[:, None, None] + dims
     cos_first = tl.load(row).to(tl.float32)
     cos_second = tl.load(row + HALF).to(tl.float32)
     sin_first = tl.load(row + HEAD_DIM).to(tl.float32)
     sin_second = tl.load(row + HEAD_DIM + HALF).to(tl.float32)
 
+    wait_for_predecessor(OVERLAPS)
+    source = qkv_ptr + (tokens * token_stride)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
+    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=exists, other=0.0).to(tl.float32)
     x, y = first, second
     if HAS_NORM:
-        square = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        weight = norm_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
+        square = tl.sum(x * x, axis=2) + tl.sum(y * y, axis=2)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, :, None]
+        weight = norm_ptr + (heads * HEAD_DIM)[None, :, None] + dims
         x = x * scale * tl.load(weight, mask=rotates, other=0.0).to(tl.float32)
         y = y * scale * tl.load(weight + HALF, mask=rotates, other=0.0).to(tl.float32)
     out_first = tl.where(rotates, x * cos_first + y * sin_first, first)
     out_second = tl.where(rotates, y * cos_second + x * sin_second, second)
 
-    tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=rotates)
-    tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=rotates)
-    target = pool_ptr + (slot // BLOCK_SIZE) * block_stride + layer.to(tl.int64) * layer_stride
-    target += (slot % BLOCK_SIZE) * HEAD_DIM
-    target = target + (heads - NUM_HEADS)[:, None] * (BLOCK_SIZE * HEAD_DIM) + dims[None, :]
-    is_kv = exists & (heads >= NUM_HEADS)[:, None] & (slot >= 0)
-    tl.store(target, out_first.to(pool_ptr.dtype.element_ty), mask=is_kv)
-    tl.store(target + HALF, out_second.to(pool_ptr.dtype.element_ty), mask=is_kv)
+    num_kept: tl.constexpr = NUM_HEADS + NUM_KV_HEADS if KEEPS_K else NUM_HEADS
+    stays = exists & (heads < num_kept)[None, :, None]
+    tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=stays)
+    tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=stays)
+    places = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD_DIM
+    places += layer.to(tl.int64) * layer_stride
+    target = pool_ptr + places[:, None, None] + ((heads - NUM_HEADS) * (BLOCK_SIZE * HEAD_DIM))[None, :, None] + dims
+    is_kv = exists & (heads >= NUM_HEADS)[None, :, None] & (slots >= 0)[:, None, None]
+    tl.store(target, as_stored(out_first, pool_ptr.dtype.element_ty), mask=is_kv)
+    tl.store(target + HALF, as_stored(out_second, pool_ptr.dtype.element_ty), mask=is_kv)
 
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int, heads_per_program: int = 8, num_warps: int = 2,
+    pool: Tensor, layer: int, keeps_k: bool = True, tuning: RopeTuning | None = None,
 ) -> None:  # fmt: skip
-    """Rotate q and k in place; store rotated k, and v, in the pool.
+    """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
 
     qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two.
     table: (num_positions, 2, head_dim), cosines and signed sines. positions: int (num_tokens,).
     slots: int (num_tokens,): block id * block_size + offset in the block; negative: nothing is stored.
     qk_norm: (num_heads + num_kv_heads, head_dim) or None.
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous.
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
+    positions, slots and table are inputs of the step: they are read before the kernel before has ended.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
@@ -89,13 +117,14 @@ def rope_and_write_kv(
         raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
-    heads = min(heads_per_program, triton.next_power_of_2(num_all_heads))
-    _rope_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
+    chosen = tuning or rope_tuning(num_tokens)
+    heads = min(chosen.heads, triton.next_power_of_2(num_all_heads))
+    _rope_kernel[(triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
-        layer, qkv.stride(0), pool.stride(0), pool.stride(1), eps,
+        num_tokens, layer, qkv.stride(0), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, HEADS=heads, OVERLAPS=overlaps_launches(qkv),
-        num_warps=num_warps, launch_pdl=overlaps_launches(qkv),
+        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, KEEPS_K=keeps_k, TOKENS=chosen.tokens, HEADS=heads,
+        OVERLAPS=overlaps_launches(qkv), num_warps=chosen.num_warps, launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
 
 

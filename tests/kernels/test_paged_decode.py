@@ -19,10 +19,10 @@ LAYER = 1
 
 def run(
     seq_lens: list[int], num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype,
-    device: torch.device, splits: int | None, head_dim: int = 32,
+    device: torch.device, splits: int | None, head_dim: int = 32, kv_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     tables, table = block_tables_for(seq_lens, block_size, device)
-    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, dtype, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, kv_dtype or dtype, device)
     kvs = [fill_sequence(pool, LAYER, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
     qkv = torch.randn(len(seq_lens), num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
     q = qkv[:, :num_heads]
@@ -44,6 +44,18 @@ def run(
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2)])
 def test_equals_the_reference(splits: int | None, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
     run([1, 16, 17, 70], num_heads, num_kv_heads, 16, HALF_DTYPE, device, splits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_eight_bit_keys_and_values(dtype: torch.dtype, splits: int, device: torch.device) -> None:
+    """Against the reference over the same stored numbers: what they were rounded from is not the kernel's error."""
+    run([1, 17, 70], 7, 1, 16, dtype, device, splits, kv_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (16, 8, 128)])
+def test_shapes_of_small_models(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    run([40, 130], num_heads, num_kv_heads, 64, HALF_DTYPE, device, None, head_dim)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])

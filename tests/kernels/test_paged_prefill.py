@@ -19,15 +19,19 @@ TUNING = PrefillTuning(tile_m=16, tile_n=16, num_warps=4, num_stages=2)
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float32), (HALF_DTYPE, HALF_DTYPE), (HALF_DTYPE, torch.float8_e4m3fn)],
+)
 def test_chunks_against_cached_context(
-    num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
+    num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Rows: a whole prompt, a chunk after a cached prefix, one token."""
     head_dim, seq_lens, query_lens = 32, [21, 50, 33], [21, 13, 1]
     starts = [0, 21, 34, 35]
     tables, table = block_tables_for(seq_lens, block_size, device)
-    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, dtype, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, kv_dtype, device)
     kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
     q = torch.randn(starts[-1], num_heads + 2, head_dim, device=device).to(dtype)[:, :num_heads]
     tiles = prefill_tiles(starts, seq_lens, num_heads // num_kv_heads, TUNING)

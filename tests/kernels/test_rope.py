@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.rope import rope_and_write_kv, rope_reference
+from kernels.gpu.rope import RopeTuning, rope_and_write_kv, rope_reference
 from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 
 HEAD_DIM, NUM_POSITIONS = 32, 50
@@ -36,6 +36,41 @@ def test_equals_the_reference(
     written = ~expected_pool.isnan()
     assert torch.equal(written, ~pool.isnan())  # nothing else was touched, other layers included
     assert relative_error(pool[written], expected_pool[written]) < bound
+
+
+def test_eight_bit_pools_get_rounded_and_bounded_numbers(device: torch.device) -> None:
+    table = rotary_table(torch.float32, device)
+    qkv = torch.randn(5, 8, HEAD_DIM, device=device) * 3
+    qkv[2, 5:] = 1e6
+    positions = torch.randint(0, NUM_POSITIONS, (5,), device=device)
+    slots = torch.randperm(6 * 4, device=device)[:5]
+    shape = (6, 2, 2, 2, 4, HEAD_DIM)
+    pool, expected = (torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+    rope_reference(qkv.clone(), table, positions, slots, None, 1e-6, expected, 1)
+    rope_and_write_kv(qkv, table, positions, slots, None, 1e-6, pool, 1)
+    got, want = pool.float(), expected.float()
+    assert float(want.abs().max()) == float(got.abs().max()) == 448.0
+    # A step of rounding, where sums differ. The interpreter does not round numbers below 2^-6.
+    smallest = 2**-9 if torch.cuda.is_available() else 2**-6
+    assert bool(((got - want).abs() <= want.abs() / 8 + smallest).all())
+    assert float((got != want).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("tuning", [RopeTuning(1, 8, 2), RopeTuning(4, 2, 4), RopeTuning(2, 16, 4)])
+def test_what_a_program_takes_does_not_matter(tuning: RopeTuning, device: torch.device) -> None:
+    table = rotary_table(torch.float32, device)
+    qkv = torch.randn(7, 8, HEAD_DIM, device=device)
+    norm = torch.randn(6, HEAD_DIM, device=device)
+    positions = torch.randint(0, NUM_POSITIONS, (7,), device=device)
+    slots = torch.randperm(6 * 4, device=device)[:7]
+    pool = torch.zeros(6, 2, 2, 2, 4, HEAD_DIM, device=device)
+    expected_qkv, expected = qkv.clone(), pool.clone()
+    rope_reference(expected_qkv, table, positions, slots, norm, 1e-6, expected, 1)
+    unrotated = qkv[:, 4:6].clone()
+    rope_and_write_kv(qkv, table, positions, slots, norm, 1e-6, pool, 1, keeps_k=False, tuning=tuning)
+    assert relative_error(pool, expected) < 1e-6
+    assert relative_error(qkv[:, :4], expected_qkv[:, :4]) < 1e-6
+    assert torch.equal(qkv[:, 4:6], unrotated)
 
 
 def test_padding_stores_nothing(device: torch.device) -> None:
