@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from engine.gpu.attention import choose as chooser
 from engine.gpu.attention import contiguous, fa3
 from engine.gpu.attention.backend import AttentionBackend
-from engine.gpu.attention.choose import Facts, choose, open_attention, workspace_bytes
+from engine.gpu.attention.choose import Facts, choose, open_attention
 from engine.gpu.attention.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
 from engine.gpu.attention.fa3 import FlashAttention3
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
@@ -66,17 +66,18 @@ def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> AttentionB
         if importlib.util.find_spec(fa3.PACKAGE) is None:
             pytest.skip("fa3-fwd is not installed")
         forward = fa3.load()
-    return FlashAttention3(forward, pool, num_heads, pool.dtype)
+    return FlashAttention3(forward, pool, num_heads, DTYPE)
 
 
 class Step:
     """A pool with rows' K and V, and the q/k/v product of the tokens that a step computes of them."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, query_lens: Sequence[int], seq_lens: Sequence[int]
-    ) -> None:
+        self, num_heads: int, num_kv_heads: int, head_dim: int, query_lens: Sequence[int], seq_lens: Sequence[int],
+        kv_dtype: torch.dtype = DTYPE,
+    ) -> None:  # fmt: skip
         tables, self.block_tables = block_tables_for(list(seq_lens), BLOCK_SIZE, DEVICE)
-        self.pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, BLOCK_SIZE, head_dim, DTYPE, DEVICE)
+        self.pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, BLOCK_SIZE, head_dim, kv_dtype, DEVICE)
         self.starts = list(accumulate(query_lens, initial=0))
         self.seq_lens = list(seq_lens)
         qkv = torch.randn(self.starts[-1], num_heads + 2 * num_kv_heads, head_dim, device=DEVICE)
@@ -86,7 +87,7 @@ class Step:
             kv = fill_sequence(self.pool, 1, ids, seq_len)
             own = slice(self.starts[row], self.starts[row + 1])
             new = kv[:, :, seq_len - query_lens[row] :].permute(2, 0, 1, 3)
-            self.qkv[own, num_heads:] = new.flatten(1, 2)
+            self.qkv[own, num_heads:] = new.flatten(1, 2).to(DTYPE)
             self.expected[own] = attend_sequence(self.qkv[own, :num_heads].double(), kv.double()).flatten(1)
 
     def run(self, backend: AttentionBackend) -> Tensor:
@@ -128,15 +129,24 @@ def test_what_a_larger_step_left_in_the_buffers_is_not_seen(name: str, seq_len: 
         assert relative_error(step.run(backend), step.expected) < BOUND
 
 
+@pytest.mark.parametrize(("query_len", "seq_len"), [(25, 25), (9, 30)])
+def test_what_was_rounded_to_8_bits_counts_also_without_context(query_len: int, seq_len: int) -> None:
+    step = Step(4, 2, 64, [query_len * SCALE], [seq_len * SCALE], torch.float8_e4m3fn)
+    step.qkv[:, 4:] = float("nan")
+    backend = make("fa3", step.pool, 4, 100 * SCALE)
+    assert relative_error(step.run(backend), step.expected) < BOUND
+
+
 def test_more_context_than_the_buffer_holds_is_read_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(4, 2, 64, [9, 5], [30, 5])
     size = 35 * 2 * 2 * 64 * DTYPE.itemsize
-    backend = make("fa3", step.pool, 4, 64)
-    monkeypatch.setattr(contiguous, "MAX_GATHER_BYTES", size - 1)
-    assert isinstance(backend.plan(step.starts, step.seq_lens, step.block_tables), PagedPlan)
-    assert relative_error(step.run(backend), step.expected) < BOUND
-    monkeypatch.setattr(contiguous, "MAX_GATHER_BYTES", size)
-    assert not isinstance(backend.plan(step.starts, step.seq_lens, step.block_tables), PagedPlan)
+    for max_bytes, is_paged in ((size - 1, True), (size, False)):
+        monkeypatch.setattr(fa3, "KeyBuffer", functools.partial(contiguous.KeyBuffer, max_bytes=max_bytes))
+        backend = make("fa3", step.pool, 4, 64)
+        plan = backend.plan(step.starts, step.seq_lens, step.block_tables)
+        assert isinstance(plan, PagedPlan) == is_paged
+        assert relative_error(step.run(backend), step.expected) < BOUND
+        assert not isinstance(backend.plan([0, 40], [40], step.block_tables[:1]), PagedPlan)  # nothing to gather
 
 
 def test_lengths_are_rounded_to_eight_per_octave() -> None:
@@ -157,11 +167,12 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
     assert choose("auto", changed(has_fa3=False)) == "cudnn"
     assert choose("auto", changed(dtype=torch.float16, kv_dtype=torch.float16)) == "cudnn"
     assert choose("auto", changed(head_dim=256)) == "fa3"
+    assert choose("auto", changed(kv_dtype=torch.float8_e4m3fn)) == "fa3"
     for other in (
         changed(has_fa3=False, has_cudnn=False),
         changed(capability=(8, 0)),  # not measured there
         changed(capability=None),
-        changed(kv_dtype=torch.float8_e4m3fn),
+        changed(kv_dtype=torch.float8_e4m3fn, has_fa3=False),
         changed(dtype=torch.float32, kv_dtype=torch.float32),
         changed(head_dim=256, has_fa3=False),
     ):
@@ -185,11 +196,6 @@ def test_a_named_backend_that_cannot_work_says_what_to_do(name: str, facts: dict
     with pytest.raises(ConfigError, match=told):
         choose(name, changed(**facts))
     assert choose("triton", changed(**facts)) == "triton"
-
-
-def test_memory_for_gathering_is_set_aside_only_where_something_gathers() -> None:
-    assert workspace_bytes("fa3") == contiguous.MAX_GATHER_BYTES
-    assert workspace_bytes("triton") == workspace_bytes("cudnn") == 0
 
 
 def test_a_package_that_does_not_load_is_an_error_only_when_it_was_asked_for(

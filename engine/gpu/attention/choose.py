@@ -16,7 +16,6 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.gpu.attention import cudnn, fa3
 from engine.gpu.attention.backend import AttentionBackend
-from engine.gpu.attention.contiguous import MAX_GATHER_BYTES
 from engine.gpu.attention.paged import PagedAttention
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def why_not(name: str, facts: Facts) -> str:
     if name == "fa3":
         if facts.capability is None or facts.capability[0] not in (8, 9):
             return "needs an NVIDIA GPU of compute capability 8 or 9; use triton"
-        if facts.dtype != torch.bfloat16 or facts.kv_dtype != torch.bfloat16:
+        if facts.dtype != torch.bfloat16:
             return "takes bfloat16 alone; use triton"
         if facts.head_dim not in FA3_HEAD_DIMS:
             return f"takes heads of {FA3_HEAD_DIMS}, not {facts.head_dim}; use triton"
@@ -66,7 +65,7 @@ def why_not(name: str, facts: Facts) -> str:
         if facts.capability is None or facts.capability[0] < 8 or not facts.has_cudnn:
             return "needs an NVIDIA GPU of compute capability 8 or more and cuDNN; use triton"
         if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
-            return "takes 16-bit numbers alone; use triton"
+            return "takes 16-bit numbers and KV alone; use triton"
         if facts.head_dim > 128:
             return f"takes heads up to 128, not {facts.head_dim}; use triton"
     return ""
@@ -81,11 +80,6 @@ def choose(wanted: str, facts: Facts) -> str:
     if reason:
         raise ConfigError(f"--attention-backend {wanted} {reason}")
     return wanted
-
-
-def workspace_bytes(chosen: str) -> int:
-    """Device memory that a backend may take beside its step's tensors."""
-    return MAX_GATHER_BYTES if chosen == "fa3" else 0
 
 
 def open_attention(

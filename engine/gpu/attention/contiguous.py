@@ -2,6 +2,7 @@
 
 When no row has cached context, they are in the step's own q/k/v product. Else all rows are gathered from the pool
 into a buffer that the layers share: the copy is small beside the attention of a chunk (2% at 8k queries, 7% at 512).
+A pool of 8 bits is always gathered, so that a prompt's result does not depend on how much of it was cached.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ class KeysPlan:
     tiles: Tensor | None
 
 
-def plan_keys(query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> KeysPlan:
-    """See AttentionBackend.plan."""
+def plan_keys(
+    query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, must_gather: bool
+) -> KeysPlan:
+    """See AttentionBackend.plan. must_gather: the pool's numbers count, not the product's."""
     starts = list(accumulate(seq_lens, initial=0))
-    if starts == list(query_starts):
+    if starts == list(query_starts) and not must_gather:
         return KeysPlan(starts, block_tables, None)
     tiles = upload(gather_tiles(seq_lens), torch.int32, block_tables.device).view(-1, 4)
     return KeysPlan(starts, block_tables, tiles)
 
 
 class KeyBuffer:
-    """Holds the gathered K and V of one layer at a time; grows to the largest step seen."""
+    """Holds the gathered K and V of one layer at a time. Taken at once, so that it counts when memory is measured."""
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    @staticmethod
-    def fits(num_keys: int, pool: Tensor, dtype: torch.dtype) -> bool:
+    def __init__(self, pool: Tensor, dtype: torch.dtype, max_bytes: int = MAX_GATHER_BYTES) -> None:
         num_kv_heads, _, head_dim = pool.shape[3:]
-        return num_keys * 2 * num_kv_heads * head_dim * dtype.itemsize <= MAX_GATHER_BYTES
+        self._max_keys = max_bytes // (2 * num_kv_heads * head_dim * dtype.itemsize)
+        size = self._max_keys * 2 * num_kv_heads * head_dim
+        self._memory = torch.empty(size, dtype=dtype, device=pool.device)
+
+    def fits(self, num_keys: int) -> bool:
+        return num_keys <= self._max_keys
 
     def keys_and_values(self, qkv: Tensor, pool: Tensor, layer: int, plan: KeysPlan) -> tuple[Tensor, Tensor]:
         """k and v of all rows, each (num_keys, num_kv_heads, head_dim), head_dim contiguous, other strides any."""
@@ -54,10 +58,6 @@ class KeyBuffer:
         if plan.tiles is None:
             return qkv[:, -2 * num_kv_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
         num_keys = plan.starts[-1]
-        size = 2 * num_kv_heads * num_keys * head_dim
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # the old one may serve the new one
-            self._memory = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
-        kv = self._memory[:size].view(2, num_kv_heads, num_keys, head_dim)
+        kv = self._memory[: 2 * num_kv_heads * num_keys * head_dim].view(2, num_kv_heads, num_keys, head_dim)
         gather_kv(pool, layer, plan.block_tables, plan.tiles, kv)
         return kv[0].transpose(0, 1), kv[1].transpose(0, 1)

@@ -49,17 +49,16 @@ class FlashAttention3:
 
     def __init__(self, forward: Forward, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
         self._forward = forward
-        self._pool = pool
-        self._dtype = dtype
-        self._buffer = KeyBuffer()
+        self._must_gather = pool.dtype != dtype
+        self._buffer = KeyBuffer(pool, dtype)
         self._paged = PagedAttention(num_heads // pool.shape[3])
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor
     ) -> FlashPlan | PagedPlan:
-        if not KeyBuffer.fits(sum(seq_lens), self._pool, self._dtype):
+        keys = plan_keys(query_starts, seq_lens, block_tables, self._must_gather)
+        if keys.tiles is not None and not self._buffer.fits(keys.starts[-1]):
             return self._paged.plan(query_starts, seq_lens, block_tables)
-        keys = plan_keys(query_starts, seq_lens, block_tables)
         max_queries = max(stop - start for start, stop in pairwise(query_starts))
         starts = None
         if len(seq_lens) > 1:
