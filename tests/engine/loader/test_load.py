@@ -70,8 +70,8 @@ def test_dry_run_output_is_lively_and_repeatable() -> None:
 
 def test_dry_run_weights_are_the_same_in_every_type() -> None:
     """Workers on different devices may exchange KV when their fingerprints are equal, so their weights must be."""
-    exact = open_model(DRY_RUN)[0].model
-    rounded = open_model(DRY_RUN, dtype="bfloat16", quant_mode="none")[0].model
+    exact: Any = open_model(DRY_RUN)[0].model
+    rounded: Any = open_model(DRY_RUN, dtype="bfloat16", quant_mode="none")[0].model
     assert torch.equal(exact.layers[1].down.weight.bfloat16(), rounded.layers[1].down.weight)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path)
         tensors, rounded = base.pack(weight[:, order])
         back = torch.argsort(order)
         codes = torch.stack([tensors["qweight"] >> 4 * place & 15 for place in range(8)], 1).flatten(0, 1)[back]
-        words = sum(codes[place::8].long() << 4 * place for place in range(8))
+        words = torch.stack([codes[place::8].long() << 4 * place for place in range(8)]).sum(0)
         tensors["qweight"] = (words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
         tensors["g_idx"] = tensors["g_idx"][back]
         return tensors, rounded[:, back]
@@ -227,3 +228,39 @@ def test_config_and_tensors_must_agree(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.0\.self_attn\.q_proj\.weight"):
         load(tmp_path / "m")
+
+
+def damage(path: Path, weights: bytes, config: str, seed: int) -> None:
+    """Another small damage for each seed: bytes of the header, its numbers, the file's end, a value of the config."""
+    draw, header_end = random.Random(seed), 8 + int.from_bytes(weights[:8], "little")
+    changed, values = bytearray(weights), json.loads(config)
+    match seed % 4:
+        case 0:
+            changed[draw.randrange(header_end)] = draw.randrange(256)
+        case 1:
+            digits = [place for place in range(8, header_end) if chr(changed[place]).isdigit()]
+            changed[draw.choice(digits)] = ord("0") + draw.randrange(10)
+        case 2:
+            del changed[draw.randrange(len(changed)) :]
+        case _:
+            place = values["quantization_config"]
+            while isinstance(inner := place[draw.choice(list(place))], dict) and inner:
+                place = inner
+            place[draw.choice(list(place))] = draw.choice([None, -1, 0, 3, "x", [], {}, [1, 2], True, 1e9])
+    (path / "model.safetensors").write_bytes(changed)
+    (path / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "fp8-blocks", "compressed-int4-asymmetric"])
+def test_damage_ends_in_one_kind_of_error(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    write(FORMATS[name], path)
+    weights, config = (path / "model.safetensors").read_bytes(), (path / "config.json").read_text()
+    num_refused = 0
+    for seed in range(40):
+        damage(path, weights, config, seed)
+        try:
+            load(path)
+        except ConfigError:
+            num_refused += 1
+    assert num_refused > 20
