@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from common.errors import ConfigError
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Register `memory`, which stays where it is, with the driver. Raises ConfigError when that refuses."""
+    """Register `memory`, which stays where it is, with the driver, for as long as this tensor object lives.
+
+    Raises ConfigError when the driver refuses.
+    """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
@@ -16,3 +21,5 @@ def pin(memory: torch.Tensor) -> None:
             f"the driver does not pin {memory.numel() / 1e9:.2f} GB of host memory: lower --kv-staging-gb or "
             "--host-tier-gb"
         )
+    # What is mapped at this address later is other memory: the driver must not take it for this one.
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())

@@ -69,7 +69,7 @@ class DevicePool:
         self._weights = torch.stack([torch.from_numpy(each) for each in weights]).to(self._device)
         # Here, because the first needs triton.
         self._kernels: Any = import_module("kernels.gpu.kv_copy" if self._on_gpu else "kernels.kv_copy")
-        self._own = threading.local()  # .stream, .done
+        self._own = threading.local()  # .stream
         self._fence: torch.cuda.Event | None = None
 
     @property
@@ -93,7 +93,7 @@ class DevicePool:
         assert isinstance(remote, AttachedPool)
         if not remote_ids:
             return []
-        with self._copying(writes_pool=True):
+        with self._stream(writes_pool=True):
             ids = self._ids(remote_ids, local_ids)
             digests = self._kernels.copy_blocks(remote.words, ids[0], self._words, ids[1], self._weights)
             return [digest & MASK for digest in digests.tolist()]
@@ -102,46 +102,50 @@ class DevicePool:
         """Digests of blocks that the host has seen finished, as `kvstore.digest` computes them."""
         if not block_ids:
             return []
-        with self._copying(writes_pool=False):
+        with self._stream(writes_pool=False):
             digests = self._kernels.digest_blocks(self._words, self._ids(block_ids)[0], self._weights)
             return [digest & MASK for digest in digests.tolist()]
 
     def copy_out(self, block_ids: Sequence[BlockId], rows: Tensor, row_ids: Sequence[int]) -> None:
         """Copy finished blocks to host rows uint8 (num_rows, block_bytes), and wait."""
-        with self._copying(writes_pool=False):
+        with self._stream(writes_pool=False):
             blocks = self._words.view(torch.uint8)
             for block, row, count in merged_runs(list(zip(block_ids, row_ids, strict=True))):
                 rows[row : row + count].copy_(blocks[block : block + count], non_blocking=True)
+            self._synchronize()
 
     def copy_in(self, rows: Tensor, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Copy host rows to blocks, and wait."""
-        with self._copying(writes_pool=True):
+        with self._stream(writes_pool=True):
             blocks = self._words.view(torch.uint8)
             for row, block, count in merged_runs(list(zip(row_ids, block_ids, strict=True))):
                 blocks[block : block + count].copy_(rows[row : row + count], non_blocking=True)
+            self._synchronize()
 
     def _ids(self, *lists: Sequence[BlockId]) -> Tensor:
-        ids = torch.tensor(lists, dtype=torch.int32)
-        return ids.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else ids
+        return torch.tensor(lists, dtype=torch.int32).to(self._device, non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
-    def _copying(self, writes_pool: bool) -> Iterator[None]:
-        """Work on this thread's stream, behind the fence; at the end, all of it is done. Raises TransferError."""
-        if not self._on_gpu:
-            with torch.inference_mode():
+    def _stream(self, writes_pool: bool) -> Iterator[None]:
+        """This thread's stream, made current; what writes to the pool comes behind the fence. Raises TransferError.
+
+        The body waits for the end of its work.
+        """
+        with torch.inference_mode():
+            if not self._on_gpu:
                 yield
-            return
-        if not hasattr(self._own, "stream"):
-            with torch.cuda.device(self._device):
+                return
+            if not hasattr(self._own, "stream"):
                 self._own.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-                self._own.done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        stream, fence = self._own.stream, self._fence
-        try:
-            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
-                if writes_pool and fence is not None:
-                    stream.wait_event(fence)
-                yield
-                self._own.done.record(stream)
-                self._own.done.synchronize()
-        except torch.AcceleratorError as error:
-            raise TransferError("the device failed while it copied KV blocks") from error
+            stream, fence = self._own.stream, self._fence
+            try:
+                with torch.cuda.stream(stream):  # and its device
+                    if writes_pool and fence is not None:
+                        stream.wait_event(fence)
+                    yield
+            except torch.AcceleratorError as error:
+                raise TransferError("the device failed while it copied KV blocks") from error
