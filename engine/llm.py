@@ -6,7 +6,7 @@ LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class LLM:
             raise
         return [self._completion(request, outputs[request.request_id]) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str]:
         """Yield the text of one completion as it is generated; closing the iterator stops the generation."""
         request = self.engine.add_request(self._encode(prompt), params or SamplingParams())
         detokenizer = self.tokenizer.detokenizer()

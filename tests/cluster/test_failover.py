@@ -76,7 +76,8 @@ async def stream_job(
         stream=True,
         extra_body={"ignore_eos": True, "priority": job.priority},
     )
-    text, reasons = "", []
+    text = ""
+    reasons: list[str] = []
     async for chunk in stream:
         for choice in chunk.choices:
             if not text and choice.text:

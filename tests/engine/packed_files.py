@@ -167,11 +167,11 @@ def compressed(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any] |
     }
 
 
-def gptq(bits: int = 4, group_size: int = GROUP, **changes: Any) -> dict[str, Any]:
+def gptq(bits: int = 4, group_size: Any = GROUP, **changes: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": False, **changes}
 
 
-def integers(bits: int, group_size: int = GROUP, **changes: Any) -> dict[str, Any]:
+def integers(bits: int, group_size: Any = GROUP, **changes: Any) -> dict[str, Any]:
     strategy = "channel" if group_size == -1 else "group"
     values = {"type": "int", "num_bits": bits, "strategy": strategy, "group_size": group_size, "symmetric": True}
     return {**values, **changes}
@@ -209,7 +209,7 @@ FORMATS = {
     ),
     "fp8-tensor": Format(
         {"quant_method": "fp8", "activation_scheme": "static"},
-        lambda w: pack_fp8(w, tuple(w.shape), shape=(1,)), "fp8-weights", "12 int8 of e4m3",
+        lambda w: pack_fp8(w, (w.shape[0], w.shape[1]), shape=(1,)), "fp8-weights", "12 int8 of e4m3",
     ),
     "compressed-fp8-channel": Format(
         compressed("float-quantized", {**FP8, "strategy": "channel"}, {**INPUTS8, "type": "float"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ class Pair:
     def step(self, rows: list[ScheduledRow]) -> None:
         batch = build_batch(rows, BLOCK_SIZE)
         inputs = torch.from_numpy(batch.inputs)
-        prepared = [(backend, backend.prepare(batch, inputs)) for backend in (self.cpu, self.plain)]
+        prepared: list[tuple[Any, Any]] = [
+            (backend, backend.prepare(batch, inputs)) for backend in (self.cpu, self.plain)
+        ]
         for layer in range(NUM_LAYERS):
             qkv = torch.randn(batch.num_tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM, generator=self.generator)
             outputs: list[Tensor] = [backend.attend(layer, qkv.clone(), metadata) for backend, metadata in prepared]

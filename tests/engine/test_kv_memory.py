@@ -17,11 +17,11 @@ from engine.kv_memory import (
     copy_in,
     copy_out,
     host_buffer_over,
-    merged_runs,
     pool_geometry,
     pool_over,
 )
 from engine.loader.random_weights import DRY_RUN_CONFIG
+from kvstore.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
 

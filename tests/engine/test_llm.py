@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,6 @@ def test_the_model_ends_at_its_own_token() -> None:
         ({"kv_cache_gb": -1.0}, "kv-cache-gb"),
     ],
 )
-def test_settings_that_cannot_work_say_so(settings: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "dry-run", "num_threads": 1, **settings})

@@ -211,20 +211,20 @@ def test_logit_bias_and_allowed_ids() -> None:
 def test_bad_words_stop_their_last_token_only_after_the_first_ones() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[[20, 21]] = torch.tensor([10.0, 9.0])
-    bad = {"temperature": 0.0, "bad_words": ((5, 20), (30,))}
+    bad: dict[str, Any] = {"temperature": 0.0, "bad_words": ((5, 20), (30,))}
     assert sample([row_of(output=[5], **bad)], logits).token_ids == [21]
     assert sample([row_of(output=[6], **bad)], logits).token_ids == [20]
     assert sample([row_of(prompt=[5], **bad)], logits).token_ids == [21]
     logits[30] = 20.0
     assert sample([row_of(prompt=[6], **bad)], logits).token_ids == [20]
-    longer = {"temperature": 0.0, "bad_words": (tuple([9] * 10 + [20]),)}
+    longer: dict[str, Any] = {"temperature": 0.0, "bad_words": (tuple([9] * 10 + [20]),)}
     assert sample([row_of(prompt=[9], **longer)], logits).token_ids == [30]
 
 
 def test_min_tokens_masks_every_way_to_stop() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[[EOS, 12, 13]] = torch.tensor([10.0, 9.0, 8.0])
-    params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (12,)}
+    params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (12,)}
     assert sample([row_of(output=[0], **params)], logits).token_ids == [13]
     assert sample([row_of(output=[0, 0], **params)], logits).token_ids == [EOS]
     assert sample([row_of(output=[0], ignore_eos=True, **params)], logits).token_ids == [EOS]

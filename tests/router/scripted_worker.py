@@ -38,7 +38,7 @@ class Script:
     tokens_per_step: int = 1
     eos_token_id: int = 257
     token_range: tuple[int, int] = (32, 127)
-    refuse: int | None = None  # a FailureCode for every submit
+    refuse: Any = None  # a FailureCode for every submit
     refuse_param: str = ""  # the field of the client's request that the failure names
     is_silent: bool = False  # accept and never answer
     die_after_tokens: int = -1  # break every stream after so many tokens, once

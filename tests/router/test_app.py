@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -10,7 +12,7 @@ from tests.router.scripted_worker import Script
 
 TEXT = "héllo 👩‍👩‍👧 世界! naïve 🤖 done"
 REPLY = list(TEXT.encode())
-MESSAGES = [{"role": "user", "content": "Hello"}]
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 
 
 async def test_streamed_text_equals_unstreamed_text_with_characters_split_over_tokens() -> None:
@@ -81,7 +83,7 @@ async def test_seed_is_drawn_when_absent_and_negative_seeds_are_accepted() -> No
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_string_across_tokens(include: bool) -> None:
     async with cluster(script=Script(reply=list(b"one two three four"))) as c:
-        fields = {"stop": ["thr", "xyz"], "max_tokens": 50, "include_stop_str_in_output": include}
+        fields: dict[str, Any] = {"stop": ["thr", "xyz"], "max_tokens": 50, "include_stop_str_in_output": include}
         answer = (await c.chat(**fields)).json()
         expected = "one two thr" if include else "one two "
         assert answer["choices"][0]["message"]["content"] == expected
@@ -115,7 +117,7 @@ async def test_chat_logprobs() -> None:
         stream = await c.openai.chat.completions.create(
             model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3, stream=True
         )
-        streamed = []
+        streamed: list[Any] = []
         async for chunk in stream:
             if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
                 streamed += chunk.choices[0].logprobs.content

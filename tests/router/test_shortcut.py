@@ -23,7 +23,12 @@ def steady(events: list[Any]) -> list[Any]:
 async def test_the_shortcut_shows_what_the_ordinary_way_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     write = ChunkWriter.write
-    monkeypatch.setattr(ChunkWriter, "write", lambda self, body: (written.append(body), write(self, body))[1])
+
+    def write_and_note(writer: ChunkWriter, body: bytes) -> None:
+        written.append(body)
+        write(writer, body)
+
+    monkeypatch.setattr(ChunkWriter, "write", write_and_note)
     script = Script(delay_seconds=0.001, reply=list("a chunk 😀 漢字 for each token".encode()))
     async with cluster(num_prefill=1, local_prefill_tokens=0, script=script) as c:
         quick = await c.events(max_tokens=64)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.rpc import open_channel
 from protos import decode_pb2_grpc, prefill_pb2_grpc
@@ -100,7 +101,7 @@ class Stream:
 
     async def until_broken(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while await asyncio.wait_for(self._call.read(), 60) is not grpc.aio.EOF:
+            while await asyncio.wait_for(self._call.read(), 60) is not EOF:
                 pass
 
     async def until_quiet(self) -> pb.LoadReport:

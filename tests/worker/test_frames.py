@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_messages_survive_any_cut() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link = FrameSocket(ours)
-        messages = [["submit", "a", {"prompt": list(range(500))}], ["cancel", "a"], ["stop"]]
+        messages: list[list[Any]] = [["submit", "a", {"prompt": list(range(500))}], ["cancel", "a"], ["stop"]]
         data = b"".join(pack(message) for message in messages)
         received = []
         for start in range(0, len(data), 7):

@@ -58,7 +58,7 @@ async def test_disaggregated_equals_one_engine(
         if transport == "tcp":
             handle.shm_socket = ""
         await d.submit("d", cache_salt=salt, output_token_ids=first, kv_handle=handle)
-        deltas = []
+        deltas: list[pb.TokenDelta] = []
         while not deltas or not deltas[-1].finish_reason:
             deltas += [delta for delta in (await d.report()).deltas if delta.request_id == "d"]
         assert first + [t for delta in deltas for t in delta.token_ids] == expected
@@ -179,9 +179,9 @@ async def test_kv_service_refuses_what_no_lease_covers(workers: dict[str, Worker
             with pytest.raises(grpc.aio.AioRpcError):
                 async for _ in stub.Read(request, timeout=30):
                     pass
-        request = kvstore_pb2.LeaseRequest(lease_id=handle.lease_id, epoch=handle.epoch)
-        assert (await stub.Release(request, timeout=30)).held
-        assert not (await stub.Release(request, timeout=30)).held
+        lease = kvstore_pb2.LeaseRequest(lease_id=handle.lease_id, epoch=handle.epoch)
+        assert (await stub.Release(lease, timeout=30)).held
+        assert not (await stub.Release(lease, timeout=30)).held
         await p.until_quiet()
 
 
