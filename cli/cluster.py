@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from cli.child import child_command
+from cli.gpus import VISIBLE, visible_order, workers_on_same_gpu
 from cli.ports import LOOPBACK
 from cli.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
@@ -34,7 +36,6 @@ class ServeConfig:
     tp: int = setting(1, "GPUs of one worker, tensor parallel")
     ep: int = setting(1, "GPUs of one worker, expert parallel")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
-    use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs; without effect on a CPU")
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class ClusterConfig:
     http: HttpConfig
     worker: WorkerConfig
     engine: EngineConfig
+    gpu: GpuConfig
     agent: AgentConfig
     agent_port: int
     prefill_ports: tuple[int, ...]
@@ -78,24 +80,38 @@ def threads_per_worker(num_threads: int, num_cores: int, num_workers: int) -> in
 
 
 def plan_cluster(
-    config: ClusterConfig, run_dir: Path, num_cores: int, env: Mapping[str, str], token: str
+    config: ClusterConfig,
+    run_dir: Path,
+    num_cores: int,
+    env: Mapping[str, str],
+    token: str,
+    gpus: Sequence[str] = (),
 ) -> list[ServiceSpec]:
-    """The services of the cluster. `token` is the secret that they will share."""
+    """The services of the cluster. `token` is the secret that they will share.
+
+    gpus: names of those that workers take in turn. Workers of one GPU share `--gpu-memory-fraction` equally.
+    """
     secrets = {"cluster_token": token, "api_key": config.router.api_key}
     agent_socket = run_dir / "agent.sock"
     engine = dataclasses.replace(
         config.engine, num_threads=threads_per_worker(config.engine.num_threads, num_cores, config.num_workers)
     )
 
-    def spec(name: str, module: str, settings: Sequence[Any], health: str, **stages: Any) -> ServiceSpec:
+    def spec(
+        name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
+    ) -> ServiceSpec:
         argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
-        return ServiceSpec(name, child_command(module, argv), health, env=_child_env(env, secrets), **stages)
+        own = {VISIBLE: visible} if visible else {}
+        return ServiceSpec(name, child_command(module, argv), health, env=_child_env(env, secrets) | own, **stages)
 
     agent = dataclasses.replace(config.agent, host=LOOPBACK, port=config.agent_port, socket=str(agent_socket))
     services = [spec("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)]
     grace = config.worker.drain_grace_seconds + 5.0
+    index = 0  # of a worker, over both roles
     for role, ports in (("prefill", config.prefill_ports), ("decode", config.decode_ports)):
         for number, port in enumerate(ports):
+            gpu, visible = _gpu_of(config, index, list(gpus))
+            index += 1
             worker = dataclasses.replace(
                 config.worker,
                 host=LOOPBACK,
@@ -106,7 +122,8 @@ def plan_cluster(
             )
             health = f"{LOOPBACK}:{port}"
             stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
-            services.append(spec(worker.worker_id, f"{role}_service", [worker, engine], health, **stages))
+            settings = [worker, engine, gpu]
+            services.append(spec(worker.worker_id, f"{role}_service", settings, health, visible, **stages))
     router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
     health = f"http://{host}:{router.port}/readyz"
@@ -114,6 +131,15 @@ def plan_cluster(
         spec("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
     )
     return services
+
+
+def _gpu_of(config: ClusterConfig, worker: int, gpus: list[str]) -> tuple[GpuConfig, str]:
+    """GPU settings of a worker, and what it sees."""
+    if not gpus:
+        return config.gpu, ""
+    sharing = workers_on_same_gpu(len(gpus), worker, config.num_workers)
+    fraction = round(config.gpu.gpu_memory_fraction / sharing, 4)
+    return dataclasses.replace(config.gpu, gpu_memory_fraction=fraction), visible_order(gpus, worker)
 
 
 def _without_secrets(settings: Any) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
+from cli.gpus import visible_gpus
 from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import RunDirectory
@@ -27,6 +28,7 @@ from common.config import ENV_PREFIX, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
@@ -55,6 +57,7 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
         ("workers", WorkerConfig),
         ("HTTP connections", HttpConfig),
         ("router and HTTP gateway", RouterConfig),
+        ("GPU of each worker", GpuConfig),
         ("engine of each worker", EngineConfig),
         ("cluster", ServeConfig),
     ):
@@ -80,6 +83,7 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
         http=from_namespace(HttpConfig, namespace, env),
         worker=_without(WorkerConfig, WORKER_OWN, namespace, env),
         engine=engine,
+        gpu=from_namespace(GpuConfig, namespace, env),
         agent=_without(AgentConfig, AGENT_OWN, namespace, env),
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
@@ -116,6 +120,7 @@ def run(argv: Sequence[str]) -> int:
             num_cores=len(os.sched_getaffinity(0)),
             env=os.environ,
             token=config.worker.cluster_token or secrets.token_hex(16),
+            gpus=visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(config.engine.device) else (),
         )
         display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
         supervisor = Supervisor(specs, display.line, display.state)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cli.cluster import ServeConfig, plan_cluster, threads_per_worker
+from cli.gpus import visible_gpus
 from cli.serve import parse_config, ready_message
 from common.errors import ConfigError
 from tests.deploy.settings import parse
@@ -12,9 +13,10 @@ from tests.deploy.settings import parse
 RUN_DIR = Path("/run/x")
 
 
-def plan(*flags, env=None, cores=8):
+def plan(*flags, env=None, cores=8, gpus=()):
     config = parse_config(flags, env or {})
-    return config, {spec.name: spec for spec in plan_cluster(config, RUN_DIR, cores, env or {}, token="secret")}
+    specs = plan_cluster(config, RUN_DIR, cores, env or {}, token="secret", gpus=gpus)
+    return config, {spec.name: spec for spec in specs}
 
 
 def settings(spec):
@@ -40,6 +42,29 @@ def test_one_worker_that_does_both():
     _, specs = plan("--prefill", "0", "--decode", "1")
     assert list(specs) == ["agent", "decode-0", "router"]
     assert settings(specs["router"])["prefill"] == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fractions", "visible"),
+    [
+        (["0"], [0.2667, 0.2667, 0.2667], ["0", "0", "0"]),
+        (["4", "6"], [0.4, 0.8, 0.4], ["4,6", "6,4", "4,6"]),
+        (["0", "1", "2", "3"], [0.8, 0.8, 0.8], ["0,1,2,3", "1,2,3,0", "2,3,0,1"]),
+    ],
+)
+def test_workers_take_gpus_in_turn_and_share_one_equally(gpus, fractions, visible):
+    _, specs = plan("--prefill=1", "--decode=2", "--gpu-memory-fraction=0.8", "--no-overlap", gpus=gpus)
+    workers = [specs[name] for name in ("prefill-0", "decode-0", "decode-1")]
+    assert [settings(worker)["gpu_memory_fraction"] for worker in workers] == fractions
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in workers] == visible
+    assert not any(settings(worker)["overlap"] for worker in workers)
+
+
+def test_gpus_are_what_the_environment_lists_or_dev_has():
+    files = ["nvidia1", "nvidiactl", "nvidia0", "nvidia10", "nvidia-uvm", "null"]
+    assert visible_gpus({}, files) == ["0", "1", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-7f"}, files) == ["3", "GPU-7f"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, files) == []
 
 
 def test_several_workers_and_flags_of_every_service():

@@ -8,14 +8,15 @@ from typing import Any
 
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
 
 SETTINGS: dict[str, tuple[type[Any], ...]] = {
     "router": (RouterConfig, HttpConfig),
-    "prefill_service": (WorkerConfig, EngineConfig),
-    "decode_service": (WorkerConfig, EngineConfig),
+    "prefill_service": (WorkerConfig, EngineConfig, GpuConfig),
+    "decode_service": (WorkerConfig, EngineConfig, GpuConfig),
     "kvstore": (AgentConfig,),
 }
 VARIABLES = {
