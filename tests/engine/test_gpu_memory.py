@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from common.errors import ConfigError
+from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.memory import DRIVER_BYTES, TRIAL_BLOCKS, MemoryUse, decode_trial, kv_bytes, prefill_trials
 
@@ -38,6 +40,17 @@ def test_no_more_than_what_is_free_is_taken(caplog: pytest.LogCaptureFixture) ->
 def test_without_room_the_message_has_the_numbers(use: MemoryUse, fraction: float) -> None:
     with pytest.raises(ConfigError, match=rf"of 100.0 GB, --gpu-memory-fraction {fraction} .* GB are free"):
         kv_bytes(use, fraction, 1000)
+
+
+def test_memory_that_ends_while_loading_is_one_message_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+    monkeypatch.setattr("engine.loader.load.load_model", load)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GB // 2, 24 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 23 * GB)
+    with pytest.raises(ConfigError, match=r"24\.0 GB in all, 23\.0 GB held by this worker, 0\.5 GB free\. Lower"):
+        assemble(EngineConfig("dry-run", device="cpu"))
 
 
 def test_trials_fill_every_bound_of_a_step() -> None:
