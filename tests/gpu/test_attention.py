@@ -35,8 +35,7 @@ H200 = Facts(torch.bfloat16, torch.bfloat16, 128, (9, 0), has_fa3=True, has_cudn
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, is_causal: bool, num_splits: int,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
 ) -> None:  # fmt: skip
     """What `fa3_fwd.fwd` computes, of the arguments that are used: causal, aligned to the last query of a row."""
     assert is_causal

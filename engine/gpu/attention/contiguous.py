@@ -52,12 +52,10 @@ class KeyBuffer:
     def fits(self, num_keys: int) -> bool:
         return num_keys <= self._max_keys
 
-    def keys_and_values(self, qkv: Tensor, pool: Tensor, layer: int, plan: KeysPlan) -> tuple[Tensor, Tensor]:
-        """k and v of all rows, each (num_keys, num_kv_heads, head_dim), head_dim contiguous, other strides any."""
+    def gathered(self, pool: Tensor, layer: int, plan: KeysPlan) -> Tensor:
+        """K and V of all rows of a plan with tiles: (2, num_keys, num_kv_heads, head_dim), the last contiguous."""
+        assert plan.tiles is not None
         num_kv_heads, _, head_dim = pool.shape[3:]
-        if plan.tiles is None:
-            return qkv[:, -2 * num_kv_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
         num_keys = plan.starts[-1]
         kv = self._memory[: 2 * num_kv_heads * num_keys * head_dim].view(2, num_kv_heads, num_keys, head_dim)
-        gather_kv(pool, layer, plan.block_tables, plan.tiles, kv)
-        return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+        return gather_kv(pool, layer, plan.block_tables, plan.tiles, kv).transpose(1, 2)
