@@ -34,7 +34,7 @@ class Format:
     pack: Callable[[Tensor], Packed]
     label: str
     maps: str  # what a CPU makes of it
-    kept_plain: tuple[str, ...] = ("lm_head",)
+    kept_plain: tuple[str, ...] = ("lm_head", "embed_tokens")
 
 
 def words_along_rows(codes: Tensor, bits: int) -> Tensor:
@@ -192,7 +192,7 @@ FORMATS = {
     "gptq-one-group": Format(gptq(group_size=-1), lambda w: pack_gptq(w, group_size=-1), "gptq-4bit", INT4),
     "gptq-8bit": Format(gptq(8), lambda w: pack_gptq(w, 8), "gptq-8bit", OTHER8),
     "gptq-8bit-one-group": Format(gptq(8, -1), lambda w: pack_gptq(w, 8, -1), "gptq-8bit", INT8),
-    "gptq-head": Format(gptq(lm_head=True), pack_gptq, "gptq-4bit", "13 int4", kept_plain=()),
+    "gptq-head": Format(gptq(lm_head=True), pack_gptq, "gptq-4bit", "13 int4", kept_plain=("embed_tokens",)),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
          "modules_to_not_convert": ["lm_head"]},
@@ -201,7 +201,7 @@ FORMATS = {
     "awq-one-map-plain": Format(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
          "modules_to_not_convert": ["v_proj"]},
-        pack_awq, "awq-4bit", "9 int4", kept_plain=("lm_head", "v_proj"),
+        pack_awq, "awq-4bit", "9 int4", kept_plain=("lm_head", "embed_tokens", "v_proj"),
     ),
     "fp8-blocks": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 48]},
@@ -252,7 +252,7 @@ def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module, _, last = name.rpartition(".")
-            is_map = last == "weight" and (module.endswith("_proj") or module == "lm_head")
+            is_map = last == "weight" and module.endswith(("_proj", "lm_head", "embed_tokens"))
             if not is_map or module.endswith(form.kept_plain):
                 tensors[name] = parameter.clone()
                 continue

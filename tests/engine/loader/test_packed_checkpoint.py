@@ -105,6 +105,26 @@ def test_fingerprints_tell_how_weights_are_held(tmp_path: Path) -> None:
     assert load(tmp_path / "gptq")[0].fingerprint == loaded[0].fingerprint
 
 
+def test_fingerprints_tell_what_became_of_the_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(FORMATS["gptq"], tmp_path / "m")
+    first = load(tmp_path / "m")[0].fingerprint
+    monkeypatch.setattr("engine.loader.packed_maps.CPU_GROUP_SIZES", ())  # a machine without this product
+    assert load(tmp_path / "m")[0].fingerprint != first
+
+
+@pytest.mark.parametrize("kept_plain", [("embed_tokens",), ()])
+def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...], tmp_path: Path) -> None:
+    tiny = TinyModel("Qwen2", {**TINY.changes, "tie_word_embeddings": True})
+    form = replace(FORMATS["compressed-int4"], kept_plain=kept_plain)
+    exact = reference_logits(write(form, tmp_path / "m", tiny), PROMPT)[-1]
+    torch.testing.assert_close(logits(tmp_path / "m", 20, dtype="float32")[0], exact, atol=1e-4, rtol=0)
+    result, loaded = logits(tmp_path / "m", 20)
+    assert relative_error(result, exact) < 0.1
+    head = loaded.model.lm_head
+    assert isinstance(head, Int8Linear)
+    assert loaded.model.embedding is head.weight
+
+
 def test_maps_stay_fused_and_packed(tmp_path: Path) -> None:
     write(FORMATS["awq-one-map-plain"], tmp_path / "m")
     model = load(tmp_path / "m")[0].model
