@@ -3,10 +3,10 @@
     python -m benchmarks.kv_transfer [--shape qwen2.5-7b] [--tokens 1024,4096] [--transports shm,tcp] [--json]
 
 Two processes of this host with the workers' own code: pool, leases, KvTransfer service, digests. Every pull is of a
-lease of its own: the times are those from KV handle to verified blocks, and for a GPU's shm and tcp they contain the
-copies through pinned host memory at both ends. `grant` is what the owner pays when it hands a prompt out. With two
-GPUs, `--owner-device cuda:1` measures the link between them. On a busy machine, compare with `copy`, a plain
-copy of the same bytes within one pool in the same run.
+lease of its own, four in a row: the times are those from KV handle to verified blocks, and for a GPU's shm and tcp
+they contain the copies through pinned host memory at both ends. `grant` is what the owner pays when it hands a prompt
+out. With two GPUs, `--owner-device cuda:1` measures the link between them. On a busy machine, compare with `copy`, a
+plain copy of the same bytes within one pool in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from protos import kvstore_pb2_grpc, types_pb2
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
 WARM_UP, LEASE_SECONDS = 2, 600.0
+NUM_LEASES = 4  # prompts that are granted, then pulled one after the other
 
 
 class Owner:
@@ -119,15 +120,17 @@ class Reader:
         self.kv_pool = self.memory.allocate(geometry, device)
         self._client = self.memory.client("")
 
-    def pull(self, peer: PeerPool) -> float:
-        positions = list(range(len(peer.block_ids)))
+    def pull(self, peers: Sequence[PeerPool]) -> float:
+        """Mean seconds of pulls, one after the other."""
+        positions = list(range(len(peers[0].block_ids)))
         local = [BlockId(block) for block in reversed(positions)]
         began = time.perf_counter()
-        result = self._client.pull(peer, positions, local)
+        results = [self._client.pull(peer, positions, local) for peer in peers]
         seconds = time.perf_counter() - began
-        assert result.transport in self.memory.transports
-        self._client.release(peer)
-        return seconds
+        assert all(result.transport in self.memory.transports for result in results)
+        for peer in peers:
+            self._client.release(peer)
+        return seconds / len(peers)
 
     def close(self) -> None:
         self._client.close()
@@ -181,9 +184,9 @@ def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folde
         grants: list[float] = []
 
         def pull(num_blocks: int = num_blocks, grants: list[float] = grants) -> float:
-            peer, grant_seconds = ask(num_blocks)
-            grants.append(grant_seconds)
-            return reader.pull(peer)
+            granted = [ask(num_blocks) for _ in range(NUM_LEASES)]
+            grants.extend(seconds for _, seconds in granted)
+            return reader.pull([peer for peer, _ in granted])
 
         seconds = median_seconds(pull, options.rounds)
         grant_ms = statistics.median(grants) * 1e3
@@ -242,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tokens = [int(each) for each in options.tokens.split(",")]
     layers, heads, size = SHAPES[options.shape]
-    num_blocks = max(options.tokens) // options.block_size
+    num_blocks = NUM_LEASES * (max(options.tokens) // options.block_size)
     geometry = PoolGeometry(num_blocks, layers, heads, options.block_size, size, "bfloat16", "benchmark")
     if options.serve:
         asyncio.run(serve_owner(geometry, torch.device(options.owner_device or options.device), options.serve))
