@@ -22,27 +22,32 @@ from kernels.gpu.paged_decode import (
     simple_decode,
 )
 
-HEAD_DIM = 128
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
-MODELS = {"qwen2.5-7b": (28, 4), "qwen3-0.6b": (16, 8), "llama3.1-8b": (32, 8)}
+MODELS = {
+    "qwen2.5-7b": (28, 4, 128), "qwen3-0.6b": (16, 8, 128), "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)
+}  # fmt: skip
+KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class Case:
     """Random inputs of one shape; the layers of one pool are the rotating input sets."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, rows: int, length: int, block_size: int) -> None:
-        self.bytes_per_call = 2 * 2 * rows * num_kv_heads * length * HEAD_DIM
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, rows: int, length: int, block_size: int,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        self.bytes_per_call = 2 * kv_dtype.itemsize * rows * num_kv_heads * length * head_dim
         self.num_layers = num_input_sets(self.bytes_per_call, 48)
         blocks = rows * -(-length // block_size)
         self.pool = torch.empty(
-            blocks, self.num_layers, 2, num_kv_heads, block_size, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
-        ).normal_()
-        self.q = torch.randn(rows, num_heads, HEAD_DIM, device="cuda").bfloat16()
+            blocks, self.num_layers, 2, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16, device="cuda"
+        ).normal_().to(kv_dtype)  # fmt: skip
+        self.q = torch.randn(rows, num_heads, head_dim, device="cuda").bfloat16()
         self.table = torch.randperm(blocks, device="cuda").view(rows, -1).int()
         self.lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
-        self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, HEAD_DIM, self.q.device)
+        self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device)
         most = rows * num_heads * MAX_SPLITS
-        self.workspace.outputs = torch.empty(most, HEAD_DIM, device="cuda")
+        self.workspace.outputs = torch.empty(most, head_dim, device="cuda")
         self.workspace.log_sums = torch.empty(most, device="cuda")
 
     def seconds(self, tuning: DecodeTuning = DEFAULT_TUNING, splits: int | None = None) -> float:
@@ -61,11 +66,11 @@ class Case:
         )
 
 
-def sweep(read: float) -> None:
+def sweep(read: float, block_size: int, kv_dtype: str) -> None:
     options = [(64, 4, 4), (64, 4, 5), (64, 4, 6), (32, 4, 5), (64, 2, 4), (64, 2, 5), (32, 2, 5)]
-    for model, block_size in (("qwen2.5-7b", 64), ("qwen3-0.6b", 64)):
+    for model in ("qwen2.5-7b", "qwen3-0.6b"):
         for rows, length in SHAPES:
-            case = Case(*MODELS[model], rows, length, block_size)
+            case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype])
             base = num_splits(rows, MODELS[model][1], case.q.device)
             results = []
             for tile, num_warps, num_stages in options:
@@ -76,8 +81,8 @@ def sweep(read: float) -> None:
             best = " | ".join(f"{name} {seconds * 1e6:.1f}" for seconds, name in results[:4])
             rate = case.bytes_per_call / results[0][0]
             report(
-                "paged_decode sweep", f"{model} bs{block_size} {rows}x{length}", best=best, of_read=rate / read,
-                worst_us=results[-1][0] * 1e6,
+                "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {rows}x{length}", best=best,
+                of_read=rate / read, worst_us=results[-1][0] * 1e6,
             )  # fmt: skip
 
 
@@ -85,19 +90,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
+    parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
     options = parser.parse_args()
     read = read_bandwidth()
     if options.sweep:
-        sweep(read)
+        sweep(read, options.block_size, options.kv_dtype)
         return
-    for model, (num_heads, num_kv_heads) in MODELS.items():
+    for model in [options.model] if options.model else MODELS:
         for rows, length in SHAPES:
-            case = Case(num_heads, num_kv_heads, rows, length, options.block_size)
+            case = Case(*MODELS[model], rows, length, options.block_size, KV_DTYPES[options.kv_dtype])
             seconds = case.seconds()
             rate = case.bytes_per_call / seconds
             report(
-                "paged_decode", f"{model} bs{options.block_size} {rows}x{length}", us=seconds * 1e6,
-                gb_per_s=rate / 1e9, of_read=rate / read, simple_ratio=case.simple_seconds() / seconds,
+                "paged_decode", f"{model} {options.kv_dtype} bs{options.block_size} {rows}x{length}",
+                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read,
+                simple_ratio=case.simple_seconds() / seconds,
             )  # fmt: skip
 
 

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
-from kernels.gpu.rope import rope_and_write_kv
+from kernels.gpu.rope import RopeTuning, rope_and_write_kv
 from kernels.paged_attention import write_kv
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 4
+TUNINGS = [
+    (1, 8, 1), (1, 8, 2), (2, 8, 2), (2, 8, 4), (4, 8, 4), (4, 8, 8), (8, 8, 8), (4, 4, 2), (8, 4, 4), (2, 16, 4),
+    (16, 2, 4),
+]  # fmt: skip
 
 
 def eager_rope(
@@ -53,7 +57,9 @@ def main() -> None:
             slots = torch.randperm(blocks * BLOCK_SIZE, device="cuda")[:rows]
             positions = torch.randint(0, 40960, (rows,), device="cuda")
             ours = [
-                functools.partial(rope_and_write_kv, s, table, positions, slots, norm, 1e-6, pool, i % NUM_LAYERS)
+                functools.partial(
+                    rope_and_write_kv, s, table, positions, slots, norm, 1e-6, pool, i % NUM_LAYERS, keeps_k=False
+                )
                 for i, s in enumerate(sets)
             ]
             eager = [
@@ -61,10 +67,9 @@ def main() -> None:
                 for i, s in enumerate(sets)
             ]
             if options.sweep:
-                for heads, num_warps in ((8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (32, 8), (64, 8)):
-                    calls = [functools.partial(call, heads_per_program=heads, num_warps=num_warps) for call in ours]
-                    seconds = graph_seconds(calls)
-                    shape = f"{model} {rows} heads {heads} w{num_warps}"
+                for option in TUNINGS:
+                    seconds = graph_seconds([functools.partial(call, tuning=RopeTuning(*option)) for call in ours])
+                    shape = f"{model} {rows} {'x'.join(map(str, option))}"
                     report("rope sweep", shape, us=seconds * 1e6, of_copy=moved / seconds / copy)
                 continue
             seconds = graph_seconds(ours)
