@@ -11,20 +11,17 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.gpu.attention.backend import AttentionBackend, PrefillPlan
-from engine.gpu.few_rows import FewRowLayers
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.rope import rope_and_write_kv
-from kernels.gpu.silu_mul import silu_mul
 
 
 @dataclass(slots=True)
@@ -59,7 +56,6 @@ class FusedForward:
         self.attention = attention
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
-        self._few_rows = FewRowLayers(model, pool)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
@@ -69,9 +65,6 @@ class FusedForward:
         num_tokens = inputs.token_ids.shape[0]
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
-        if inputs.prefill is None and self._few_rows.takes(num_tokens):
-            attend = partial(self._attend, inputs=inputs)
-            return self._few_rows.hidden(inputs.token_ids, inputs.positions, inputs.slots, attend)
         linear = self._linear
         residual = functional.embedding(inputs.token_ids, model.embedding)
         x = rms_norm(residual, model.layers[0].attention_norm, eps)
@@ -82,7 +75,7 @@ class FusedForward:
             )
             x = linear(layer.attention_output, self._attend(index, qkv, inputs))
             x = add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = linear(layer.down, silu_mul(linear(layer.gate_up, x)))
+            x = linear(layer.down, linear.gated(layer.gate_up, x))
             is_last = index + 1 == len(model.layers)
             norm = model.final_norm if is_last else model.layers[index + 1].attention_norm
             x = add_rms_norm(x, residual, norm, eps)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engine.layers.decoder import DecoderModel
 from engine.layers.linear import Linear, LinearMap
+from kernels.gpu.gated_gemm import choose_gated, gated_linear
+from kernels.gpu.silu_mul import silu_mul
 from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMWorkspace, choose, gemv, small_m_linear
 
 
@@ -28,6 +30,14 @@ class FewRows:
         if config is None:
             return linear(x)
         return small_m_linear(x, linear.weight, linear.bias, self._workspace, config)
+
+    def gated(self, gate_up: LinearMap, x: Tensor) -> Tensor:
+        """x: (rows, in) -> silu(gate) * up, (rows, out / 2)."""
+        if type(gate_up) is Linear:
+            config = choose_gated(x.shape[0], gate_up.weight.shape[0] // 2, x.dtype)
+            if config is not None:
+                return gated_linear(x, gate_up.weight, gate_up.bias, config)
+        return silu_mul(self(gate_up, x))
 
 
 def takes_fused_rows(model: DecoderModel) -> bool:

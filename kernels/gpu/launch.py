@@ -1,9 +1,10 @@
 """Programmatic dependent launch: a kernel's programs start while the kernel before is still running.
 
 A kernel that takes part lets its successor start and waits for its predecessor before it touches memory that another
-kernel writes (`wait_for_predecessor`). Every kernel waits, so that what is two kernels back has ended too. Weights
-are written by no kernel: `prefetch` may ask for them before the wait. Between many short kernels, as in a decode
-step, this hides the start of each one and some of the weights' latency.
+kernel of the step writes (`wait_for_predecessor`). Every kernel waits, so that what is two kernels back has ended
+too. Weights, and what was there before the step (its inputs, KV of earlier tokens), may be read or asked for
+(`prefetch`) before the wait. Between many short kernels, as in a decode step, this hides the start of each one and
+some of the memory's latency.
 """
 
 from __future__ import annotations

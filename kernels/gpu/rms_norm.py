@@ -23,12 +23,12 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, n, x_stride, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAPS)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * n + columns, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
@@ -67,17 +67,9 @@ def _launch(
     num_rows, n = x.shape
     if num_rows == 0:
         return
+    overlaps = overlaps_launches(x)
     _rms_norm_kernel[(num_rows,)](
-        x,
-        residual if residual is not None else x,
-        weight,
-        out,
-        n,
-        x.stride(0),
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=triton.next_power_of_2(n),
-        OVERLAPS=overlaps_launches(x),
-        launch_pdl=overlaps_launches(x),
+        x, residual if residual is not None else x, weight, out, n, x.stride(0), eps,
+        HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, launch_pdl=overlaps,
         num_warps=num_warps or num_warps_for(n),
-    )
+    )  # fmt: skip
