@@ -30,9 +30,15 @@ MAX_EXPONENT = 12  # float16 weights must survive their scale
 def fold_kv_scales(model: DecoderModel) -> None:
     """Scale every layer's weights in place. Layers whose products are not plain `Linear` maps stay as they are."""
     for layer in model.layers:
-        if type(layer.qkv) is Linear and type(layer.attention_output) is Linear:
-            k_scales, v_scales = kv_head_scales(layer, model.config)
-            _fold(layer, model.config, k_scales, v_scales)
+        fold_layer_scales(layer, model.config)
+
+
+@torch.inference_mode()
+def fold_layer_scales(layer: DecoderLayer, config: ModelConfig) -> None:
+    """The same for one layer."""
+    if type(layer.qkv) is Linear and type(layer.attention_output) is Linear:
+        k_scales, v_scales = kv_head_scales(layer, config)
+        _fold(layer, config, k_scales, v_scales)
 
 
 def kv_head_scales(layer: DecoderLayer, config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -1,47 +1,111 @@
-"""Swap a loaded model's linear maps for quantized ones. Models and loaders do not know about it."""
+"""Swap a model's linear maps for quantized ones while it is built. Models and loaders do not know about it.
+
+A `Quantizer` is called for every layer as soon as its weights are there, so that plain weights of one layer at a time
+are in memory. What a mode means on a CPU and on a GPU:
+
+    int8-weight   Int8Linear     W8A16Linear
+    int4-weight   Int4Linear     W4A16Linear, for weights that are 4-bit in the file; int8-weight for others
+    w8a8                         W8A8Linear
+    fp8                          Fp8Linear
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import ConfigError
-from engine.layers.decoder import DecoderModel
+from engine.layers.decoder import DecoderLayer, DecoderModel
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearMap, quantize_int8
 from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows
+from kernels.w4a16_gemm import pack_w4
 
-INT4_ROW_MULTIPLE = 16  # of the packed layout
+if TYPE_CHECKING:
+    from engine.gpu.quantized import EightBitLinear
+    from kernels.gpu.small_m_gemm import SmallMWorkspace
+
+INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
 
 
-def quantize_model(model: DecoderModel, quant_mode: str, int4: Mapping[str, Int4Rows]) -> None:
-    """Replace every linear map in place. `none` leaves the model as it is.
+class Quantizer:
+    """Converts maps to those of `quant_mode`; `none` leaves them as they are.
 
-    int4: weights that are 4-bit already, by name. With `int4-weight`, maps made of those keep them; the others,
-    often the output projection, become int8.
+    int4: weights that are 4-bit already, by name; taken out as they are used.
     """
-    if quant_mode == "none":
-        return
-    needed = "_weight_int4pack_mm_for_cpu" if quant_mode == "int4-weight" else "_weight_int8pack_mm"
-    if not hasattr(torch.ops.aten, needed):
-        raise ConfigError(f"this torch has no product for {quant_mode}: use --quant-mode none")
 
-    def convert(linear: LinearMap) -> LinearMap:
+    def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows], on_gpu: bool) -> None:
+        self._mode = quant_mode
+        self._int4 = int4
+        self._gpu = GpuMaps(quant_mode) if on_gpu and quant_mode != "none" else None
+        if quant_mode == "none" or on_gpu:
+            return
+        needed = "_weight_int4pack_mm_for_cpu" if quant_mode == "int4-weight" else "_weight_int8pack_mm"
+        if not hasattr(torch.ops.aten, needed):
+            raise ConfigError(f"this torch has no product for {quant_mode}: use --quant-mode none")
+
+    def convert_layer(self, layer: DecoderLayer) -> None:
+        """Replace the layer's maps in place."""
+        layer.qkv = self._convert(layer.qkv)
+        layer.attention_output = self._convert(layer.attention_output)
+        layer.gate_up = self._convert(layer.gate_up)
+        layer.down = self._convert(layer.down)
+
+    def finish(self, model: DecoderModel) -> None:
+        """Replace the output projection, when all layers are done."""
+        is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
+        head = model.lm_head = self._convert(model.lm_head)
+        if is_tied and isinstance(head, Int8Linear):  # keep one copy
+            model.embedding = head.weight
+        if self._gpu is not None:
+            self._gpu.finish(model.layers)
+
+    def _convert(self, linear: LinearMap) -> LinearMap:
         assert isinstance(linear, Linear)
-        fits = linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0
-        if quant_mode == "int4-weight" and linear.names and fits and all(name in int4 for name in linear.names):
-            return to_int4(linear, [int4[name] for name in linear.names])
+        if self._mode == "none":
+            return linear
+        parts = []
+        if self._mode == "int4-weight" and linear.names and all(name in self._int4 for name in linear.names):
+            parts = [self._int4.pop(name) for name in linear.names]
+        if self._gpu is not None:
+            return self._gpu.convert(linear, parts)
+        if parts and linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0:
+            return to_int4(linear, parts)
         return to_int8(linear)
 
-    is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
-    for layer in model.layers:
-        layer.qkv = convert(layer.qkv)
-        layer.attention_output = convert(layer.attention_output)
-        layer.gate_up = convert(layer.gate_up)
-        layer.down = convert(layer.down)
-    head = model.lm_head = convert(model.lm_head)
-    if is_tied and isinstance(head, Int8Linear):  # keep one copy
-        model.embedding = head.weight
+
+class GpuMaps:
+    """Makes maps of one mode on a GPU. They share a workspace, as they run one after the other."""
+
+    def __init__(self, quant_mode: str) -> None:
+        # Needs triton.
+        from engine.gpu.quantized import Fp8Linear, W8A8Linear, W8A16Linear
+
+        kinds: dict[str, type[EightBitLinear]] = {"fp8": Fp8Linear, "w8a8": W8A8Linear}
+        self._kind = kinds.get(quant_mode, W8A16Linear)
+        self._workspace: SmallMWorkspace | None = None
+
+    def convert(self, linear: Linear, parts: Sequence[Int4Rows]) -> LinearMap:
+        """parts: the 4-bit rows that `linear` was made of, if there are."""
+        from engine.gpu.quantized import COLUMN_MULTIPLE, W4A16Linear
+        from kernels.gpu.small_m_gemm import SmallMWorkspace
+
+        workspace = self._workspace = self._workspace or SmallMWorkspace(linear.weight.device)
+        if parts:
+            codes, scales, zeros = (
+                torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "zeros")
+            )
+            return W4A16Linear(pack_w4(codes, scales, zeros), linear.bias, workspace)
+        if linear.weight.shape[1] % COLUMN_MULTIPLE:
+            return linear
+        return self._kind.of(linear, workspace)
+
+    def finish(self, layers: Sequence[DecoderLayer]) -> None:
+        from engine.gpu.quantized import has_rows, share_row_maxima
+
+        if all(has_rows(layer) for layer in layers):
+            share_row_maxima(layers)
 
 
 def to_int8(linear: Linear) -> Int8Linear:

@@ -22,10 +22,10 @@ from kernels.w4a16_gemm import pack_w4
 GROUP = 128
 ONE_ROW_CONFIGS = [
     W4Config(block_n, block_k, 1, num_warps, num_stages)
-    for block_n, block_k, num_warps in (
-        (4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (4, 512, 2), (8, 512, 2), (16, 512, 4), (8, 2048, 8),
+    for block_n, block_k, num_warps, num_stages in (
+        (8, 512, 1, 3), (8, 512, 1, 1), (16, 512, 2, 3), (16, 512, 1, 2), (8, 1024, 2, 2), (4, 1024, 2, 3),
+        (16, 1024, 4, 2), (4, 1024, 1, 1), (4, 512, 1, 1), (4, 512, 1, 3), (8, 256, 1, 4),
     )
-    for num_stages in (2, 4)
 ]  # fmt: skip
 ROWS_CONFIGS = [
     W4Config(64, block_k, split_k, 4, num_stages)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a shape's name")
     options = parser.parse_args()
     read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 25)
     for name in SHAPES:
         if options.only in name:
             measure(name, options.rows, options.sweep, read, workspace)

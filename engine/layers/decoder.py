@@ -84,11 +84,19 @@ class DecoderModel:
         self.lm_head = convert(self.lm_head)
 
 
-def build_decoder(config: ModelConfig, weights: WeightSource) -> DecoderModel:
+OnLayer = Callable[[DecoderLayer], None]
+"""Called with each layer as soon as it is made, while the next ones are not in memory yet."""
+
+
+def build_decoder(config: ModelConfig, weights: WeightSource, on_layer: OnLayer | None = None) -> DecoderModel:
     """Ask `weights` for everything under its Hugging Face name."""
     hidden = config.hidden_size
     embedding = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
-    layers = [_build_layer(config, weights, f"model.layers.{index}.") for index in range(config.num_layers)]
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(_build_layer(config, weights, f"model.layers.{index}."))
+        if on_layer is not None:
+            on_layer(layers[-1])
     final_norm = weights.take("model.norm.weight", (hidden,))
     if config.tie_word_embeddings:
         head = Linear(embedding, names=("model.embed_tokens.weight",))

@@ -15,8 +15,8 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
-from engine.kv_scales import KV_SCALES, fold_kv_scales
-from engine.layers.decoder import DecoderModel
+from engine.kv_scales import KV_SCALES, fold_layer_scales
+from engine.layers.decoder import DecoderLayer, DecoderModel
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
@@ -34,9 +34,10 @@ from engine.models.config import (
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.quantization import quantization_from_hf
-from engine.quantize import quantize_model
+from engine.quantize import Quantizer
 
 logger = logging.getLogger(__name__)
+GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,24 @@ def resolve_quant_mode(
     Raises ConfigError for what has no kernel or no weights.
     """
     wanted = engine_config.quant_mode
-    fits = device.type == "cpu" and dtype == torch.bfloat16
     if wanted == "auto":
+        fits = device.type == "cpu" and dtype == torch.bfloat16
         return ("int4-weight" if has_int4 else "int8-weight") if fits else "none"
-    if wanted != "none" and not fits:
-        raise ConfigError(f"--quant-mode {wanted} needs --device cpu and --dtype bfloat16; use --quant-mode none")
+    if wanted == "none":
+        return wanted
+    if dtype != torch.bfloat16:
+        raise ConfigError(f"--quant-mode {wanted} needs --dtype bfloat16; use --quant-mode none")
     if wanted == "int4-weight" and not has_int4:
         raise ConfigError("--quant-mode int4-weight needs a GGUF file with Q4_0 or Q4_1 weights; use int8-weight")
+    if wanted in GPU_CAPABILITIES:
+        if device.type == "cpu":
+            raise ConfigError(f"--quant-mode {wanted} needs a GPU; on a CPU use int8-weight")
+        needed, found = GPU_CAPABILITIES[wanted], torch.cuda.get_device_capability(device)
+        if found < needed:
+            raise ConfigError(
+                f"--quant-mode {wanted} needs a GPU of compute capability {needed[0]}.{needed[1]}, this one has "
+                f"{found[0]}.{found[1]}; use int8-weight"
+            )
     return wanted
 
 
@@ -113,7 +125,15 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
         if int4_source is not None:
             int4_source.keep_int4 = quant_mode == "int4-weight"
         _check(source, keeps_packed)
-        model = source.family.build(source.config, source.weights)
+        folds = engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight"  # those keep the file's numbers
+        quantizer = Quantizer(quant_mode, {} if int4_source is None else int4_source.int4, device.type == "cuda")
+
+        def finish_layer(layer: DecoderLayer) -> None:
+            if folds:
+                fold_layer_scales(layer, source.config)
+            quantizer.convert_layer(layer)
+
+        model = source.family.build(source.config, source.weights, None if keeps_packed else finish_layer)
         if packed is not None:
             packed.check_idle_biases()
         if packed is not None and keeps_packed:
@@ -124,9 +144,7 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
         else:
             if packed is not None:
                 logger.info("%s: linear maps are dequantized to %s", packed.quantization.label, DTYPE_NAMES[dtype])
-            if engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight":  # those keep the file's numbers
-                fold_kv_scales(model)
-            quantize_model(model, quant_mode, {} if int4_source is None else int4_source.int4)
+            quantizer.finish(model)
     identity = {
         "config": source.config,
         "dtype": DTYPE_NAMES[dtype],

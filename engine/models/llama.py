@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.layers.decoder import DecoderModel, build_decoder
+from engine.layers.decoder import DecoderModel, OnLayer, build_decoder
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 from engine.models.registry import register
@@ -20,5 +20,5 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 @register("MistralForCausalLM", adapt_config)
 @register("LlamaForCausalLM", adapt_config, gguf_name="llama", gguf_permuted=True)
-def build(config: ModelConfig, weights: WeightSource) -> DecoderModel:
-    return build_decoder(config, weights)
+def build(config: ModelConfig, weights: WeightSource, on_layer: OnLayer | None = None) -> DecoderModel:
+    return build_decoder(config, weights, on_layer)

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import UnsupportedModelError
-from engine.layers.decoder import DecoderModel
+from engine.layers.decoder import DecoderModel, OnLayer
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 
 AdaptConfig = Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
-Build = Callable[[ModelConfig, WeightSource], DecoderModel]
+
+
+class Build(Protocol):
+    """Makes a model; `on_layer` sees each layer as soon as it is made."""
+
+    def __call__(
+        self, config: ModelConfig, weights: WeightSource, on_layer: OnLayer | None = None
+    ) -> DecoderModel: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,26 @@ matrix units. Formula and reference: `kernels/fp8_gemm.py`.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import RowConfig, one_row, quantize_rows, several_rows
+from kernels.gpu.eight_bit import choose_row, choose_rows, one_row, quantize_rows, several_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
-from kernels.gpu.w8a8_gemm import choose_rows
 
-ONE_ROW = RowConfig(4, 512, num_warps=2, num_stages=4)
+MAX_OWN_ROWS = 192  # torch's product: 256 rows of Qwen2.5-7B's gate_up 58 us, ours 84; 64 rows 45
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight e4m3 (out, in); scales float32 (out,). Returns (rows, out)."""
+    n, k = weight.shape
     if x.shape[0] == 1:
-        return one_row(x, weight, scales, bias, ONE_ROW, quantizes=True)
+        return one_row(x, weight, scales, bias, choose_row(n, k, weight.dtype, True), quantizes=True)
     codes, x_scales = quantize_rows(x, FP8_DTYPE)
-    config = choose_rows(x.shape[0], *weight.shape)
+    if x.shape[0] > MAX_OWN_ROWS and n % 16 == 0 and x.dtype == torch.bfloat16:
+        y: Tensor = torch._scaled_mm(
+            codes, weight.t(), x_scales[:, None], scales[None, :], out_dtype=x.dtype, use_fast_accum=True
+        )
+        return y if bias is None else y.add_(bias)
+    config = choose_rows(x.shape[0], n, k)
     return several_rows(codes, x_scales, weight, scales, bias, x.dtype, workspace, config)

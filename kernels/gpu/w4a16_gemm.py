@@ -1,7 +1,7 @@
 """Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-One row: a code becomes the float 1 + c / 16 by placing its bits, which costs a shift and a mask, and what that adds
-is taken off per word: sum c x = 16 (sum (1 + c / 16) x - sum x), all in float32.
+One row: a code's bits, masked out where they stand, are a denormal float32, c 2^(4 i - 149) for place i up to 4. A
+multiplication by x 2^(100 - 4 i) is exact in c and gives c x 2^-49: a mask and an FMA per weight, one shift per word.
 Several rows: codes become weights in the dtype of x in registers and go through matrix units.
 Many rows: the weight is written out in the dtype of x, for cuBLAS.
 """
@@ -49,7 +49,7 @@ def choose(num_rows: int, n: int, k: int) -> W4Config | None:
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, N, K, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
+    x_pairs_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, N, K, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -58,9 +58,6 @@ def _one_row_kernel(
     inside = columns < N
     num_words = K // 8
     num_groups = K // GROUP
-    place = tl.arange(0, 8)
-    left = tl.maximum(19 - 4 * place, 0)[None, None, :]
-    right = tl.maximum(4 * place - 19, 0)[None, None, :]
     word_rows = words_ptr + columns.to(tl.int64)[:, None] * num_words
     pair_rows = pairs_ptr + columns.to(tl.int64)[:, None] * num_groups
     wait_for_predecessor(OVERLAPS)
@@ -75,15 +72,27 @@ def _one_row_kernel(
         else:
             words = tl.load(word_rows + at[None, :], mask=exists, other=0)
             pairs = tl.load(pair_rows + group[None, :], mask=exists, other=0)
-        ks = at[:, None] * 8 + place[None, :]
-        x = tl.load(x_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-        moved = (words[:, :, None] << left) >> right
-        placed = ((moved & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
-        summed = tl.sum(x, axis=1)[None, :]
-        codes = tl.sum(placed * x[None, :, :], axis=2) - summed  # sum of c x / 16
-        scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
+        summed = tl.zeros((STEP,), tl.float32)
+        codes = tl.zeros((BLOCK_N, STEP), tl.float32)  # sums of c x 2^-49
+        upper = words >> 20
+        for place in tl.static_range(8):
+            if place % 2 == 0:
+                two = tl.load(x_pairs_ptr + at * 4 + place // 2, mask=at < num_words, other=0)
+                x = (two << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
+            else:
+                x = (two & -65536).to(tl.float32, bitcast=True)
+            summed += x
+            if place < 5:
+                code = words & (15 << 4 * place)
+                x *= 2.0 ** (100 - 4 * place)
+            else:
+                code = upper & (15 << 4 * (place - 5))
+                x *= 2.0 ** (120 - 4 * place)
+            codes += code.to(tl.float32, bitcast=True) * x[None, :]
+        scale = (pairs << 16).to(tl.float32, bitcast=True)
         zero = (pairs & -65536).to(tl.float32, bitcast=True)
-        total += scale * (16.0 * codes) + (zero - 8.0 * scale) * summed
+        total += scale * (codes * 2.0**49 - 8.0 * summed[None, :])
+        total += zero * summed[None, :]
     y = tl.sum(total, axis=1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -180,9 +189,11 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: Sm
         "num_warps": config.num_warps, "launch_pdl": overlaps,
     }  # fmt: skip
     if num_rows == 1:
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"one row must be bfloat16, not {x.dtype}")
         even = n % config.block_n == 0 and k % config.block_k == 0
         _one_row_kernel[(num_tiles,)](
-            x, packed.words, pairs, x if bias is None else bias, out, n, k, EVEN=even, **constants
+            x.view(torch.int32), packed.words, pairs, x if bias is None else bias, out, n, k, EVEN=even, **constants
         )
         return out
     block_m = max(16, triton.next_power_of_2(num_rows))

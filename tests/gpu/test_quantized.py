@@ -1,0 +1,114 @@
+"""Quantized weights in the GPU engine: the same tokens as the reference products in the plain engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+import engine.loader.load
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.gpu.runner import GpuRunner
+from engine.layers.linear import Linear, LinearMap
+from engine.quantize import Quantizer
+from engine.request import SamplingParams
+from kernels.fp8_gemm import FP8_DTYPE, fp8_linear, quantize_rows_fp8
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.w4a16_gemm import pack_w4
+from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
+from tests.gpu.models import save_tiny_model
+
+ON_GPU = torch.cuda.is_available()
+PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 12))]
+REFERENCES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
+    "fp8": (quantize_rows_fp8, fp8_linear),
+    "w8a8": (quantize_rows_int8, w8a8_linear),
+    "int8-weight": (quantize_rows_int8, w8a16_linear),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class ReferenceQuantizer(Quantizer):
+    """Plain torch for every map."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__("none", {}, on_gpu=False)
+        self._quantize, self._product = REFERENCES[mode]
+
+    def _convert(self, linear: LinearMap) -> LinearMap:
+        assert isinstance(linear, Linear)
+        weight, scales = self._quantize(linear.weight)
+        return lambda x: self._product(x, weight, scales, linear.bias)
+
+
+def generate(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    requests = [made.add_request(prompt, params) for prompt in prompts]
+    while made.has_work():
+        made.step()
+    return [request.output_token_ids for request in requests]
+
+
+def config_of(model: Path, device: str) -> EngineConfig:
+    return EngineConfig(
+        str(model), device=device, dtype="float32", quant_mode="none", num_gpu_blocks=64, block_size=16,
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=96,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", REFERENCES)
+@pytest.mark.parametrize("uses_graphs", [True, False] if ON_GPU else [False])
+def test_tokens_equal_those_of_the_reference(
+    mode: str, uses_graphs: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, several rows and single rows; in float32, where rounding alone decides."""
+    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ReferenceQuantizer(mode))
+    expected = generate(assemble(config_of(model, "cpu")).engine, PROMPTS)
+    if not ON_GPU:
+        monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
+    monkeypatch.setattr(engine.loader.load, "resolve_quant_mode", lambda *_: mode)
+    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
+    parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
+    assert parts.quantization == mode
+    assert generate(parts.engine, PROMPTS) == expected
+    assert generate(parts.engine, PROMPTS[1:2]) == expected[1:2]
+
+
+@pytest.mark.parametrize("kind", [Fp8Linear, W8A8Linear, W8A16Linear])
+def test_maps_are_made_of_stored_codes(kind: type[EightBitLinear]) -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    weight = torch.randn(32, 64, device=device)
+    codes = weight.mul(8).to(kind.dtype)
+    workspace = SmallMWorkspace(device)
+    per_tensor = kind(codes, torch.tensor(0.125), None, workspace)
+    per_row = kind(codes, torch.full((32, 1), 0.125, device=device), None, workspace)
+    x = torch.randn(3, 64, device=device)
+    assert torch.equal(per_tensor(x), per_row(x))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kind(codes[:, :40], per_row.scales, None, workspace)
+    with pytest.raises(ValueError, match="needed"):
+        kind(codes.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
+
+
+def test_four_bit_maps() -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
+    scales, zeros = torch.rand(2, 32, 2, device=device)
+    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SmallMWorkspace(device))
+    spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
+    weight = (codes.float() - 8) * spread[0] + spread[1]
+    x = torch.randn(3, 64, device=device)
+    torch.testing.assert_close(linear(x), x @ weight.T + 1, rtol=1e-4, atol=1e-4)
