@@ -41,7 +41,7 @@ class Driver:
         return 0
 
     def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
-        out = getattr(arguments[0], "_obj", None)
+        out: Any = getattr(arguments[0], "_obj", None)
         match name:
             case "cuMemGetAllocationGranularity":
                 out.value = GRANULARITY
