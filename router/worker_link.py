@@ -274,6 +274,8 @@ class WorkerLink:
                 if delta.HasField("kv_handle"):
                     self.release(delta.kv_handle)
                 continue
+            if attempt.is_over:
+                continue  # nothing comes after the end
             if attempt.times is None:
                 self._first_delta(attempt, delta)
             if delta.finish_reason:

@@ -12,7 +12,7 @@ import asyncio
 import time
 import zlib
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Script:
     cached_tokens: int = 0
     ignores_cancels: bool = False  # as if each came when the request had just ended
     has_no_handle: bool = False  # a prefill worker that had no room to keep the KV
+    spoil: Callable[[pb.StepReport], None] | None = None  # changes each report before it is sent
     refuse_streams: int = 0  # break so many streams before their first report
 
 
@@ -199,6 +200,8 @@ class ScriptedWorker:
                     del session.running[name]
                     self._store(running, report)
             report.load.CopyFrom(self._load(session))
+            if self.script.spoil is not None:
+                self.script.spoil(report)
             session.sent.clear()
             session.reports.put_nowait(report)
             if self.script.pause_seconds:
