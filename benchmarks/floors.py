@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig
 from kvstore.types import DTYPE_BYTES
 
 # One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32.
-WEIGHT_BYTES = {"int8-weight": 1.0, "int4-weight": 0.625}
+WEIGHT_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
 
 
 @dataclass(frozen=True)
