@@ -1,0 +1,61 @@
+"""Which transports a worker uses and offers: what it has, and what it was told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError, TransferError
+from engine.worker.shared_pool import SharedPoolMemory
+from kvstore.types import BlockId, PeerPool, PoolGeometry
+from tests.kvstore.helpers import GEOMETRY, Owner
+
+CPU = torch.device("cpu")
+
+
+def open_memory(folder: Path, kv_transport: str, geometry: PoolGeometry = GEOMETRY) -> SharedPoolMemory:
+    memory = SharedPoolMemory("reader", str(folder), "", 1 << 20, kv_transport)
+    memory.allocate(geometry, CPU)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("wanted", "transports"), [("auto", ("shm", "tcp")), ("shm", ("shm",)), ("tcp", ("tcp",))]
+)  # fmt: skip
+def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transports: tuple[str, ...]) -> None:
+    memory = open_memory(tmp_path, wanted)
+    assert (memory.transports, memory.cuda_socket_path, memory.needs_staging) == (transports, "", False)
+    memory.close()
+
+
+def test_gpu_memory_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose auto, shm or tcp"):
+        open_memory(tmp_path, "cuda_ipc")
+
+
+def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    peer: PeerPool = replace(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
+    for wanted, works in (("auto", True), ("shm", True), ("tcp", False)):
+        memory = open_memory(tmp_path, wanted)
+        client = memory.client("")
+        if works:
+            assert client.pull(peer, [0], [BlockId(0)]).transport == "shm"
+        else:
+            with pytest.raises(TransferError, match="tcp: the peer does not answer"):
+                client.pull(peer, [0], [BlockId(0)])
+        client.close()
+        memory.close()
+    owner.close()
+
+
+def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        open_memory(
+            tmp_path,
+            "auto",
+            replace(GEOMETRY, num_kv_heads=1, head_dim=1, block_size=1, num_layers=1, dtype="bfloat16"),
+        )
