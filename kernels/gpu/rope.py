@@ -64,7 +64,8 @@ def _rope_kernel(
     slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1).to(tl.int64)
     exists = is_token[:, None, None] & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[None, :, None]
     rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :, None]
-    row = table_ptr + (positions * (2 * HEAD_DIM))[:, None, None] + dims
+    # Pointers of the full shape, here and for the norm: each thread loads what it needs, nothing is passed around.
+    row = table_ptr + (positions * (2 * HEAD_DIM))[:, None, None] + (heads * 0)[None, :, None] + dims
     cos_first = tl.load(row).to(tl.float32)
     cos_second = tl.load(row + HALF).to(tl.float32)
     sin_first = tl.load(row + HEAD_DIM).to(tl.float32)
@@ -78,7 +79,7 @@ def _rope_kernel(
     if HAS_NORM:
         square = tl.sum(x * x, axis=2) + tl.sum(y * y, axis=2)
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, :, None]
-        weight = norm_ptr + (heads * HEAD_DIM)[None, :, None] + dims
+        weight = norm_ptr + (tokens * 0)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
         x = x * scale * tl.load(weight, mask=rotates, other=0.0).to(tl.float32)
         y = y * scale * tl.load(weight + HALF, mask=rotates, other=0.0).to(tl.float32)
     out_first = tl.where(rotates, x * cos_first + y * sin_first, first)
