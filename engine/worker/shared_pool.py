@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
+from engine.gpu.memory import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
 from engine.worker.bounce import BounceTransport
@@ -148,7 +149,11 @@ class SharedPoolMemory:
         if not cuda_memory.can_share(index):
             logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
             return allocate_pool(geometry, device)
-        memory, self._device_fd = cuda_memory.create(index, geometry.pool_bytes)
+        torch.cuda.empty_cache()  # this memory is not torch's, which would free what it caches by itself
+        try:
+            memory, self._device_fd = cuda_memory.create(index, geometry.pool_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: {describe_out_of_memory()}") from error
         self.cuda_socket_path = str(Path(self.socket_path).with_suffix(".cuda.sock"))
         flat = tensor_over(memory, device).zero_()  # the mapping lives as long as the process
         return flat.view(TORCH_DTYPES[geometry.dtype]).view(geometry.num_blocks, *geometry.block_shape)
