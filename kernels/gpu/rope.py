@@ -28,16 +28,23 @@ from kernels.rotary import rotate_
 
 @dataclass(frozen=True, slots=True)
 class RopeTuning:
-    """tokens, heads: what one program takes. Larger programs start less often, smaller ones fill the GPU sooner."""
+    """tokens, heads: what one program takes.
+
+    Of 13 settings on an H200, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the fastest or
+    within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).
+    """
 
     tokens: int
     heads: int
     num_warps: int
 
 
+MANY_TOKENS, FEW_TOKENS = RopeTuning(4, 4, 4), RopeTuning(1, 8, 4)
+
+
 def rope_tuning(num_tokens: int) -> RopeTuning:
     """Settings for a step of so many tokens."""
-    return RopeTuning(1, 8, 2) if num_tokens < 1024 else RopeTuning(4, 8, 4)
+    return FEW_TOKENS if num_tokens < 32 else MANY_TOKENS
 
 
 @triton.jit
@@ -66,10 +73,8 @@ def _rope_kernel(
     rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :, None]
     # Pointers of the full shape, here and for the norm: each thread loads what it needs, nothing is passed around.
     row = table_ptr + (positions * (2 * HEAD_DIM))[:, None, None] + (heads * 0)[None, :, None] + dims
-    cos_first = tl.load(row).to(tl.float32)
-    cos_second = tl.load(row + HALF).to(tl.float32)
-    sin_first = tl.load(row + HEAD_DIM).to(tl.float32)
-    sin_second = tl.load(row + HEAD_DIM + HALF).to(tl.float32)
+    cos = tl.load(row).to(tl.float32)
+    sin = tl.load(row + HEAD_DIM + HALF).to(tl.float32)
 
     wait_for_predecessor(OVERLAPS)
     source = qkv_ptr + (tokens * token_stride)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
@@ -82,8 +87,8 @@ def _rope_kernel(
         weight = norm_ptr + (tokens * 0)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
         x = x * scale * tl.load(weight, mask=rotates, other=0.0).to(tl.float32)
         y = y * scale * tl.load(weight + HALF, mask=rotates, other=0.0).to(tl.float32)
-    out_first = tl.where(rotates, x * cos_first + y * sin_first, first)
-    out_second = tl.where(rotates, y * cos_second + x * sin_second, second)
+    out_first = tl.where(rotates, x * cos - y * sin, first)
+    out_second = tl.where(rotates, y * cos + x * sin, second)
 
     num_kept: tl.constexpr = NUM_HEADS + NUM_KV_HEADS if KEEPS_K else NUM_HEADS
     stays = exists & (heads < num_kept)[None, :, None]
@@ -104,7 +109,8 @@ def rope_and_write_kv(
     """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
 
     qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two.
-    table: (num_positions, 2, head_dim), cosines and signed sines. positions: int (num_tokens,).
+    table: (num_positions, 2, head_dim), cosines and signed sines: the halves of a row hold the same numbers but for
+        the sines' sign, and one of each is read. positions: int (num_tokens,).
     slots: int (num_tokens,): block id * block_size + offset in the block; negative: nothing is stored.
     qk_norm: (num_heads + num_kv_heads, head_dim) or None.
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
