@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.paged_decode import (
-    DEFAULT_TUNING,
     MAX_SPLITS,
     DecodeTuning,
     DecodeWorkspace,
@@ -50,10 +49,10 @@ class Case:
         self.workspace.outputs = torch.empty(most, head_dim, device="cuda")
         self.workspace.log_sums = torch.empty(most, device="cuda")
 
-    def seconds(self, tuning: DecodeTuning = DEFAULT_TUNING, splits: int | None = None) -> float:
+    def seconds(self, tuning: DecodeTuning | None = None, splits: int | None = None) -> float:
         return graph_seconds([functools.partial(self.run, layer, tuning, splits) for layer in range(self.num_layers)])
 
-    def run(self, layer: int, tuning: DecodeTuning, splits: int | None) -> Tensor:
+    def run(self, layer: int, tuning: DecodeTuning | None, splits: int | None) -> Tensor:
         return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace, tuning, splits)
 
     def simple_seconds(self) -> float:
@@ -71,7 +70,8 @@ def sweep(read: float, block_size: int, kv_dtype: str) -> None:
     for model in ("qwen2.5-7b", "qwen3-0.6b"):
         for rows, length in SHAPES:
             case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype])
-            base = num_splits(rows, MODELS[model][1], case.q.device)
+            num_heads, num_kv_heads = MODELS[model][:2]
+            base = num_splits(rows, num_kv_heads, num_heads // num_kv_heads, case.q.device)
             results = []
             for tile, num_warps, num_stages in options:
                 for splits in sorted({min(base * f, MAX_SPLITS) for f in (1, 2)} | {max(base // 2, 1)}):

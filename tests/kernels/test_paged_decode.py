@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.paged_decode import DecodeTuning, DecodeWorkspace, num_splits, paged_decode, simple_decode
+from kernels.gpu.paged_decode import (
+    LONG_TILES,
+    SHORT_TILES,
+    DecodeTuning,
+    DecodeWorkspace,
+    choose_tuning,
+    num_splits,
+    paged_decode,
+    simple_decode,
+)
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -15,11 +24,13 @@ from tests.kernels.helpers import (
 )
 
 LAYER = 1
+SMALL = DecodeTuning(tile=16, num_warps=4, num_stages=2)
 
 
 def run(
     seq_lens: list[int], num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype,
     device: torch.device, splits: int | None, head_dim: int = 32, kv_dtype: torch.dtype | None = None,
+    tuning: DecodeTuning | None = SMALL,
 ) -> None:  # fmt: skip
     tables, table = block_tables_for(seq_lens, block_size, device)
     pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, kv_dtype or dtype, device)
@@ -33,7 +44,6 @@ def run(
     expected = torch.cat(
         [attend_sequence(q[row : row + 1].double(), kv.double()).flatten(1) for row, kv in enumerate(kvs)]
     )
-    tuning = DecodeTuning(tile=16, num_warps=4, num_stages=2)
     bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
     out = paged_decode(q, pool, LAYER, table, lengths, workspace, tuning, splits)
     assert relative_error(out, expected) < bound
@@ -86,8 +96,22 @@ def test_padding_rows_get_zeros(device: torch.device) -> None:
     assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
 
 
-def test_more_rows_never_get_more_splits() -> None:
-    counts = [num_splits(rows, 4, torch.device("cpu")) for rows in range(1, 300)]
+@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, None], ids=["long", "short", "chosen"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1)])
+def test_what_is_chosen_fits(
+    tuning: DecodeTuning | None, num_heads: int, num_kv_heads: int, device: torch.device
+) -> None:
+    run([1, 40, 75], num_heads, num_kv_heads, 16, HALF_DTYPE, device, None, tuning=tuning)
+
+
+def test_many_programs_take_short_tiles() -> None:
+    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
+    assert choose_tuning(32, 8, 2, 2) is choose_tuning(1, 4, 7, 2) is LONG_TILES
+
+
+@pytest.mark.parametrize("group", [2, 7])
+def test_more_rows_never_get_more_splits(group: int) -> None:
+    counts = [num_splits(rows, 4, group, torch.device("cpu")) for rows in range(1, 300)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
 
