@@ -1,20 +1,20 @@
-"""Linear maps of quantized rows: which product of this machine can take which rows, and what becomes of others.
+"""Linear maps of quantized rows: put into a model that was built without them. What is made of what:
 
-    rows                            CPU           GPU
-    4 bits in groups                Int4Linear    4-bit weights
-    int8, one scale per row         Int8Linear    int8 weights, int8 or plain inputs
-    e4m3                            int8          e4m3 weights and inputs, scales per row
-    what no product takes           int8          bfloat16
+    rows                       CPU          GPU (`engine/gpu/packed_maps.py`)
+    4 bits in groups           Int4Linear   W4A16Linear
+    int8, a scale per row      Int8Linear   W8A8Linear, or W8A16Linear where inputs were not meant to be rounded
+    e4m3, inputs of 8 bits     int8         Fp8Linear; scales of blocks become scales of rows
+    others                     int8         int8, inputs as they are
 
-Knows devices and products; nothing of files. Maps that the checkpoint left plain become int8 on a CPU, as in models
-that are not quantized.
+Knows no files. Maps that the checkpoint left plain stay plain on a GPU; on a CPU they become int8, as in models that
+are not quantized.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,25 @@ from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.quantized_rows import QuantizedRows, join_rows
 from engine.quantize import INT4_ROW_MULTIPLE, to_int8
 
-logger = logging.getLogger(__name__)
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit product
+
+
+class MapMaker(Protocol):
+    """Makes the maps of one device."""
+
+    rounds_plain: bool  # maps that the checkpoint left plain become int8
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearMap, str] | None:
+        """The map and what it is in a few words; None for rows that no product takes. rows.order is None."""
+        ...
+
+    def int8(self, linear: Linear) -> LinearMap:
+        """Round a plain map to int8, or leave it where no product takes it."""
+        ...
+
+    def finish(self, model: DecoderModel) -> None:
+        """Called when all maps are in their places."""
+        ...
 
 
 def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
@@ -61,69 +78,90 @@ def place_packed_maps(model: DecoderModel, weights: PackedWeights, dtype: torch.
 
     Raises ConfigError for values that cannot be.
     """
+    maker = _maker(dtype, device)
     kinds: Counter[str] = Counter()
     is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
 
     def convert(linear: LinearMap) -> LinearMap:
         assert isinstance(linear, Linear)
-        if linear.weight.device.type != "meta":
-            kinds["int8 of plain" if device.type == "cpu" else "plain"] += 1
-            return to_int8(linear) if device.type == "cpu" else linear
-        parts = [weights.rows(name) for name in linear.names]
-        rows = join_rows(parts)
-        if rows is None:
-            plain = Linear(torch.cat([part.dequantize(dtype) for part in parts]), linear.bias, linear.names)
-            kinds["plain, as its parts differ"] += 1
-            return to_int8(plain) if device.type == "cpu" else plain
-        made, kind = map_of_rows(rows, linear.bias, dtype, device)
+        if linear.weight.device.type == "meta":
+            made, kind = map_of_parts([weights.rows(name) for name in linear.names], linear.bias, dtype, maker)
+        elif maker.rounds_plain:
+            made, kind = maker.int8(linear), "int8 of plain"
+        else:
+            made, kind = linear, "plain"
         kinds[kind] += 1
         return made
 
     model.replace_linear_maps(convert)
     if is_tied and isinstance(model.lm_head, Int8Linear):  # keep one copy
         model.embedding = model.lm_head.weight
+    maker.finish(model)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
-def map_of_rows(
-    rows: QuantizedRows, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+def map_of_parts(
+    parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, maker: MapMaker
 ) -> tuple[LinearMap, str]:
-    """The map of `rows` on `device`, and what it is in a few words."""
-    order = rows.order
-    in_order = replace(rows, order=None)
-    made = _cpu_map(in_order, bias, dtype) if device.type == "cpu" else None
+    """The map whose outputs are those of all parts, and what it is in a few words."""
+    rows = join_rows(parts)
+    if rows is None:
+        return maker.int8(Linear(torch.cat([part.dequantize(dtype) for part in parts]), bias)), "int8 of unlike parts"
+    made = maker.of_rows(replace(rows, order=None), bias)
     if made is None:
-        plain = Linear(rows.dequantize(dtype), bias)
-        if device.type != "cpu":
-            return plain, "dequantized"
-        return to_int8(plain), "int8 of e4m3" if rows.is_fp8 else "int8 of other groups"
+        return maker.int8(
+            Linear(rows.dequantize(dtype), bias)
+        ), f"int8 of {'e4m3' if rows.is_fp8 else 'other groups'}"
     linear, kind = made
-    return (linear, kind) if order is None else (Reordered(linear, order), kind + " reordered")
+    return made if rows.order is None else (Reordered(linear, rows.order), kind + " reordered")
 
 
-def _cpu_map(rows: QuantizedRows, bias: Tensor | None, dtype: torch.dtype) -> tuple[LinearMap, str] | None:
-    if rows.is_int4:
-        linear = _cpu_int4(rows, bias, dtype)
-        return None if linear is None else (linear, "int4")
-    if rows.codes.dtype == torch.int8 and rows.has_row_scales:
-        scales = rows.scales[:, 0].to(dtype)
-        dequantized = rows.codes.to(dtype).mul_(scales[:, None])
-        return Int8Linear(rows.codes, scales, dequantized, bias), "int8"
-    return None
+def _maker(dtype: torch.dtype, device: torch.device) -> MapMaker:
+    if device.type == "cpu":
+        return CpuMaps(dtype)
+    from engine.gpu.packed_maps import GpuMaps  # needs triton
+
+    return GpuMaps(device)
 
 
-def _cpu_int4(rows: QuantizedRows, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear | None:
-    """None for numbers of rows and group sizes that torch's product does not take."""
-    num_rows, num_columns = rows.codes.shape
-    sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
-    if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
+class CpuMaps:
+    """Maps over torch's packed products."""
+
+    rounds_plain = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearMap, str] | None:
+        """See MapMaker."""
+        if rows.is_int4:
+            linear = self._int4(rows, bias)
+            return None if linear is None else (linear, "int4")
+        if rows.is_int8 and rows.has_row_scales:
+            scales = rows.scales[:, 0].to(self._dtype)
+            dequantized = rows.codes.to(self._dtype).mul_(scales[:, None])
+            return Int8Linear(rows.codes, scales, dequantized, bias), "int8"
         return None
-    times = rows.group_size // sizes[0]
-    scales = rows.scales.to(dtype).repeat_interleave(times, dim=1)
-    offsets = torch.zeros_like(scales)
-    if rows.offsets is not None:
-        offsets = rows.offsets.to(dtype).repeat_interleave(times, dim=1)
-    held = QuantizedRows(rows.codes, scales.float(), offsets.float(), sizes[0])
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.codes.int(), 2)
-    scales_and_offsets = torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous()
-    return Int4Linear(packed, scales_and_offsets, sizes[0], held.dequantize(dtype), bias)
+
+    def int8(self, linear: Linear) -> LinearMap:
+        """See MapMaker."""
+        return to_int8(linear)
+
+    def finish(self, model: DecoderModel) -> None:
+        """Nothing is left to do."""
+
+    def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Int4Linear | None:
+        """None for numbers of rows and group sizes that torch's product does not take."""
+        num_rows, num_columns = rows.codes.shape
+        sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
+        if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
+            return None
+        times = rows.group_size // sizes[0]
+        scales = rows.scales.to(self._dtype).repeat_interleave(times, dim=1)
+        offsets = torch.zeros_like(scales)
+        if rows.offsets is not None:
+            offsets = rows.offsets.to(self._dtype).repeat_interleave(times, dim=1)
+        held = QuantizedRows(rows.codes, scales.float(), offsets.float(), sizes[0])
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.codes.int(), 2)
+        scales_and_offsets = torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous()
+        return Int4Linear(packed, scales_and_offsets, sizes[0], held.dequantize(self._dtype), bias)

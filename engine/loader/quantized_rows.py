@@ -33,6 +33,10 @@ class QuantizedRows:
         return self.codes.dtype == torch.uint8
 
     @property
+    def is_int8(self) -> bool:
+        return self.codes.dtype == torch.int8
+
+    @property
     def is_fp8(self) -> bool:
         return self.codes.dtype == FP8_DTYPE
 

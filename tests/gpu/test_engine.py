@@ -40,6 +40,7 @@ def open_gpu(
     if not ON_GPU:  # the same runner, its kernels interpreted
         monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
     settings = {
+        "quant_mode": "none",
         "num_gpu_blocks": 64,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
@@ -47,7 +48,7 @@ def open_gpu(
         **settings,
     }
     config = EngineConfig(
-        str(model), device="cuda" if ON_GPU else "cpu", dtype=dtype, quant_mode="none", **settings
+        str(model), device="cuda" if ON_GPU else "cpu", dtype=dtype, **settings
     )  # fmt: skip
     parts = assemble(config, gpu=gpu)
     made = Engine(

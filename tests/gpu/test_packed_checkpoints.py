@@ -1,0 +1,149 @@
+"""Quantized checkpoints with the maps of a GPU, beside transformers in float32.
+
+Triton's interpreter multiplies bfloat16 matrices by their bit patterns. So where there is no GPU, maps see one row at
+a time, and attention is the CPU's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.loader.packed_maps
+from common.model_files import resolve_model
+from engine.gpu.config import GpuConfig
+from engine.gpu.packed_maps import GpuMaps
+from engine.gpu.quantized import Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.layers.linear import Linear, LinearMap
+from engine.loader.packed_maps import map_of_parts
+from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
+from engine.request import SamplingParams
+from tests.engine.driving import Driver, make_runner, open_model
+from tests.engine.packed_files import FORMATS, SIZES, VOCAB_SIZE, write
+from tests.engine.tiny_models import TinyModel, reference_logits
+from tests.gpu.test_engine import ON_GPU, open_gpu, run
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PROMPTS = [[(7 * i + 3 * j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((5, 19, 33))]
+NUM_TOKENS = 3
+MAPS = {
+    "gptq": "4 int4, 1 plain",
+    "gptq-act-order": "4 int4 reordered, 1 plain",
+    "gptq-head": "5 int4",
+    "gptq-8bit": "4 int8 of other groups, 1 plain",
+    "awq": "4 int4, 1 plain",
+    "awq-one-map-plain": "3 int4, 2 plain",
+    "fp8-blocks": "4 e4m3 of blocks, 1 plain",
+    "fp8-tensor": "4 e4m3, 1 plain",
+    "compressed-fp8-channel": "4 e4m3, 1 plain",
+    "compressed-int8": "4 int8, 1 plain",
+    "compressed-int8-rows": "4 int8, 1 plain",
+    "compressed-int4-asymmetric": "4 int4, 1 plain",
+}
+SERVED = [*MAPS] if ON_GPU else ["gptq-act-order", "fp8-tensor"]
+ONE_LAYER = TinyModel("Qwen2", {**SIZES, "num_hidden_layers": 1})
+
+
+def check(results: list[Tensor], exact: Tensor, name: str) -> None:
+    rounds_inputs = "e4m3" in MAPS[name] or name == "compressed-int8"
+    assert len(results) == len(exact)
+    for result, expected in zip(results, exact, strict=True):
+        assert float((result - expected).norm() / expected.norm()) < (0.12 if rounds_inputs else 0.06)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_model_is_given_its_maps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = FORMATS[name]
+    reference = write(form, tmp_path / "m", ONE_LAYER)
+    if not ON_GPU:
+        monkeypatch.setattr(engine.loader.packed_maps, "_maker", lambda _dtype, device: GpuMaps(device))
+    with caplog.at_level("INFO"):
+        loaded, config = open_model(resolve_model(str(tmp_path / "m")), device=DEVICE.type, dtype="bfloat16")
+    assert f"{form.label}: linear maps are {MAPS[name]}" in caplog.text
+    if not ON_GPU:
+        driver = Driver(make_runner(loaded, config), config)
+        prompt = PROMPTS[0][:2]
+        request = driver.add(prompt, record_logits=True)
+        driver.finish([request], 1, chunk=1)
+        result = driver.logits[request.request_id][0].float()
+        check([result], reference_logits(reference, prompt)[-1:], name)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter cannot multiply bfloat16 matrices")
+@pytest.mark.parametrize("name", MAPS)
+def test_the_gpu_engine_computes_what_the_weights_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and decode steps in graphs, one request and three side by side."""
+    reference = write(FORMATS[name], tmp_path / "m", ONE_LAYER)
+    made, runner = open_gpu(
+        tmp_path / "m", monkeypatch, GpuConfig(), dtype="bfloat16", quant_mode="auto", prefix_cache=False
+    )
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    for num_requests in (1, 3):
+        recorded = []
+        for prompt in PROMPTS[:num_requests]:
+            rows: list[Tensor] = []
+            request = made.add_request(prompt, params)
+            runner.hooks[request.request_id] = lambda _request, row, rows=rows: rows.append(row.float().cpu().clone())
+            recorded.append((request, rows))
+        run(made)
+        for request, rows in recorded:
+            tokens = request.prompt_token_ids + request.output_token_ids
+            check(rows, reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1], name)
+
+
+def rows_of(codes: Tensor, group_size: int, rounds_inputs: bool = False, has_offsets: bool = False) -> QuantizedRows:
+    """Random scales; codes (n, k) as they are."""
+    scales = torch.rand(codes.shape[0], codes.shape[1] // group_size) * 0.1 + 0.01
+    offsets = scales * torch.randint(-8, 8, scales.shape) if has_offsets else None
+    on_device = [None if part is None else part.to(DEVICE) for part in (codes, scales, offsets)]
+    return QuantizedRows(*on_device, group_size, None, rounds_inputs)  # type: ignore[arg-type]
+
+
+def int4_codes(n: int, k: int) -> Tensor:
+    return torch.randint(0, 16, (n, k)).to(torch.uint8)
+
+
+def int8_codes(n: int, k: int) -> Tensor:
+    return torch.randint(-127, 128, (n, k)).to(torch.int8)
+
+
+CASES: dict[str, tuple[QuantizedRows, type, str]] = {
+    "four bits": (rows_of(int4_codes(48, 128), 32, has_offsets=True), W4A16Linear, "int4"),
+    "four bits, one group": (rows_of(int4_codes(48, 96), 96), W4A16Linear, "int4"),
+    "groups of four": (rows_of(int4_codes(48, 64), 4), W8A16Linear, "int8 of other groups"),
+    "int8": (rows_of(int8_codes(48, 64), 64), W8A16Linear, "int8"),
+    "int8 inputs": (rows_of(int8_codes(48, 64), 64, rounds_inputs=True), W8A8Linear, "int8"),
+    "int8 in groups": (rows_of(int8_codes(48, 64), 32), W8A16Linear, "int8 of other groups"),
+    "int8 with offsets": (rows_of(int8_codes(48, 64), 64, has_offsets=True), W8A16Linear, "int8 of other groups"),
+    "e4m3": (rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64, rounds_inputs=True), Fp8Linear, "e4m3"),
+    "e4m3 in blocks": (
+        rows_of(torch.randn(48, 64).to(FP8_DTYPE), 32, rounds_inputs=True),
+        Fp8Linear,
+        "e4m3 of blocks",
+    ),
+    "e4m3, plain inputs": (rows_of(torch.randn(48, 64).to(FP8_DTYPE), 64), W8A16Linear, "int8 of e4m3"),
+    "narrow": (rows_of(int8_codes(48, 24), 24), Linear, "int8 of other groups"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_maps_multiply_by_their_rows(name: str, has_bias: bool) -> None:
+    rows, kind, words = CASES[name]
+    bias = torch.randn(48, device=DEVICE).bfloat16() if has_bias else None
+    linear: LinearMap
+    linear, found = map_of_parts([rows], bias, torch.bfloat16, GpuMaps(DEVICE))
+    assert type(linear) is kind
+    assert found == words
+    weight = rows.dequantize(torch.float32)
+    for num_rows in (1, 3, 40) if ON_GPU else (1,):
+        x = torch.randn(num_rows, weight.shape[1], device=DEVICE).bfloat16()
+        exact = torch.nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
+        assert float((linear(x).float() - exact).norm() / exact.norm()) < (0.06 if "e4m3" in words else 0.02)
