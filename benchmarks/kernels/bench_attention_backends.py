@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.kernels.timing import graph_seconds, report
 from common.errors import ConfigError
-from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 2
@@ -36,7 +36,7 @@ CASES = {  # queries and keys of each row
 }
 
 
-def seconds(backend: AttentionBackend, pool: torch.Tensor, qkv: torch.Tensor, rows: list[tuple[int, int]]) -> float:
+def seconds(backend: PrefillAttention, pool: torch.Tensor, qkv: torch.Tensor, rows: list[tuple[int, int]]) -> float:
     """Of one layer."""
     counts = [-(-keys // BLOCK_SIZE) for _, keys in rows]
     blocks = torch.randperm(sum(counts)).split(counts)

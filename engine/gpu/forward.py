@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.gpu.attention.backend import AttentionBackend, PrefillPlan
+from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
@@ -46,7 +46,7 @@ class GpuInputs:
 class FusedForward:
     """The model over one pool. Its workspace serves one stream. `attention` plans and attends for prompts."""
 
-    def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int, attention: AttentionBackend) -> None:
+    def __init__(self, model: DecoderModel, pool: Tensor, max_rows: int, attention: PrefillAttention) -> None:
         config = model.config
         self._model = model
         self._pool = pool

@@ -17,7 +17,7 @@ from torch.nn import functional
 from common.errors import ConfigError
 from engine.gpu.attention import choose as chooser
 from engine.gpu.attention import contiguous, fa3
-from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import Facts, choose, open_attention
 from engine.gpu.attention.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
 from engine.gpu.attention.fa3 import FlashAttention3
@@ -52,10 +52,10 @@ def flash_forward(
         out[own] = attend_sequence(q[own], torch.stack([k[keys], v[keys]]).transpose(1, 2))
 
 
-def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> AttentionBackend:
+def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAttention:
     """Small prompts go to cuDNN too, so that it is tested on a CPU."""
     if name == "triton":
-        return PagedAttention(num_heads // pool.shape[3])
+        return PagedAttention(num_heads, pool.shape[3])
     if name == "cudnn":
         plain = functools.partial(functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         attend = attend_with_cudnn if ON_GPU else plain
@@ -89,7 +89,7 @@ class Step:
             self.qkv[own, num_heads:] = new.flatten(1, 2).to(DTYPE)
             self.expected[own] = attend_sequence(self.qkv[own, :num_heads].double(), kv.double()).flatten(1)
 
-    def run(self, backend: AttentionBackend) -> Tensor:
+    def run(self, backend: PrefillAttention) -> Tensor:
         plan = backend.plan(self.starts, self.seq_lens, self.block_tables)
         out = torch.full(self.expected.shape, float("nan"), dtype=DTYPE, device=DEVICE)
         backend.prefill(self.qkv, self.pool, 1, plan, out)
@@ -165,7 +165,6 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
     assert choose("auto", H200) == "fa3"
     assert choose("auto", changed(has_fa3=False)) == "cudnn"
     assert choose("auto", changed(dtype=torch.float16, kv_dtype=torch.float16)) == "cudnn"
-    assert choose("auto", changed(head_dim=256)) == "fa3"
     assert choose("auto", changed(kv_dtype=torch.float8_e4m3fn)) == "fa3"
     for other in (
         changed(has_fa3=False, has_cudnn=False),
@@ -173,7 +172,7 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
         changed(capability=None),
         changed(kv_dtype=torch.float8_e4m3fn, has_fa3=False),
         changed(dtype=torch.float32, kv_dtype=torch.float32),
-        changed(head_dim=256, has_fa3=False),
+        changed(head_dim=256),
     ):
         assert choose("auto", other) == "triton"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import engine.gpu.runner
-from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.fa3 import FlashAttention3
 from engine.gpu.config import GpuConfig
 from tests.gpu.models import save_tiny_model
@@ -23,7 +23,7 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
 ) -> None:
     def open_other(
         wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
-    ) -> AttentionBackend:
+    ) -> PrefillAttention:
         assert wanted == "auto"
         if name == "fa3":  # in torch on a GPU too: these are float32, which the package does not take
             return FlashAttention3(flash_forward, pool, num_heads, dtype)

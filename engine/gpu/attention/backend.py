@@ -15,7 +15,7 @@ from torch import Tensor
 PrefillPlan = Any  # made and read by one backend only; the forward pass hands it through
 
 
-class AttentionBackend(Protocol):
+class PrefillAttention(Protocol):
     """Attends for the prompt tokens of a step, packed one row after the other."""
 
     @property
@@ -35,7 +35,8 @@ class AttentionBackend(Protocol):
     def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PrefillPlan, out: Tensor) -> None:
         """Causal attention of the plan's queries against their rows' keys in the pool.
 
-        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim): q rotated. K and V of these tokens are in the pool.
+        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), q and k rotated. The pool has K and V of these
+            tokens too.
         pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
         out: (num_tokens, num_heads * head_dim), contiguous, written.
         """

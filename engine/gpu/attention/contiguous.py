@@ -29,12 +29,11 @@ class KeysPlan:
     tiles: Tensor | None
 
 
-def plan_keys(
-    query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, must_gather: bool
-) -> KeysPlan:
-    """See AttentionBackend.plan. must_gather: the pool's numbers count, not the product's."""
+def plan_keys(query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, gathers: bool) -> KeysPlan:
+    """See PrefillAttention.plan. gathers: whether keys come from the pool; without it no row has cached context."""
     starts = list(accumulate(seq_lens, initial=0))
-    if starts == list(query_starts) and not must_gather:
+    if not gathers:
+        assert starts == list(query_starts)
         return KeysPlan(starts, block_tables, None)
     tiles = upload(gather_tiles(seq_lens), torch.int32, block_tables.device).view(-1, 4)
     return KeysPlan(starts, block_tables, tiles)

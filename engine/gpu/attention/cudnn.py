@@ -67,7 +67,7 @@ class CudnnAttention:
         self._attend = attend
         self._min_tokens = min_tokens
         self._num_kv_heads = num_kv_heads
-        self._paged = PagedAttention(num_heads // num_kv_heads)
+        self._paged = PagedAttention(num_heads, num_kv_heads)
         self._padded = torch.zeros(0)
         if max_tokens >= min_tokens:
             shape = (rounded_up(max_tokens), num_heads + 2 * num_kv_heads, head_dim)

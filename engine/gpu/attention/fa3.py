@@ -51,14 +51,16 @@ class FlashAttention3:
         self._forward = forward
         self._must_gather = pool.dtype != dtype
         self._buffer = KeyBuffer(pool, dtype)
-        self._paged = PagedAttention(num_heads // pool.shape[3])
+        self._paged = PagedAttention(num_heads, pool.shape[3])
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor
     ) -> FlashPlan | PagedPlan:
-        keys = plan_keys(query_starts, seq_lens, block_tables, self._must_gather)
-        if keys.tiles is not None and not self._buffer.fits(keys.starts[-1]):
+        num_keys = sum(seq_lens)
+        gathers = self._must_gather or num_keys > query_starts[-1]
+        if gathers and not self._buffer.fits(num_keys):
             return self._paged.plan(query_starts, seq_lens, block_tables)
+        keys = plan_keys(query_starts, seq_lens, block_tables, gathers)
         if len(seq_lens) == 1:
             return FlashPlan(keys, None, None, None, None)
         starts = upload([list(query_starts), keys.starts], torch.int32, block_tables.device)

@@ -9,34 +9,37 @@ import torch
 from torch import Tensor
 
 from engine.gpu.inputs import upload
-from kernels.gpu.paged_prefill import paged_prefill, prefill_tiles
+from kernels.gpu.paged_prefill import choose_tile, paged_prefill, prefill_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles`."""
+    """block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with `tile_m`."""
 
     block_tables: Tensor
     tiles: Tensor
+    tile_m: int
 
 
 class PagedAttention:
-    """`kernels.gpu.paged_prefill`; group: query heads per KV head."""
+    """`kernels.gpu.paged_prefill`."""
 
     name = "triton"
 
-    def __init__(self, group: int) -> None:
-        self._group = group
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads = num_heads
+        self._group = num_heads // num_kv_heads
 
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, skipped: Sequence[bool] = ()
     ) -> PagedPlan:
         """skipped: of each row, whether somebody else attends for it."""
-        tiles = prefill_tiles(query_starts, seq_lens, self._group)
+        tile_m = choose_tile(query_starts[-1], self._num_heads, block_tables.device)
+        tiles = prefill_tiles(query_starts, seq_lens, self._group, tile_m)
         if any(skipped):
             tiles = [tile for tile in tiles if not skipped[tile[0]]]
-        return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4))
+        return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4), tile_m)
 
     def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor) -> None:
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
-        paged_prefill(q, pool, layer, plan.block_tables, plan.tiles, out=out)
+        paged_prefill(q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out)
