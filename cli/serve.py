@@ -133,7 +133,9 @@ def ready_message(config: ClusterConfig, model_name: str) -> str:
     name = config.router.served_model_name or model_name
     host = LOOPBACK if config.router.host in ("0.0.0.0", "") else config.router.host
     url = f"http://{host}:{config.router.port}"
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    # Bounded: a small model that misses its end would go on until its context is full.
+    messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
+    body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
     workers = f"{config.serve.prefill} prefill, {config.serve.decode} decode"
     return (
