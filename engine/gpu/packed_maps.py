@@ -30,8 +30,8 @@ FP8_CAPABILITY = (8, 9)  # of GPUs with matrix units for e4m3
 MIN_GROUP = 16  # columns, of 4-bit groups; they are powers of two or multiples of one
 
 
-class GpuMaps:
-    """A `engine.loader.packed_maps.MapMaker`. Its maps share a workspace, as they run one after the other."""
+class GpuMapMaker:
+    """An `engine.loader.packed_maps.MapMaker`. Its maps share a workspace, as they run one after the other."""
 
     rounds_plain = False
 

@@ -118,13 +118,13 @@ def map_of_parts(
 
 def _maker(dtype: torch.dtype, device: torch.device) -> MapMaker:
     if device.type == "cpu":
-        return CpuMaps(dtype)
-    from engine.gpu.packed_maps import GpuMaps  # needs triton
+        return CpuMapMaker(dtype)
+    from engine.gpu.packed_maps import GpuMapMaker  # needs triton
 
-    return GpuMaps(device)
+    return GpuMapMaker(device)
 
 
-class CpuMaps:
+class CpuMapMaker:
     """Maps over torch's packed products."""
 
     rounds_plain = True

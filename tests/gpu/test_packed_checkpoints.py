@@ -15,12 +15,13 @@ from torch import Tensor
 import engine.loader.packed_maps
 from common.model_files import resolve_model
 from engine.gpu.config import GpuConfig
-from engine.gpu.packed_maps import GpuMaps
+from engine.gpu.packed_maps import GpuMapMaker
 from engine.gpu.quantized import Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear, LinearMap
 from engine.loader.packed_maps import map_of_parts
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
-from engine.request import SamplingParams
+from engine.request import Request, SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model
 from tests.engine.packed_files import FORMATS, SIZES, VOCAB_SIZE, write
 from tests.engine.tiny_models import TinyModel, reference_logits
@@ -61,7 +62,7 @@ def test_a_model_is_given_its_maps(
     form = FORMATS[name]
     reference = write(form, tmp_path / "m", ONE_LAYER)
     if not ON_GPU:
-        monkeypatch.setattr(engine.loader.packed_maps, "_maker", lambda _dtype, device: GpuMaps(device))
+        monkeypatch.setattr(engine.loader.packed_maps, "_maker", lambda _dtype, device: GpuMapMaker(device))
     with caplog.at_level("INFO"):
         loaded, config = open_model(resolve_model(str(tmp_path / "m")), device=DEVICE.type, dtype="bfloat16")
     assert f"{form.label}: linear maps are {MAPS[name]}" in caplog.text
@@ -88,22 +89,31 @@ def test_the_gpu_engine_computes_what_the_weights_say(
     for num_requests in (1, 3):
         recorded = []
         for prompt in PROMPTS[:num_requests]:
-            rows: list[Tensor] = []
             request = made.add_request(prompt, params)
-            runner.hooks[request.request_id] = lambda _request, row, rows=rows: rows.append(row.float().cpu().clone())
-            recorded.append((request, rows))
+            recorded.append((request, record_logits(runner, request)))
         run(made)
         for request, rows in recorded:
             tokens = request.prompt_token_ids + request.output_token_ids
             check(rows, reference_logits(reference, tokens)[request.num_prompt_tokens - 1 : -1], name)
 
 
+def record_logits(runner: GpuRunner, request: Request) -> list[Tensor]:
+    """Filled with the logits of every token that the request gets."""
+    rows: list[Tensor] = []
+
+    def record(_request: Request, row: Tensor) -> None:
+        rows.append(row.float().cpu().clone())
+
+    runner.hooks[request.request_id] = record
+    return rows
+
+
 def rows_of(codes: Tensor, group_size: int, rounds_inputs: bool = False, has_offsets: bool = False) -> QuantizedRows:
     """Random scales; codes (n, k) as they are."""
     scales = torch.rand(codes.shape[0], codes.shape[1] // group_size) * 0.1 + 0.01
     offsets = scales * torch.randint(-8, 8, scales.shape) if has_offsets else None
-    on_device = [None if part is None else part.to(DEVICE) for part in (codes, scales, offsets)]
-    return QuantizedRows(*on_device, group_size, None, rounds_inputs)  # type: ignore[arg-type]
+    offsets = None if offsets is None else offsets.to(DEVICE)
+    return QuantizedRows(codes.to(DEVICE), scales.to(DEVICE), offsets, group_size, None, rounds_inputs)
 
 
 def int4_codes(n: int, k: int) -> Tensor:
@@ -139,7 +149,7 @@ def test_maps_multiply_by_their_rows(name: str, has_bias: bool) -> None:
     rows, kind, words = CASES[name]
     bias = torch.randn(48, device=DEVICE).bfloat16() if has_bias else None
     linear: LinearMap
-    linear, found = map_of_parts([rows], bias, torch.bfloat16, GpuMaps(DEVICE))
+    linear, found = map_of_parts([rows], bias, torch.bfloat16, GpuMapMaker(DEVICE))
     assert type(linear) is kind
     assert found == words
     weight = rows.dequantize(torch.float32)

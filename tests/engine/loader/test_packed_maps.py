@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.layers.linear import Int4Linear, Int8Linear, LinearMap
 from engine.layers.reordered import Reordered
-from engine.loader.packed_maps import CpuMaps, map_of_parts
+from engine.loader.packed_maps import CpuMapMaker, map_of_parts
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
 
-CPU = CpuMaps(torch.bfloat16)
+CPU = CpuMapMaker(torch.bfloat16)
 
 
 def int4_rows(n: int, k: int, group_size: int, order: Tensor | None = None, shifted: bool = True) -> QuantizedRows:
