@@ -9,30 +9,48 @@ import torch
 from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, report
-from kernels.gpu.paged_prefill import DEFAULT_TUNING, PrefillTuning, paged_prefill, prefill_tiles
+from kernels.gpu.paged_prefill import (
+    LARGE_TILE,
+    SMALL_TILE,
+    PrefillTuning,
+    choose_tile,
+    paged_prefill,
+    prefill_tiles,
+    takes_boxes,
+)
 
 HEAD_DIM = 128
-SHAPES = [(2048, 2048), (8192, 8192), (512, 8704), (2048, 18432)]
-OPTIONS = [
-    (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-    (64, 128, 4, 2), (128, 64, 4, 3),
-]  # fmt: skip
+SHAPES = [(512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (512, 8704), (2048, 18432)]
+KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+BY_DESCRIPTOR = [(64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3)]
+BY_POINTERS = [(64, 4, 3), (128, 4, 2), (64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3)]
 
 
-def prefill_seconds(
-    num_heads: int, num_kv_heads: int, queries: int, length: int, block_size: int, tuning: PrefillTuning
-) -> float:
-    blocks = length // block_size
-    pool = torch.empty(
-        blocks, 2, 2, num_kv_heads, block_size, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
-    ).normal_()
-    q = torch.randn(queries, num_heads, HEAD_DIM, device="cuda").bfloat16()
-    table = torch.randperm(blocks, device="cuda").int()[None]
-    tiles = prefill_tiles([0, queries], [length], num_heads // num_kv_heads, tuning)
-    device_tiles = torch.tensor(tiles, dtype=torch.int32, device="cuda")
-    return graph_seconds(
-        [functools.partial(paged_prefill, q, pool, layer, table, device_tiles, tuning) for layer in (0, 1)]
-    )
+class Case:
+    """Random inputs: the last `queries` tokens of a sequence of `length`."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, queries: int, length: int, block_size: int, kv_dtype: torch.dtype
+    ) -> None:
+        blocks = length // block_size
+        shape = (blocks, 2, 2, num_kv_heads, block_size, HEAD_DIM)
+        self.pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().to(kv_dtype)
+        self.q = torch.randn(queries, num_heads, HEAD_DIM, device="cuda").bfloat16()
+        self.table = torch.randperm(blocks, device="cuda").int()[None]
+        self.queries, self.length, self.group = queries, length, num_heads // num_kv_heads
+        pairs = queries * (length - queries) + queries * (queries + 1) // 2
+        self.flop = 4 * HEAD_DIM * num_heads * pairs
+
+    def seconds(self, tile_m: int, tuning: PrefillTuning | None = None, has_boxes: bool | None = None) -> float:
+        tiles = prefill_tiles([0, self.queries], [self.length], self.group, tile_m)
+        on_device = torch.tensor(tiles, dtype=torch.int32, device="cuda")
+        calls = [
+            functools.partial(
+                paged_prefill, self.q, self.pool, layer, self.table, on_device, tile_m, None, tuning, has_boxes
+            )
+            for layer in (0, 1)
+        ]
+        return graph_seconds(calls)
 
 
 def torch_seconds(num_heads: int, num_kv_heads: int, queries: int) -> float:
@@ -47,20 +65,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     options = parser.parse_args()
     for model, num_heads, num_kv_heads in (("qwen2.5-7b", 28, 4), ("qwen3-0.6b", 16, 8)):
         for queries, length in SHAPES:
-            pairs = queries * (length - queries) + queries * (queries + 1) // 2
-            flop = 4 * HEAD_DIM * num_heads * pairs
-            tunings = [PrefillTuning(*option) for option in OPTIONS] if options.sweep else [DEFAULT_TUNING]
-            for tuning in tunings:
-                seconds = prefill_seconds(num_heads, num_kv_heads, queries, length, options.block_size, tuning)
-                figures: dict[str, float | str] = {"us": seconds * 1e6, "tflop_per_s": flop / seconds / 1e12}
-                if options.sweep:
-                    figures["tuning"] = f"{tuning.tile_m}x{tuning.tile_n} w{tuning.num_warps} s{tuning.num_stages}"
-                elif queries == length:
-                    figures["torch_ratio"] = torch_seconds(num_heads, num_kv_heads, queries) / seconds
-                report("paged_prefill", f"{model} bs{options.block_size} {queries}/{length}", **figures)
+            kv_dtype = KV_DTYPES[options.kv_dtype]
+            case = Case(num_heads, num_kv_heads, queries, length, options.block_size, kv_dtype)
+            shape = f"{model} {options.kv_dtype} bs{options.block_size} {queries}/{length}"
+            if options.sweep:
+                sweep(case, shape)
+                continue
+            tile_m = choose_tile(queries, num_heads, case.q.device)
+            seconds = case.seconds(tile_m)
+            figures = {"us": seconds * 1e6, "tflop_per_s": case.flop / seconds / 1e12}
+            if queries == length:
+                figures["torch_ratio"] = torch_seconds(num_heads, num_kv_heads, queries) / seconds
+            report("paged_prefill", shape, **figures)
+
+
+def sweep(case: Case, shape: str) -> None:
+    for has_boxes in [True, False] if takes_boxes(case.pool) else [False]:
+        for tile_m in (LARGE_TILE, SMALL_TILE):
+            for option in BY_DESCRIPTOR if has_boxes else BY_POINTERS:
+                seconds = case.seconds(tile_m, PrefillTuning(*option), has_boxes)
+                rate = case.flop / seconds / 1e12
+                name = f"{'boxes' if has_boxes else 'pointers'} {tile_m}x{'x'.join(map(str, option))}"
+                report("paged_prefill sweep", shape, tuning=name, us=seconds * 1e6, tflop_per_s=rate)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ and V are in the pool already. Rows of different lengths are packed one after th
 A program takes one KV head and TILE_M consecutive rows of (token, query head of the group), so that K and V are read
 once for a whole group and a tile spans few positions: little work is lost at the diagonal. Keys before the tile's
 first position need no mask; the rest do. The host lists the tiles, longest first, so that no long one starts last.
+Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool.
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -20,37 +21,49 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.paged_decode import LOG2_E, _tile_offsets, compute_dtype
+
+LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
+WAVES = 3  # large tiles are for launches with so many programs a multiprocessor
+BOX = 64  # keys that one copy of the descriptor brings
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """tile_m: rows of (token, head) a program holds; tile_n: keys per step of its loop.
+    """tile_n: keys per step of a program's loop.
 
-    Of 8 settings on an H200 with pages of 64, TFLOP/s on Qwen2.5-7B for 8k | 512 over 8k of context | 2k over 16k:
-    128x128, 8 warps, 2 stages 436 | 350 | 374; 64x64, 4, 3 411 | 323 | 338; 128x64, 8, 2 403 | 297 | 317. At 2k
-    without context 64x64 is 6 to 10% faster.
+    TFLOP/s on an H200 with pages of 64, Qwen2.5-7B at 2k | 8k | 2k over 16k, Qwen3-0.6B at 2k | 8k.
+    Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2
+    373 | 454 | 381, 376 | 433; two blocks a step, 128 x 128, 8, 2 358 | 482 | 403, 364 | 454; 3 stages are slower.
+    Through pointers: 128 x 128, 8, 2 320 | 435 | 370, 319 | 412; 64 x 64, 4, 3 334 | 407 | 338, 352 | 407.
     """
 
-    tile_m: int = 128
-    tile_n: int = 128
-    num_warps: int = 8
-    num_stages: int = 2
+    tile_n: int
+    num_warps: int
+    num_stages: int
 
 
-DEFAULT_TUNING = PrefillTuning()
+BY_DESCRIPTOR = {LARGE_TILE: PrefillTuning(BOX, 4, 2), SMALL_TILE: PrefillTuning(BOX, 4, 2)}
+BY_POINTERS = {LARGE_TILE: PrefillTuning(128, 8, 2), SMALL_TILE: PrefillTuning(64, 4, 3)}
+
+
+def choose_tile(num_tokens: int, num_heads: int, device: torch.device) -> int:
+    """The tile size for a launch of so many tokens: large ones read K and V less often, small ones fill the GPU."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return LARGE_TILE if num_tokens * num_heads >= WAVES * num_sms * LARGE_TILE else SMALL_TILE
 
 
 def prefill_tiles(
-    query_starts: Sequence[int], seq_lens: Sequence[int], group: int, tuning: PrefillTuning = DEFAULT_TUNING
+    query_starts: Sequence[int], seq_lens: Sequence[int], group: int, tile_m: int = LARGE_TILE
 ) -> list[tuple[int, int, int, int]]:
     """The programs' work, longest first: (row, index of the tile's first token, its position, tokens it has).
 
     query_starts: each row's first token, and the number of tokens at the end. seq_lens: keys that each row's last
     query sees. A row without queries has no tile.
     """
-    tokens_per_tile = max(tuning.tile_m // group, 1)
+    tokens_per_tile = max(tile_m // group, 1)
     tiles = []
     for row, seq_len in enumerate(seq_lens):
         start, stop = query_starts[row], query_starts[row + 1]
@@ -58,6 +71,31 @@ def prefill_tiles(
             count = min(tokens_per_tile, stop - first)
             tiles.append((row, first, seq_len - (stop - first), count))
     return sorted(tiles, key=lambda tile: -tile[2])
+
+
+@triton.jit
+def _softmax_step(scores, highest, total, scale):
+    """Weights of one step's scores, and the running maximum and sum with them: (weights, shrink, highest, total)."""
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    return weights, shrink, new_highest, total * shrink + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _attend_boxes(
+    q, mixed, total, highest, boxes, table_ptr, end_key, first_row, block_rows, value_rows, scale,
+    BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add keys [0, end_key), which all rows see, to a tile's running softmax. boxes: the pool as rows of a head."""
+    for first in tl.range(0, end_key, TILE_N, num_stages=NUM_STAGES):
+        row = tl.load(table_ptr + first // BLOCK_SIZE) * block_rows + first_row + first % BLOCK_SIZE
+        keys = boxes.load([row, 0]).to(q.dtype)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale)
+        values = boxes.load([row + value_rows, 0]).to(q.dtype)
+        mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return mixed, total, highest
 
 
 @triton.jit
@@ -81,21 +119,18 @@ def _attend_tile(
             ).to(q.dtype)
         else:
             values = tl.load(values_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(scores * scale - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
+        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale)
         mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
-        highest = new_highest
     return mixed, total, highest
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _paged_prefill_kernel(
-    q_ptr, pool_ptr, tables_ptr, tiles_ptr, out_ptr,
-    layer, q_stride, table_stride, block_stride, layer_stride, scale,
+    q_ptr, pool_ptr, boxes, tables_ptr, tiles_ptr, out_ptr,
+    layer, num_layers, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    HAS_BOXES: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
@@ -121,10 +156,17 @@ def _paged_prefill_kernel(
     total = tl.zeros((TILE_M,), tl.float32)
     mixed = tl.zeros((TILE_M, HEAD_DIM), tl.float32)
     num_full = (first_position + 1) // TILE_N * TILE_N
-    mixed, total, highest = _attend_tile(
-        q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, 0, num_full, block_stride, scale,
-        False, HEAD_DIM, BLOCK_SIZE, TILE_N, NUM_STAGES,
-    )  # fmt: skip
+    if HAS_BOXES:
+        value_rows: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE
+        mixed, total, highest = _attend_boxes(
+            q, mixed, total, highest, boxes, table_ptr, num_full, layer * (2 * value_rows) + kv_head * BLOCK_SIZE,
+            num_layers * (2 * value_rows), value_rows, scale, BLOCK_SIZE, TILE_N, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        mixed, total, highest = _attend_tile(
+            q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, 0, num_full, block_stride, scale,
+            False, HEAD_DIM, BLOCK_SIZE, TILE_N, NUM_STAGES,
+        )  # fmt: skip
     mixed, total, highest = _attend_tile(
         q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, num_full, first_position + count,
         block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1,
@@ -134,29 +176,46 @@ def _paged_prefill_kernel(
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=exists)
 
 
+def takes_boxes(pool: Tensor) -> bool:
+    """Whether blocks can be copied through a tensor descriptor: by the copy engine, without threads or registers."""
+    block_size, head_dim = pool.shape[4:]
+    if block_size % BOX or pool.itemsize > 2 or pool.numel() // head_dim >= 2**31:
+        return False
+    return pool.device.type == "cpu" or torch.cuda.get_device_capability(pool.device) >= (9, 0)
+
+
 def paged_prefill(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tuning: PrefillTuning = DEFAULT_TUNING,
-    out: Tensor | None = None,
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tile_m: int = LARGE_TILE,
+    out: Tensor | None = None, tuning: PrefillTuning | None = None, has_boxes: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names.
 
     q: (num_tokens, num_heads, head_dim), heads contiguous, tokens of any stride.
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
         q's type or float8_e4m3fn.
-    block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tuning.
+    block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tile_m.
     out: (num_tokens, num_heads * head_dim), contiguous; tokens in no tile are left as they are. Returns it.
+    has_boxes: whether to go through a descriptor; by default where that is possible.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_layers, _, num_kv_heads, block_size = pool.shape[1:5]
     if out is None:
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device)
     if tiles.shape[0] == 0:
         return out
+    boxes = pool
+    if has_boxes is None:
+        has_boxes = takes_boxes(pool)
+    if has_boxes:
+        rows = pool.view(-1, head_dim)
+        boxes = TensorDescriptor(rows, list(rows.shape), [head_dim, 1], [BOX, head_dim])
+    chosen = tuning or (BY_DESCRIPTOR if has_boxes else BY_POINTERS).get(tile_m) or PrefillTuning(tile_m, 4, 2)
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](
-        q, pool, block_tables, tiles, out,
-        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
+        q, pool, boxes, block_tables, tiles, out,
+        layer, num_layers, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
+        LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TILE_M=tuning.tile_m, TILE_N=tuning.tile_n, NUM_STAGES=tuning.num_stages, COMPUTE=compute_dtype(q, pool),
-        num_warps=tuning.num_warps,
+        TILE_M=tile_m, TILE_N=chosen.tile_n, NUM_STAGES=chosen.num_stages, COMPUTE=compute_dtype(q, pool),
+        HAS_BOXES=has_boxes, num_warps=chosen.num_warps,
     )  # fmt: skip
     return out

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.paged_prefill import PrefillTuning, paged_prefill, prefill_tiles
+from kernels.gpu.paged_prefill import (
+    LARGE_TILE,
+    SMALL_TILE,
+    PrefillTuning,
+    choose_tile,
+    paged_prefill,
+    prefill_tiles,
+    takes_boxes,
+)
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -14,7 +22,8 @@ from tests.kernels.helpers import (
     relative_error,
 )
 
-TUNING = PrefillTuning(tile_m=16, tile_n=16, num_warps=4, num_stages=2)
+TILE_M = 16
+TUNING = PrefillTuning(tile_n=16, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
@@ -34,9 +43,9 @@ def test_chunks_against_cached_context(
     pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, kv_dtype, device)
     kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
     q = torch.randn(starts[-1], num_heads + 2, head_dim, device=device).to(dtype)[:, :num_heads]
-    tiles = prefill_tiles(starts, seq_lens, num_heads // num_kv_heads, TUNING)
+    tiles = prefill_tiles(starts, seq_lens, num_heads // num_kv_heads, TILE_M)
     out = torch.full((starts[-1], num_heads * head_dim), float("nan"), dtype=dtype, device=device)
-    paged_prefill(q, pool, 1, table, torch.tensor(tiles, dtype=torch.int32, device=device), TUNING, out)
+    paged_prefill(q, pool, 1, table, torch.tensor(tiles, dtype=torch.int32, device=device), TILE_M, out, TUNING)
     bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row] + query_lens[row])
@@ -48,14 +57,45 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     pool = poisoned_pool(len(tables[0]), 1, 1, 8, 16, torch.float32, device)
     kv = fill_sequence(pool, 0, tables[0], 45)
     q = torch.randn(45, 2, 16, device=device)
-    tiles = torch.tensor(prefill_tiles([0, 45], [45], 2, TUNING), dtype=torch.int32, device=device)
-    out = paged_prefill(q, pool, 0, table, tiles, TUNING)
+    tiles = torch.tensor(prefill_tiles([0, 45], [45], 2, TILE_M), dtype=torch.int32, device=device)
+    out = paged_prefill(q, pool, 0, table, tiles, TILE_M, None, TUNING)
     assert relative_error(out, attend_sequence(q, kv).flatten(1)) < 1e-5
+
+
+@pytest.mark.parametrize("has_boxes", [True, False])
+@pytest.mark.parametrize("kv_dtype", [HALF_DTYPE, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("block_size", "tile_m"), [(64, SMALL_TILE), (128, LARGE_TILE)])
+def test_large_blocks_through_a_descriptor(
+    has_boxes: bool, kv_dtype: torch.dtype, block_size: int, tile_m: int, device: torch.device
+) -> None:
+    """What lies in other layers, heads and blocks is NaN: a box in the wrong place shows."""
+    seq_lens, starts = [150, 200], [0, 30, 50]
+    tables, table = block_tables_for(seq_lens, block_size, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, 2, block_size, 32, kv_dtype, device)
+    kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    q = torch.randn(50, 6, 32, device=device).to(HALF_DTYPE)
+    tiles = torch.tensor(prefill_tiles(starts, seq_lens, 3, tile_m), dtype=torch.int32, device=device)
+    assert takes_boxes(pool) or device.type == "cuda"
+    out = paged_prefill(q, pool, 1, table, tiles, tile_m, has_boxes=has_boxes and takes_boxes(pool))
+    for row, kv in enumerate(kvs):
+        own = slice(starts[row], starts[row + 1])
+        assert relative_error(out[own], attend_sequence(q[own].double(), kv.double()).flatten(1)) < BFLOAT16_BOUND
+
+
+def test_small_blocks_and_wide_numbers_do_not_come_through_a_descriptor() -> None:
+    assert takes_boxes(torch.empty(1, 1, 2, 1, 64, 16, dtype=torch.bfloat16))
+    assert not takes_boxes(torch.empty(1, 1, 2, 1, 16, 16, dtype=torch.bfloat16))
+    assert not takes_boxes(torch.empty(1, 1, 2, 1, 64, 16))
+
+
+def test_large_tiles_are_for_launches_that_fill_the_gpu() -> None:
+    sizes = [choose_tile(num_tokens, 16, torch.device("cpu")) for num_tokens in (1, 95, 96, 10_000)]
+    assert sizes == [SMALL_TILE, SMALL_TILE, LARGE_TILE, LARGE_TILE]
 
 
 def test_tiles_cover_each_token_once_longest_first() -> None:
     starts, seq_lens = [0, 21, 21, 34], [21, 9, 50]
-    tiles = prefill_tiles(starts, seq_lens, 3, PrefillTuning(tile_m=16))
+    tiles = prefill_tiles(starts, seq_lens, 3, 16)
     covered = sorted(token for _, first, _, count in tiles for token in range(first, first + count))
     assert covered == list(range(34))
     assert [tile[2] for tile in tiles] == sorted((tile[2] for tile in tiles), reverse=True)
