@@ -59,7 +59,7 @@ class EightBitLinear:
     def row(self, x: Tensor, norm: Tensor | None, eps: float, added_to: Tensor | None, is_gated: bool) -> Tensor:
         """One row with norm, gate and residual inside, see `kernels.gpu.eight_bit.one_row`."""
         n, k = self.weight.shape
-        config = choose_row(n, k, self.dtype, self.rounds_x, is_gated)
+        config = choose_row(n, k, self.rounds_x, is_gated)
         return one_row(
             x, self.weight, self.scales, self.bias, config, self.rounds_x, norm, eps, added_to, is_gated, self.row_max
         )

@@ -25,6 +25,7 @@ from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
 from kernels.w8a8_gemm import INT8_MAX
 
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+E4M3_SHRINK = tl.constexpr(32.0)  # of rounded x, so that sums of four products stay below the largest float16
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
 TINY = tl.constexpr(1e-30)  # a row of zeros has codes of zero
 
@@ -81,6 +82,55 @@ def dot_of_bytes(a, b, total, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def dot_of_e4m3(words, x_low, x_high, total, COMPILED: tl.constexpr):
+    """total + the sum of four products of e4m3 weights and `pair_of_e4m3`, whose products float16 holds exactly."""
+    if COMPILED:
+        total = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 l, h; .reg .b32 a, b; .reg .f16 u, v; .reg .f32 f;
+            mov.b32 {l, h}, $1;
+            cvt.rn.f16x2.e4m3x2 a, l;
+            cvt.rn.f16x2.e4m3x2 b, h;
+            mul.rn.f16x2 a, a, $2;
+            fma.rn.f16x2 a, b, $3, a;
+            mov.b32 {u, v}, a;
+            add.rn.f16 u, u, v;
+            cvt.f32.f16 f, u;
+            add.f32 $0, $4, f;
+            }""",
+            "=f,r,r,r,f", [words, x_low, x_high, total], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for place in tl.static_range(4):
+            weight = ((words >> (8 * place)) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            pair = x_low if place < 2 else x_high
+            half = ((pair >> (16 * (place % 2))) & 65535).to(tl.uint16).to(tl.float16, bitcast=True)
+            total += weight * half.to(tl.float32)
+    return total
+
+
+@triton.jit
+def pair_of_e4m3(x, y, COMPILED: tl.constexpr):
+    """Both rounded to e4m3, times 1 / E4M3_SHRINK, as two float16 in an int32."""
+    if COMPILED:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 q; .reg .b32 h, s;
+            cvt.rn.satfinite.e4m3x2.f32 q, $2, $1;
+            cvt.rn.f16x2.e4m3x2 h, q;
+            mov.b32 s, 0x28002800;
+            mul.rn.f16x2 $0, h, s;
+            }""",
+            "=r,f,f", [x, y], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = (to_e4m3(x, COMPILED).to(tl.float32) / E4M3_SHRINK).to(tl.float16).to(tl.uint16, bitcast=True)
+        high = (to_e4m3(y, COMPILED).to(tl.float32) / E4M3_SHRINK).to(tl.float16).to(tl.uint16, bitcast=True)
+        pair = low.to(tl.int32) | (high.to(tl.int32) << 16)
+    return pair
+
+
+@triton.jit
 def to_e4m3(x, COMPILED: tl.constexpr):
     """float32 to the nearest e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
     if not COMPILED:
@@ -119,14 +169,13 @@ def _quantize_rows_kernel(
 def _one_row_kernel(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, norm_ptr, out_ptr, in_max_ptr, out_max_ptr, out_norm_ptr, cleared_ptr,
     N, K, eps,
-    MAX: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    MAX: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_IN_MAX: tl.constexpr, HAS_OUT_MAX: tl.constexpr, HAS_OUT_NORM: tl.constexpr, CLEARS: tl.constexpr,
     ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_MAX: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCHES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    # PACKED: W is read as int32 of four weights; WIDTH counts what one element of it holds.
-    WIDTH: tl.constexpr = 4 if PACKED else 1
+    WIDTH: tl.constexpr = 4 if MAX > 0 else 1  # weights in an element of W, which is read as int32 where x is rounded
     STEP: tl.constexpr = BLOCK_K // WIDTH
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
@@ -150,9 +199,9 @@ def _one_row_kernel(
                 maxima = tl.maximum(maxima, tl.abs(value))
             largest = tl.max(maxima, axis=0)
         inverse = MAX / tl.maximum(largest, TINY)
-    total = tl.zeros((BLOCK_N, STEP), tl.int32 if PACKED else tl.float32)
-    total_up = tl.zeros((BLOCK_N, STEP), tl.int32 if PACKED else tl.float32)
-    if PACKED:
+    total = tl.zeros((BLOCK_N, STEP), tl.int32 if MAX == 127.0 else tl.float32)
+    total_up = tl.zeros((BLOCK_N, STEP), tl.int32 if MAX == 127.0 else tl.float32)
+    if MAX > 0:
         squares = tl.zeros((STEP, 4), tl.float32)
     else:
         squares = tl.zeros((STEP,), tl.float32)
@@ -163,7 +212,13 @@ def _one_row_kernel(
             weight = tl.load(weight_rows + es[None, :], eviction_policy="evict_first")
         else:
             weight = tl.load(weight_rows + es[None, :], mask=exists, other=0.0)
-        if PACKED:
+        if GATED:  # rows N and on of the weight belong to `up`
+            up_rows = weight_rows + N.to(tl.int64) * elements
+            if EVEN:
+                up_weight = tl.load(up_rows + es[None, :], eviction_policy="evict_first")
+            else:
+                up_weight = tl.load(up_rows + es[None, :], mask=exists, other=0)
+        if MAX > 0:
             ks = es[:, None] * 4 + tl.arange(0, 4)[None, :]
         else:
             ks = es
@@ -171,34 +226,33 @@ def _one_row_kernel(
         if HAS_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-        if PACKED:
+        if MAX == 127.0:
             codes = (x * inverse + ROUNDING).to(tl.int32, bitcast=True) & 255
-            x_words = tl.sum(codes << (tl.arange(0, 4) * 8)[None, :], axis=1)
-            total = dot_of_bytes(weight, tl.broadcast_to(x_words[None, :], (BLOCK_N, STEP)), total, COMPILED)
+            word = tl.sum(codes << (tl.arange(0, 4) * 8)[None, :], axis=1)
+            words = tl.broadcast_to(word[None, :], (BLOCK_N, STEP))
+            total = dot_of_bytes(weight, words, total, COMPILED)
+            if GATED:
+                total_up = dot_of_bytes(up_weight, words, total_up, COMPILED)
+        elif MAX > 0:
+            even, odd = tl.split(tl.reshape(x * inverse, (STEP, 2, 2)))
+            x_0, x_2 = tl.split(even)
+            x_1, x_3 = tl.split(odd)
+            lows = tl.broadcast_to(pair_of_e4m3(x_0, x_1, COMPILED)[None, :], (BLOCK_N, STEP))
+            highs = tl.broadcast_to(pair_of_e4m3(x_2, x_3, COMPILED)[None, :], (BLOCK_N, STEP))
+            total = dot_of_e4m3(weight, lows, highs, total, COMPILED)
+            if GATED:
+                total_up = dot_of_e4m3(up_weight, lows, highs, total_up, COMPILED)
         else:
-            if MAX > 0:
-                x = to_e4m3(x * inverse, COMPILED).to(tl.float32)
             total += weight.to(tl.float32) * x[None, :]
-        if GATED:  # rows N and on of the weight belong to `up`
-            up_rows = weight_rows + N.to(tl.int64) * elements
-            if EVEN:
-                up_weight = tl.load(up_rows + es[None, :], eviction_policy="evict_first")
-            else:
-                up_weight = tl.load(up_rows + es[None, :], mask=exists, other=0.0)
-            if PACKED:
-                total_up = dot_of_bytes(
-                    up_weight, tl.broadcast_to(x_words[None, :], (BLOCK_N, STEP)), total_up, COMPILED
-                )
-            else:
+            if GATED:
                 total_up += up_weight.to(tl.float32) * x[None, :]
     scale = 1.0
-    if MAX > 0:
+    if MAX == 127.0:
         scale = largest / MAX
+    elif MAX > 0:
+        scale = largest * (E4M3_SHRINK / MAX)
     if HAS_NORM:
-        if PACKED:
-            scale *= tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
-        else:
-            scale *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        scale *= tl.rsqrt(tl.sum(squares if MAX == 0 else tl.sum(squares, axis=1), axis=0) / K + eps)
     y = tl.sum(total, axis=1).to(tl.float32) * (scale * tl.load(scales_ptr + columns, mask=inside, other=0.0))
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -259,7 +313,7 @@ def _several_rows_kernel(
         elif HAS_X_SCALES:  # matrix units add e4m3 products with 14 bits: a step's sum is added outside of them
             total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
         else:
-            total = tl.dot(weight.to(x_ptr.dtype.element_ty), tl.trans(x), total)
+            total = tl.dot(weight.to(x_ptr.dtype.element_ty), tl.trans(x), total, input_precision="ieee")
 
     places = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
     exists = inside & (rows < M)[None, :]
@@ -286,25 +340,17 @@ def _several_rows_kernel(
         tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def choose_row(n: int, k: int, dtype: torch.dtype, rounds_x: bool, is_gated: bool = False) -> RowConfig:
+def choose_row(n: int, k: int, rounds_x: bool, is_gated: bool = False) -> RowConfig:
     """For one row and a weight (n, k) on an H200, by the sweeps of `bench_w8a8_gemm` and `bench_fp8_gemm`.
 
-    int8 through dot products of bytes is bound by memory: 91% of read bandwidth for gate and up of Qwen2.5-7B, the
-    output projection 99%. e4m3 and plain x cost three instructions a weight and more: 78% and 69%.
+    With rounded x, reading W is the bound: 87 to 90% of read bandwidth for gate and up of Qwen2.5-7B, the output
+    projection 95 to 99%. Plain x costs more instructions a weight: 69%.
     """
     if not rounds_x:
         return RowConfig(4, 1024, 2, 1) if k > 4 * n else RowConfig(4, 512, 2, 3)
-    if dtype == torch.int8:
-        if is_gated:
-            return RowConfig(8, 512, 1, 3)
-        if k > 4 * n:
-            return RowConfig(8, 512, 2, 3)
-        return RowConfig(16, 512, 4, 3) if n > 8 * k else RowConfig(8, 256, 1, 4)
-    if is_gated:
-        return RowConfig(4, 512, 1, 3)
-    if k > 4 * n:
-        return RowConfig(4, 1024, 2, 1)
-    return RowConfig(8, 256, 1, 4) if n > 8 * k else RowConfig(8, 512, 1, 3)
+    if is_gated or k > 4 * n:
+        return RowConfig(8, 512, 1, 4)
+    return RowConfig(8, 256, 1, 4)
 
 
 def choose_rows(num_rows: int, n: int, k: int) -> RowsConfig:
@@ -354,16 +400,15 @@ def one_row(
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     if x.shape != (1, k) or not weight.is_contiguous():
         raise ValueError(f"one row of {k} and a contiguous weight are needed, x is {list(x.shape)}: too many rows?")
-    is_packed = quantizes and weight.dtype == torch.int8 and k % 4 == 0
-    if quantizes and weight.dtype == torch.int8 and not is_packed:
+    if quantizes and k % 4:
         raise ValueError(f"{k} columns are not a multiple of 4")
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if added_to is None else added_to
     overlaps = overlaps_launches(x)
     _one_row_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight.view(torch.int32) if is_packed else weight, scales, _or(bias, x), _or(norm, x), out,
+        x, weight.view(torch.int32) if quantizes else weight, scales, _or(bias, x), _or(norm, x), out,
         _or(row_max.of_input, scales), _or(row_max.of_output, scales), _or(row_max.output_norm, x),
         _or(row_max.cleared, scales), n, k, eps,
-        MAX=code_max(weight) if quantizes else 0.0, PACKED=is_packed, HAS_BIAS=bias is not None,
+        MAX=code_max(weight) if quantizes else 0.0, HAS_BIAS=bias is not None,
         HAS_NORM=norm is not None, HAS_IN_MAX=row_max.of_input is not None,
         HAS_OUT_MAX=row_max.of_output is not None, HAS_OUT_NORM=row_max.output_norm is not None,
         CLEARS=row_max.cleared is not None, ADDS=added_to is not None, GATED=is_gated,

@@ -20,7 +20,7 @@ def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, w
     """x (rows, in), columns of stride 1; weight e4m3 (out, in); scales float32 (out,). Returns (rows, out)."""
     n, k = weight.shape
     if x.shape[0] == 1:
-        return one_row(x, weight, scales, bias, choose_row(n, k, weight.dtype, True), quantizes=True)
+        return one_row(x, weight, scales, bias, choose_row(n, k, True), quantizes=True)
     codes, x_scales = quantize_rows(x, FP8_DTYPE)
     if x.shape[0] > MAX_OWN_ROWS and n % 16 == 0 and x.dtype == torch.bfloat16:
         y: Tensor = torch._scaled_mm(

@@ -137,7 +137,7 @@ def _several_rows_kernel(
         weight = unpacked(words, pairs, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
         ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
         x = tl.load(x_rows + ks[None, :], mask=(rows < M)[:, None] & (ks < K)[None, :], other=0.0)
-        total = tl.dot(weight, tl.trans(x), total)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
 
     places = tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
     exists = inside & (rows < M)[None, :]

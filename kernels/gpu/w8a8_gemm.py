@@ -18,7 +18,7 @@ def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, 
     """x (rows, in), columns of stride 1; weight int8 (out, in); scales float32 (out,). Returns (rows, out)."""
     n, k = weight.shape
     if x.shape[0] == 1:
-        return one_row(x, weight, scales, bias, choose_row(n, k, weight.dtype, True), quantizes=True)
+        return one_row(x, weight, scales, bias, choose_row(n, k, True), quantizes=True)
     codes, x_scales = quantize_rows(x, torch.int8)
     config = choose_rows(x.shape[0], n, k)
     return several_rows(codes, x_scales, weight, scales, bias, x.dtype, workspace, config)
@@ -30,7 +30,7 @@ def w8a16_linear(
     """The same without rounding x."""
     n, k = weight.shape
     if x.shape[0] == 1:
-        return one_row(x, weight, scales, bias, choose_row(n, k, weight.dtype, False), quantizes=False)
+        return one_row(x, weight, scales, bias, choose_row(n, k, False), quantizes=False)
     config = choose_rows(x.shape[0], n, k)
     half = RowsConfig(
         config.block_m, config.block_n, config.block_k // 2, config.split_k, config.num_warps, config.num_stages

@@ -93,7 +93,7 @@ def test_maps_are_made_of_stored_codes(kind: type[EightBitLinear]) -> None:
     weight = torch.randn(32, 64, device=device)
     codes = weight.mul(8).to(kind.dtype)
     workspace = SmallMWorkspace(device)
-    per_tensor = kind(codes, torch.tensor(0.125), None, workspace)
+    per_tensor = kind(codes, torch.tensor(0.125, device=device), None, workspace)
     per_row = kind(codes, torch.full((32, 1), 0.125, device=device), None, workspace)
     x = torch.randn(3, 64, device=device)
     assert torch.equal(per_tensor(x), per_row(x))

@@ -1,0 +1,167 @@
+"""How often quantized weights choose the token that bfloat16 chooses: greedy, on real weights, on a CPU.
+
+    python -m benchmarks.quant_agreement --json
+
+The model answers fixed questions greedily in bfloat16. Each mode then reads the same answers in one pass, its products
+being the references in `kernels/`, and names its most likely token at every place:
+
+    teacher_forced   share of places where it is that of bfloat16, the text before being the same
+    free_running     share of tokens before the first difference: what a generation of its own would have in common
+
+`plain_head` keeps the output projection in bfloat16. float32 shows how much bfloat16 itself changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.model_files import resolve_model
+from common.text.tokenizer import load_tokenizer
+from engine.config import EngineConfig
+from engine.layers.decoder import DecoderModel
+from engine.layers.linear import Linear, LinearMap
+from engine.loader.load import load_model
+from kernels.fp8_gemm import fp8_linear, quantize_rows_fp8
+from kernels.w4a16_gemm import pack_w4, w4a16_linear
+from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
+
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in a few sentences how a bicycle stays upright.",
+    "Write a short poem about the sea in winter.",
+    "Give me a recipe for a simple tomato soup.",
+    "Why is the sky blue?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Name five animals that live in Africa and describe one of them.",
+    "What should I pack for a week of hiking in the mountains?",
+    "Summarize the story of Romeo and Juliet.",
+    "How does a refrigerator work?",
+)
+GROUP = 32
+Rounded = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """Attention of one whole sequence over itself."""
+
+    num_heads: int
+    num_kv_heads: int
+
+    def prepare(self, batch: Any, inputs: Tensor) -> None:
+        """Nothing is known beforehand."""
+
+    def attend(self, layer: int, qkv: Tensor, metadata: Any) -> Tensor:
+        q, k, v = qkv.transpose(0, 1).split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
+
+
+def fp8(linear: Linear) -> LinearMap:
+    return partial(_product, fp8_linear, *quantize_rows_fp8(linear.weight), linear.bias)
+
+
+def w8a8(linear: Linear) -> LinearMap:
+    return partial(_product, w8a8_linear, *quantize_rows_int8(linear.weight), linear.bias)
+
+
+def int8_weight(linear: Linear) -> LinearMap:
+    return partial(_product, w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
+
+
+def int4_weight(linear: Linear) -> LinearMap:
+    """Rounded to nearest between the extremes of each group: what a file without calibration would hold."""
+    groups = linear.weight.float().view(linear.weight.shape[0], -1, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).clamp_min(1e-12)
+    codes = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1)
+    packed = pack_w4(codes, scales, low + 8 * scales)
+    return lambda x: w4a16_linear(x, packed, linear.bias)
+
+
+def _product(
+    product: Callable[..., Tensor], weight: Tensor, scales: Tensor, bias: Tensor | None, x: Tensor
+) -> Tensor:
+    return product(x, weight, scales, bias)
+
+
+MODES: dict[str, Callable[[Linear], LinearMap]] = {
+    "fp8": fp8, "w8a8": w8a8, "int8-weight": int8_weight, "int4-weight": int4_weight,
+}  # fmt: skip
+
+
+def load(dtype: str) -> DecoderModel:
+    config = EngineConfig(device="cpu", dtype=dtype, quant_mode="none")
+    return load_model(resolve_model(""), config, torch.device("cpu")).model
+
+
+def logits_of(model: DecoderModel, token_ids: Sequence[int]) -> Tensor:
+    """(num_tokens, vocab) of one sequence."""
+    config = model.config
+    attention = CausalAttention(config.num_heads, config.num_kv_heads)
+    hidden = model.forward(torch.tensor(token_ids), torch.arange(len(token_ids)), attention, None)
+    return model.logits(hidden)
+
+
+def answer(model: DecoderModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy, everything computed anew for each token: one function for reading and for writing."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(int(logits_of(model, token_ids)[-1].argmax()))
+        if token_ids[-1] in model.config.eos_token_ids:
+            break
+    return token_ids[len(prompt) :]
+
+
+def agreement(
+    model: DecoderModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    same = before_first = total = 0
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        chosen = logits_of(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
+        equal = (chosen == torch.tensor(tokens)).tolist()
+        same += sum(equal)
+        before_first += equal.index(False) if False in equal else len(equal)
+        total += len(tokens)
+    return {"teacher_forced": round(same / total, 4), "free_running": round(before_first / total, 4), "tokens": total}
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quant_agreement", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--modes", nargs="+", default=[*MODES, "float32"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    tokenizer = load_tokenizer(resolve_model(""))
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        for question in QUESTIONS
+    ]
+    plain = load("bfloat16")
+    answers = [answer(plain, prompt, options.tokens) for prompt in prompts]
+    for mode in options.modes:
+        for plain_head in (False, True) if mode in MODES else (True,):
+            model = load("float32" if mode == "float32" else "bfloat16")
+            head = model.lm_head
+            if mode in MODES:
+                model.replace_linear_maps(lambda linear, mode=mode: MODES[mode](linear))  # type: ignore[misc]
+            if plain_head:
+                model.lm_head = head
+            figures = {"mode": mode, "plain_head": plain_head, **agreement(model, prompts, answers)}
+            print(json.dumps(figures) if options.json else figures, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
