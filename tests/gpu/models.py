@@ -17,7 +17,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, head_dim: int = 16) -> Path:
     """Random weights with a spread that keeps logits apart."""
     generator = torch.Generator().manual_seed(7)
 
@@ -28,15 +28,17 @@ def save_tiny_model(folder: Path) -> Path:
     for index in range(2):
         prefix = f"model.layers.{index}."
         for name, shape in {
-            "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
-            "self_attn.o_proj": (64, 64), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64),
+            "self_attn.q_proj": (4 * head_dim, 64), "self_attn.k_proj": (2 * head_dim, 64),
+            "self_attn.v_proj": (2 * head_dim, 64), "self_attn.o_proj": (64, 4 * head_dim),
+            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64),
             "mlp.down_proj": (64, 96),
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = weight(*shape)
         for name, size in {
-            "input_layernorm": 64, "post_attention_layernorm": 64, "self_attn.q_norm": 16, "self_attn.k_norm": 16
+            "input_layernorm": 64, "post_attention_layernorm": 64, "self_attn.q_norm": head_dim,
+            "self_attn.k_norm": head_dim,
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "head_dim": head_dim}))
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 
 import engine.gpu.runner
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.gpu.attention import fa3
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.fa3 import FlashAttention3
 from engine.gpu.config import GpuConfig
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_attention import flash_forward, make
-from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu, reference
+from tests.gpu.test_engine import PROMPTS, forced_logits, generate, greedy, open_gpu, reference
 
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn"])
@@ -38,4 +42,23 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
     assert generate(made, greedy(4)) == expected
     again = [prompt for prompt in PROMPTS if len(prompt) > 16]
     assert generate(made, greedy(4), again) == [expected[PROMPTS.index(prompt)] for prompt in again]
+    assert made.scheduler.kv.stats.hit_tokens > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
+@pytest.mark.parametrize("name", ["triton", "fa3"])
+def test_logits_of_chunks_and_cached_prefixes_are_near_those_of_float32(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "fa3" and importlib.util.find_spec(fa3.PACKAGE) is None:
+        pytest.skip("fa3-fwd is not installed")
+    model = save_tiny_model(tmp_path, head_dim=64)
+    expected = generate(reference(model), greedy())
+    plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
+    want = forced_logits(plain.engine, plain.runner, expected)
+    gpu = GpuConfig(attention_backend=name)
+    made, runner = open_gpu(model, monkeypatch, gpu, dtype="bfloat16", block_size=16, max_num_batched_tokens=30)
+    for _ in range(2):  # the second time over the blocks of the first
+        for one, other in zip(want, forced_logits(made, runner, expected), strict=True):
+            assert float((one - other).norm() / one.norm()) < 2e-2
     assert made.scheduler.kv.stats.hit_tokens > 0
