@@ -1,0 +1,49 @@
+"""SIGKILL of the router under load: only its open streams break; the next one finds the workers as they are."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.cluster.harness import Cluster, running_cluster
+
+PROMPT = "a shared beginning that is long enough for several blocks " * 4
+
+
+def complete(cluster: Cluster) -> openai.types.Completion:
+    with cluster.client() as client:
+        return client.completions.create(
+            model="dry-run", prompt=PROMPT, max_tokens=20, temperature=0.0, extra_body={"ignore_eos": True}
+        )
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
+    with running_cluster() as cluster:
+        before = complete(cluster)
+        blocks = {w["id"]: w["index"]["blocks"] for w in cluster.wait_quiet()}
+        assert sum(blocks.values()) > 0
+        router = cluster.services["router"]
+        with cluster.client() as client:
+            stream = client.completions.create(
+                model="dry-run", prompt="x" * 200, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(stream))
+            router.kill()
+            assert not router.is_alive()
+            with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
+                list(stream)
+        cluster.start_service("router")
+        cluster.wait_ready(2)
+        workers = cluster.wait_quiet()  # what the dead router had open is free
+        assert [w["index"]["state"] for w in workers] == ["exact"] * 2
+        for worker in workers:
+            assert worker["index"]["blocks"] >= blocks[worker["id"]]  # from the snapshot
+        again = complete(cluster)
+        assert again.choices[0].text == before.choices[0].text
+        assert again.usage is not None
+        details = again.usage.prompt_tokens_details
+        assert details is not None
+        assert (details.cached_tokens or 0) > 100
+        cluster.wait_quiet()
