@@ -16,8 +16,17 @@ from engine.batch import StepBatch
 from engine.kv_mirror import Arena, KVMirror, MirrorRow, padded_keys, padded_rows
 from kernels.cpu_attention import chunk_attention, decode_attention, key_mask, padded_len
 from kernels.paged_attention import write_kv
+from kvstore.types import BlockId
 
 MIRROR_TO_POOL_BYTES = 2  # the mirror may take this many times the pool's memory
+
+
+@dataclass(slots=True)
+class RowOrder:
+    """How a group's rows and the step's decode rows correspond."""
+
+    batch_rows: Tensor  # (n,) which decode rows of the step the group computes
+    source_rows: Tensor  # (num_rows,) decode row whose query each arena row computes; vacant: any
 
 
 @dataclass(slots=True)
@@ -25,11 +34,10 @@ class DecodeGroup:
     """Decode rows whose KV lies in one arena, computed together with the arena's vacant and padding rows."""
 
     arena: Arena
-    batch_rows: Tensor  # (n,) which decode rows of the step
-    arena_rows: Tensor  # (n,) where their KV lies
+    arena_rows: Tensor  # (n,) where the rows' KV lies
     positions: Tensor  # (n,) of the new tokens
-    source_rows: Tensor  # (num_rows,) decode row whose query each arena row computes; vacant: any
-    is_whole_step: bool  # arena rows are exactly the step's tokens, in order: nothing to permute
+    order: RowOrder | None  # None: arena rows are exactly the step's tokens, in order: nothing to permute
+    stores: list[tuple[int, int, BlockId, int]]  # of each new token: arena row, position, pool block, offset in it
     num_rows: int
     mask: Tensor  # (num_rows, 1, num_keys)
     views: list[tuple[Tensor, Tensor, Tensor]]
@@ -81,7 +89,7 @@ class CpuAttention:
             else:
                 by_arena.setdefault(row.arena.capacity, []).append((index, row))
         for members in by_arena.values():
-            metadata.groups.append(self._group_of(members, batch.num_tokens))
+            metadata.groups.append(self._group_of(members, batch, inputs))
         for index in unmirrored:
             metadata.chunks.append(self._chunk_of(batch, index))
         if metadata.chunks and metadata.groups:
@@ -94,37 +102,46 @@ class CpuAttention:
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, self._kv_heads, self._head_dim)
         if metadata.chunks:
             self._write_chunks(layer, kv, metadata)
-        elif len(metadata.groups) == 1 and metadata.groups[0].is_whole_step:
+        elif len(metadata.groups) == 1 and metadata.groups[0].order is None:
             out = self._attend_group(layer, q, kv, metadata.groups[0])
             self._write_decoded(layer, metadata)
             return out.view(qkv.shape[0], -1)
         out = torch.empty(q.shape, dtype=q.dtype)
         for group in metadata.groups:
+            assert group.order is not None  # else the group was the whole step
             mixed = self._attend_group(layer, q, kv, group)
-            out[group.batch_rows] = mixed.view(-1, num_heads, self._head_dim)[group.arena_rows]
+            out[group.order.batch_rows] = mixed.view(-1, num_heads, self._head_dim)[group.arena_rows]
         for chunk in metadata.chunks:
             gathered = self._gather(layer, chunk)
             out[chunk.start : chunk.stop] = chunk_attention(q[chunk.start : chunk.stop], gathered, chunk.seq_len)
         self._write_decoded(layer, metadata)
         return out.flatten(1)
 
-    def _group_of(self, members: list[tuple[int, MirrorRow]], num_tokens: int) -> DecodeGroup:
+    def _group_of(self, members: list[tuple[int, MirrorRow]], batch: StepBatch, inputs: Tensor) -> DecodeGroup:
         arena = members[0][1].arena
         num_rows = min(padded_rows(arena.extent), arena.num_slots)
         num_keys = padded_keys(max(row.length for _, row in members), arena.capacity)
         lengths, source_rows = [1] * num_rows, [0] * num_rows
+        stores = []
         for index, row in members:
             lengths[row.index], source_rows[row.index] = row.length, index
-        table = torch.tensor([[index, row.index, row.length - 1] for index, row in members])
+            position = row.length - 1
+            block = row.block_ids[position // self._block_size]
+            stores.append((row.index, position, block, position % self._block_size))
+        if len(members) == batch.num_tokens and source_rows == list(range(batch.num_tokens)):
+            arena_rows, positions, order = torch.tensor(source_rows), inputs[1], None
+        else:
+            batch_rows = torch.tensor([index for index, _ in members])
+            arena_rows = torch.tensor([row.index for _, row in members])
+            positions, order = inputs[1][batch_rows], RowOrder(batch_rows, torch.tensor(source_rows))
         return DecodeGroup(
             arena,
-            batch_rows=table[:, 0],
-            arena_rows=table[:, 1],
-            positions=table[:, 2],
-            source_rows=torch.tensor(source_rows),
-            is_whole_step=len(members) == num_tokens and source_rows == list(range(num_tokens)),
-            num_rows=num_rows,
-            mask=key_mask(torch.tensor(lengths), num_keys, self._pool.dtype),
+            arena_rows,
+            positions,
+            order,
+            stores,
+            num_rows,
+            mask=key_mask(arena.mask_source, lengths, num_keys),
             views=arena.views(num_rows, num_keys),
         )
 
@@ -140,11 +157,9 @@ class CpuAttention:
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (num_rows * kv_heads, group, head_dim)."""
         target, keys, values = group.views[layer]
-        if group.is_whole_step:
-            target.index_put_((group.arena_rows, group.positions), kv)
-        else:
-            target.index_put_((group.arena_rows, group.positions), kv[group.batch_rows])
-            q = q[group.source_rows]
+        if group.order is not None:
+            q, kv = q[group.order.source_rows], kv[group.order.batch_rows]
+        target.index_put_((group.arena_rows, group.positions), kv)
         q = q.reshape(group.num_rows * self._kv_heads, self._group, self._head_dim)
         return decode_attention(q, keys, values, group.mask, self._scale)
 
@@ -168,8 +183,6 @@ class CpuAttention:
         """After the last layer: what decode rows added to the mirror, all layers at once, to the pool."""
         if layer != self._num_layers - 1:
             return
-        pool = self._pool.permute(0, 4, 1, 2, 3, 5)  # (blocks, block_size, layers, 2, kv_heads, head_dim)
         for group in metadata.groups:
-            mirror = group.arena.kv.permute(2, 4, 0, 1, 3, 5)  # (rows, capacity, layers, 2, kv_heads, head_dim)
-            places = (metadata.blocks[group.batch_rows], metadata.offsets[group.batch_rows])
-            pool.index_put_(places, mirror[group.arena_rows, group.positions])
+            for arena_row, position, block, offset in group.stores:
+                self._pool[block, :, :, :, offset] = group.arena.kv[:, :, arena_row, :, position]

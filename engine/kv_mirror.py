@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Request
-from kernels.cpu_attention import padded_len
+from kernels.cpu_attention import mask_source, padded_len
 from kvstore.types import BlockId
 
 MIN_CAPACITY = 256
@@ -41,6 +41,7 @@ class Arena:
         self.rows: list[MirrorRow | None] = []
         _, num_layers, _, kv_heads, _, head_dim = pool.shape
         self.kv = torch.zeros(num_layers, 2, 1, kv_heads, capacity, head_dim, dtype=pool.dtype)
+        self.mask_source = mask_source(capacity, pool.dtype)
         self._views: tuple[int, int, list[tuple[Tensor, Tensor, Tensor]]] = (0, 0, [])
 
     @property

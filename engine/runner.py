@@ -14,7 +14,9 @@ from engine.attention import AttentionBackend, PoolAttention
 from engine.batch import build_batch
 from engine.config import EngineConfig
 from engine.cpu_attention import CpuAttention
+from engine.cpu_forward import MAX_ROWS, FewRowForward
 from engine.kv_memory import copy_in, copy_out, kv_dtype
+from engine.layers.decoder import DecoderModel
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.request import (
@@ -27,6 +29,8 @@ from engine.request import (
 )
 from engine.sampler import LogitsHook, Sampler
 from kvstore.types import BlockId
+
+Forward = DecoderModel | FewRowForward  # tokens to hidden states, hidden states to logits
 
 
 class ModelRunner:
@@ -50,6 +54,7 @@ class ModelRunner:
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._model = loaded.model
+        self._few_rows = FewRowForward(loaded.model) if loaded.device.type == "cpu" else None
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -71,9 +76,10 @@ class ModelRunner:
         batch = build_batch(rows, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.prepare(batch, inputs)
-        hidden = self._model.forward(inputs[0], inputs[1], self._backend, metadata)
-        self._add_prompt_logprobs(rows, batch.query_starts, hidden, result)
-        self._add_samples(rows, batch.query_starts, hidden, result)
+        model = self._few_rows if self._few_rows and batch.num_tokens <= MAX_ROWS else self._model
+        hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
+        _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
+        self._add_samples(model, rows, batch.query_starts, hidden, result)
         return result
 
     def warmup(self) -> None:
@@ -97,7 +103,7 @@ class ModelRunner:
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
     def _add_samples(
-        self, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+        self, model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
     ) -> None:
         """Draw a token for each sampling row."""
         sampling = [index for index, row in enumerate(rows) if row.samples]
@@ -107,7 +113,7 @@ class ModelRunner:
             last_hidden = hidden
         else:
             last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
-        drawn = self._sampler.sample(self._model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
+        drawn = self._sampler.sample(model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
         for place, index in enumerate(sampling):
             if place in drawn.errors:
                 result.errors[index] = drawn.errors[place]
@@ -117,16 +123,17 @@ class ModelRunner:
             if entry is not None:
                 result.logprobs[index].append(entry)
 
-    def _add_prompt_logprobs(
-        self, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
-    ) -> None:
-        for index, row in enumerate(rows):
-            if wants_prompt_logprobs(row):
-                own = hidden[query_starts[index] : query_starts[index + 1]]
-                result.prompt_logprobs[index] = prompt_logprobs(row, own, self._model.logits)
-
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
     if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
         return CpuAttention(kv_pool, loaded.config.num_heads)
     return PoolAttention(kv_pool)
+
+
+def _add_prompt_logprobs(
+    model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+) -> None:
+    for index, row in enumerate(rows):
+        if wants_prompt_logprobs(row):
+            own = hidden[query_starts[index] : query_starts[index + 1]]
+            result.prompt_logprobs[index] = prompt_logprobs(row, own, model.logits)

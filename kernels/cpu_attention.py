@@ -11,6 +11,7 @@ Padded keys and values must be finite; they get a score of minus infinity.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,10 +28,18 @@ def padded_len(num_keys: int) -> int:
     return -(-num_keys // step) * step
 
 
-def key_mask(lengths: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """(rows,) -> (rows, 1, num_keys): 0 for keys of the sequence, minus infinity for padding."""
-    visible = torch.arange(num_keys, device=lengths.device) < lengths[:, None, None]
-    return torch.zeros(visible.shape, dtype=dtype, device=lengths.device).masked_fill_(~visible, MINUS_INFINITY)
+def mask_source(max_keys: int, dtype: torch.dtype) -> Tensor:
+    """(2 * max_keys,): what `key_mask` cuts masks from, first visible places, then hidden ones."""
+    source = torch.zeros(2 * max_keys, dtype=dtype)
+    source[max_keys:] = MINUS_INFINITY
+    return source
+
+
+def key_mask(source: Tensor, lengths: Sequence[int], num_keys: int) -> Tensor:
+    """(rows, 1, num_keys): 0 for keys of the sequence, minus infinity for padding. Neither exceeds `max_keys`."""
+    max_keys = source.shape[0] // 2
+    rows = [source[max_keys - length : max_keys - length + num_keys] for length in lengths]
+    return rows[0].view(1, 1, -1) if len(rows) == 1 else torch.stack(rows).unsqueeze(1)
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -52,7 +52,7 @@ class Int8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.MAX_INT8_ROWS:
             return functional.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight_int8, self.scales)
+        y: Tensor = torch._weight_int8pack_mm(x, self.weight_int8, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -78,7 +78,7 @@ class Int4Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.MAX_INT4_ROWS:
             return functional.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, self.group_size, self.scales_and_zeros)
+        y: Tensor = torch._weight_int4pack_mm_for_cpu(x, self.packed, self.group_size, self.scales_and_zeros)
         return y if self.bias is None else y.add_(self.bias)
 
 

@@ -1,0 +1,74 @@
+"""A decode step's forward pass on a CPU: `DecoderModel.forward` with fewer operations, for few rows.
+
+With few rows the products take half of a step and starting the other operations the rest: a row of 576 numbers is
+worked through in the time that Python needs to ask for it. So the residual stream is kept in the form that torch's
+fused norm takes (`kernels/cpu_norm.py`). Where K and V live only the attention backend knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention import AttentionBackend, AttentionMetadata
+from engine.layers.decoder import DecoderLayer, DecoderModel
+from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotate_
+from kernels.silu_mul import silu_mul
+
+MAX_ROWS = 16  # above, memory traffic counts and not the number of operations
+
+
+@dataclass(slots=True)
+class NormWeights:
+    """Norm weights of one layer, each twice: (2, hidden)."""
+
+    attention: Tensor
+    mlp: Tensor
+
+
+class FewRowForward:
+    """The model's forward pass for steps of at most `MAX_ROWS` tokens."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+        self._signs = signs_like(model.embedding)
+        self._norms = [NormWeights(_twice(layer.attention_norm), _twice(layer.mlp_norm)) for layer in model.layers]
+        self._final_norm = _twice(model.final_norm)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, backend: AttentionBackend, metadata: AttentionMetadata
+    ) -> Tensor:
+        """token_ids, positions (num_tokens,) -> residual stream (num_tokens, 2, hidden): each row, its negative."""
+        model, signs, eps = self._model, self._signs, self._model.config.rms_norm_eps
+        table = model.rotary[positions]
+        cos, sin = table[:, :1], table[:, 1:]
+        stream = opposed(functional.embedding(token_ids, model.embedding), signs)
+        for index, (layer, norms) in enumerate(zip(model.layers, self._norms, strict=True)):
+            qkv = self._qkv(layer, rms_norm_of_opposed(stream, norms.attention, eps), cos, sin)
+            add_opposed_(stream, layer.attention_output(backend.attend(index, qkv, metadata)), signs)
+            gate_up = layer.gate_up(rms_norm_of_opposed(stream, norms.mlp, eps))
+            add_opposed_(stream, layer.down(silu_mul(gate_up)), signs)
+        return stream
+
+    def logits(self, stream: Tensor) -> Tensor:
+        """Rows of `forward`'s result -> logits (rows, vocab)."""
+        return self._model.lm_head(rms_norm_of_opposed(stream, self._final_norm, self._model.config.rms_norm_eps))
+
+    def _qkv(self, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(num_tokens, hidden) -> q, k, v heads (num_tokens, heads + 2 kv_heads, head_dim), q and k rotated."""
+        config = self._model.config
+        qkv = layer.qkv(x).view(x.shape[0], -1, config.head_dim)
+        qk = qkv[:, : config.num_heads + config.num_kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(rms_norm(qk, layer.qk_norm, config.rms_norm_eps))
+        rotate_(qk, cos, sin)
+        return qkv
+
+
+def _twice(weight: Tensor) -> Tensor:
+    return torch.stack([weight, weight])

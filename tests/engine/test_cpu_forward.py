@@ -1,0 +1,73 @@
+"""The forward pass for few rows equals the plain one, whatever the family, with rows of any size in the stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.cpu_forward import FewRowForward
+from engine.loader.load import load_model
+from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+
+
+class OwnTokenAttention:
+    """Every token sees itself only: its output is its V, once per query head of the group."""
+
+    def __init__(self, num_heads: int, kv_heads: int) -> None:
+        self.num_heads, self.kv_heads = num_heads, kv_heads
+
+    def attend(self, layer: int, qkv: Tensor, metadata: None) -> Tensor:
+        q, k, v = qkv.split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
+        group = self.num_heads // self.kv_heads
+        # q and k take part, so that a wrong rotation shows.
+        return (v.repeat_interleave(group, dim=1) + q * k.repeat_interleave(group, dim=1)).flatten(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_equals_the_plain_forward(family: str, num_rows: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    path = TINY_MODELS[family].save(tmp_path)
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32")
+    model = load_model(resolve_model(str(path)), config, torch.device("cpu")).model
+    backend = OwnTokenAttention(model.config.num_heads, model.config.num_kv_heads)
+    token_ids = torch.arange(num_rows) * 17 % VOCAB_SIZE
+    positions = torch.arange(num_rows) * 9
+    few_rows = FewRowForward(model)
+    with torch.inference_mode():
+        expected = model.forward(token_ids, positions, backend, None)  # type: ignore[arg-type]
+        stream = few_rows.forward(token_ids, positions, backend, None)  # type: ignore[arg-type]
+        torch.testing.assert_close(stream[:, 0], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(stream[:, 1], -stream[:, 0], atol=0, rtol=0)
+        torch.testing.assert_close(few_rows.logits(stream), model.logits(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_norm_of_opposed_rows_is_the_rms_norm(dtype: torch.dtype, scale: float) -> None:
+    """Also for rows that are far from zero on average, and with single entries far above the rest."""
+    torch.manual_seed(0)
+    x = (torch.randn(6, 200) + torch.arange(6.0)[:, None]) * scale
+    x[3, 7] = 200 * scale
+    x, weight = x.to(dtype), (1 + torch.randn(200) / 5).to(dtype)
+    got = rms_norm_of_opposed(opposed(x, signs_like(x)), torch.stack([weight, weight]), 1e-5)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert got.is_contiguous()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+
+
+def test_adding_to_opposed_rows() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    signs = signs_like(x)
+    pairs = opposed(x, signs)
+    add_opposed_(pairs, y, signs)
+    torch.testing.assert_close(pairs, torch.stack([x + y, -(x + y)], dim=1))
