@@ -26,6 +26,10 @@ MODELS = {
     "qwen2.5-7b": (28, 4, 128), "qwen3-0.6b": (16, 8, 128), "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)
 }  # fmt: skip
 KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+OPTIONS = {  # tile, warps, stages
+    "bfloat16": [(32, 2, 5), (32, 2, 7), (16, 1, 6), (16, 1, 8), (32, 1, 4), (32, 1, 6), (64, 4, 4), (16, 2, 8)],
+    "fp8": [(64, 1, 3), (64, 1, 4), (32, 1, 6), (32, 2, 5), (32, 2, 7), (64, 2, 5), (64, 4, 5), (128, 4, 4)],
+}
 
 
 class Case:
@@ -65,24 +69,24 @@ class Case:
         )
 
 
-def sweep(read: float, block_size: int, kv_dtype: str) -> None:
-    options = [(64, 4, 4), (64, 4, 5), (64, 4, 6), (32, 4, 5), (64, 2, 4), (64, 2, 5), (32, 2, 5)]
-    for model in ("qwen2.5-7b", "qwen3-0.6b"):
+def sweep(models: list[str], read: float, block_size: int, kv_dtype: str) -> None:
+    for model in models:
         for rows, length in SHAPES:
             case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype])
-            num_heads, num_kv_heads = MODELS[model][:2]
-            base = num_splits(rows, num_kv_heads, num_heads // num_kv_heads, case.q.device)
-            results = []
-            for tile, num_warps, num_stages in options:
-                for splits in sorted({min(base * f, MAX_SPLITS) for f in (1, 2)} | {max(base // 2, 1)}):
-                    seconds = case.seconds(DecodeTuning(tile, num_warps, num_stages), splits)
-                    results.append((seconds, f"tile{tile} w{num_warps} s{num_stages} x{splits}"))
-            results.sort()
-            best = " | ".join(f"{name} {seconds * 1e6:.1f}" for seconds, name in results[:4])
-            rate = case.bytes_per_call / results[0][0]
+            results = {}
+            for option in OPTIONS[kv_dtype]:
+                for programs_per_sm in (2, 4, 8):
+                    tuning = DecodeTuning(*option, programs_per_sm)
+                    name = (
+                        f"{'/'.join(map(str, option))} x{num_splits(rows, MODELS[model][1], case.q.device, tuning)}"
+                    )
+                    if name not in results:
+                        results[name] = case.seconds(tuning)
+            fastest = sorted(results.items(), key=lambda item: item[1])
             report(
-                "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {rows}x{length}", best=best,
-                of_read=rate / read, worst_us=results[-1][0] * 1e6,
+                "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {rows}x{length}",
+                best=" | ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in fastest[:6]),
+                of_read=case.bytes_per_call / fastest[0][1] / read, chosen_us=case.seconds() * 1e6,
             )  # fmt: skip
 
 
@@ -93,11 +97,12 @@ def main() -> None:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
     options = parser.parse_args()
+    models = [options.model] if options.model else list(MODELS)
     read = read_bandwidth()
     if options.sweep:
-        sweep(read, options.block_size, options.kv_dtype)
+        sweep(models, read, options.block_size, options.kv_dtype)
         return
-    for model in [options.model] if options.model else MODELS:
+    for model in models:
         for rows, length in SHAPES:
             case = Case(*MODELS[model], rows, length, options.block_size, KV_DTYPES[options.kv_dtype])
             seconds = case.seconds()

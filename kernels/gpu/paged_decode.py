@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 COMBINE_PROGRAMS = 128  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
 
@@ -32,21 +32,20 @@ LOG2_E = 1.4426950408889634
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
     """tile: keys per step of a program's loop. num_stages: tiles in flight, one step of it looking up the block.
-
-    Of 7 settings on an H200, pages of 64, two models, 8 shapes, this one is the fastest or within 2% of it everywhere
-    (tile, warps, stages; Qwen2.5-7B, batch 8 x 1k | 1 x 32k | 64 x 4k): 32/2/5 10.4 | 23.8 | 129 us,
-    64/4/5 11.2 | 23.9 | 129, 64/4/3 11.8 | 25.7 | 137.
+    programs_per_sm: how many programs a multiprocessor gets when rows and heads alone are too few.
     """
 
-    tile: int = 32
-    num_warps: int = 2
-    num_stages: int = 5
-    prefetch: int = 8  # tiles that are asked for before the kernel before has ended
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
 
 
-DEFAULT_TUNING = DecodeTuning()
-LONG_TILES = DecodeTuning(32, 2, 7, prefetch=0)
-SHORT_TILES = DecodeTuning(16, 1, 6, prefetch=0)  # one warp needs no barriers; many programs fit side by side
+LONG_TILES = DecodeTuning(32, 2, 7, 2)
+SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
+FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
+ONE_BYTE = DecodeTuning(64, 4, 5, 2)
+ONE_BYTE_MANY_ROWS = DecodeTuning(64, 1, 4, 8)
 
 
 def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeTuning:
@@ -58,8 +57,10 @@ def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -
     prefetch, 4139 | 4737 | 5120 | 6464 without, SHORT_TILES 4145 | 4965 | 5354 | 6420. What is asked for before the
     wait takes bandwidth from the product that still runs.
     """
-    if itemsize != 2:
-        return DEFAULT_TUNING
+    if itemsize == 4:
+        return FOUR_BYTES
+    if itemsize == 1:
+        return ONE_BYTE_MANY_ROWS if num_rows * num_kv_heads >= 256 else ONE_BYTE
     if num_rows * num_kv_heads >= 512 or (num_rows == 1 and group <= 4):
         return SHORT_TILES
     return LONG_TILES
@@ -74,7 +75,11 @@ class DecodeWorkspace:
     def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
         group = num_heads // num_kv_heads
         places = max(
-            rows * num_heads * num_splits(rows, num_kv_heads, group, device) for rows in range(1, max_rows + 1)
+            rows
+            * num_heads
+            * num_splits(rows, num_kv_heads, device, choose_tuning(rows, num_kv_heads, group, itemsize))
+            for rows in range(1, max_rows + 1)
+            for itemsize in (1, 2, 4)
         )
         self.outputs = torch.empty(places, head_dim, dtype=torch.float32, device=device)
         self.log_sums = torch.empty(places, dtype=torch.float32, device=device)
@@ -85,16 +90,10 @@ def padded_group(group: int) -> int:
     return max(16, 1 << (group - 1).bit_length())
 
 
-def num_splits(num_rows: int, num_kv_heads: int, group: int, device: torch.device) -> int:
-    """The largest power of two with at most two programs per multiprocessor; 1 when rows alone fill the GPU.
-
-    With few heads a group, whose splits are cheap to combine, four: a program waits for its own arithmetic more than
-    for memory. Steps of Qwen3-0.6B at 8, 16 and 32 rows get 4, 0 and 9% faster; of Qwen2.5-7B (7 heads a group) at 8,
-    32 and 64 rows 0.5 and 0.2% faster and 2% slower.
-    """
+def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, tuning: DecodeTuning) -> int:
+    """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    share = (4 if group <= 4 else 2) * num_sms // (num_rows * num_kv_heads)
-    return min(MAX_SPLITS, 1 << max(share.bit_length() - 1, 0))
+    return max(1, min(MAX_SPLITS, tuning.programs_per_sm * num_sms // (num_rows * num_kv_heads)))
 
 
 @triton.jit
@@ -128,33 +127,26 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
     return even, odd
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "num_splits"])
 def _paged_decode_kernel(
     q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
-    layer, q_stride, table_stride, block_stride, layer_stride, scale,
+    layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    share = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
     num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = tables_ptr + row * table_stride
     first_tile = split * share
     end_tile = tl.minimum(first_tile + share, num_tiles)
-    if OVERLAPS:
-        # Tables and all keys but the newest were there before the step: only q must be waited for.
-        lines = tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
-        for tile in range(first_tile, tl.minimum(first_tile + PREFETCH, end_tile)):
-            offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
-            prefetch(keys_ptr + offsets[:, None] + lines, True)
-            prefetch(values_ptr + offsets[:, None] + lines, True)
     wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
@@ -201,26 +193,26 @@ def _paged_decode_kernel(
             out_row + members[:, None] * HEAD_DIM + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member
         )
     else:
-        mine = ((row * NUM_KV_HEADS + kv_head) * GROUP + members) * NUM_SPLITS + split
+        mine = ((row * NUM_KV_HEADS + kv_head) * GROUP + members) * num_splits + split
         tl.store(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_member)
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, num_splits,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of one head's splits, in their order; DIMS of its dimensions."""
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
-    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1))
-    splits = tl.arange(0, NUM_SPLITS)
+    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
+    splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used = splits < num_used
-    places = head * NUM_SPLITS + splits
+    places = head * num_splits + splits
     wait_for_predecessor(OVERLAPS)
     if num_used <= 1:
         return
@@ -258,24 +250,24 @@ def paged_decode(
         return out
     group = num_heads // num_kv_heads
     tuning = tuning or choose_tuning(num_rows, num_kv_heads, group, pool.itemsize)
-    count = splits or num_splits(num_rows, num_kv_heads, group, q.device)
+    count = splits or num_splits(num_rows, num_kv_heads, q.device, tuning)
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     overlaps = overlaps_launches(q)
     _paged_decode_kernel[(num_kv_heads, num_rows, count)](
         q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
-        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
+        layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
+        LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_SPLITS=count, NUM_STAGES=tuning.num_stages,
-        COMPUTE=compute_dtype(q, pool), PREFETCH=tuning.prefetch, LINE=min(128 // pool.itemsize, head_dim),
-        OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_STAGES=tuning.num_stages,
+        COMPUTE=compute_dtype(q, pool), OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
         dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
         _combine_kernel[(num_heads, num_rows, head_dim // dims)](
-            lengths, out, workspace.outputs, workspace.log_sums,
-            HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, NUM_SPLITS=count, OVERLAPS=overlaps, num_warps=4,
-            launch_pdl=overlaps,
+            lengths, out, workspace.outputs, workspace.log_sums, count,
+            HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, PADDED_SPLITS=triton.next_power_of_2(count),
+            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
         )  # fmt: skip
     return out
 

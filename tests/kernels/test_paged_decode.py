@@ -5,6 +5,7 @@ import torch
 
 from kernels.gpu.paged_decode import (
     LONG_TILES,
+    ONE_BYTE,
     SHORT_TILES,
     DecodeTuning,
     DecodeWorkspace,
@@ -24,7 +25,7 @@ from tests.kernels.helpers import (
 )
 
 LAYER = 1
-SMALL = DecodeTuning(tile=16, num_warps=4, num_stages=2)
+SMALL = DecodeTuning(16, 4, 2, 2)
 
 
 def run(
@@ -50,7 +51,7 @@ def run(
     assert relative_error(simple_decode(q, pool, LAYER, table, lengths), expected) < bound
 
 
-@pytest.mark.parametrize("splits", [1, 4, None])
+@pytest.mark.parametrize("splits", [1, 3, 4, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2)])
 def test_equals_the_reference(splits: int | None, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
     run([1, 16, 17, 70], num_heads, num_kv_heads, 16, HALF_DTYPE, device, splits)
@@ -81,7 +82,7 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     q = torch.randn(3, 2, 16, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     workspace = DecodeWorkspace(3, 2, 1, 16, device)
-    out = paged_decode(q, pool, 0, table, lengths, workspace, DecodeTuning(tile=32), 1)
+    out = paged_decode(q, pool, 0, table, lengths, workspace, DecodeTuning(32, 2, 3, 2), 1)
     for row, kv in enumerate(kvs):
         assert relative_error(out[row], attend_sequence(q[row : row + 1], kv).flatten()) < 1e-5
 
@@ -109,9 +110,9 @@ def test_many_programs_take_short_tiles() -> None:
     assert choose_tuning(32, 8, 2, 2) is choose_tuning(1, 4, 7, 2) is LONG_TILES
 
 
-@pytest.mark.parametrize("group", [2, 7])
-def test_more_rows_never_get_more_splits(group: int) -> None:
-    counts = [num_splits(rows, 4, group, torch.device("cpu")) for rows in range(1, 300)]
+@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
+def test_more_rows_never_get_more_splits(tuning: DecodeTuning) -> None:
+    counts = [num_splits(rows, 4, torch.device("cpu"), tuning) for rows in range(1, 300)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
 
