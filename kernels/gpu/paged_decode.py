@@ -42,6 +42,7 @@ class DecodeTuning:
 
 
 LONG_TILES = DecodeTuning(32, 2, 7, 2)
+LONG_TILES_FEW_HEADS = DecodeTuning(32, 2, 7, 4)  # splits of few heads a group are cheap to combine
 SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
 FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
 ONE_BYTE = DecodeTuning(64, 4, 5, 2)
@@ -63,7 +64,7 @@ def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -
         return ONE_BYTE_MANY_ROWS if num_rows * num_kv_heads >= 256 else ONE_BYTE
     if num_rows * num_kv_heads >= 512 or (num_rows == 1 and group <= 4):
         return SHORT_TILES
-    return LONG_TILES
+    return LONG_TILES_FEW_HEADS if group <= 4 else LONG_TILES
 
 
 class DecodeWorkspace:

@@ -5,6 +5,7 @@ import torch
 
 from kernels.gpu.paged_decode import (
     LONG_TILES,
+    LONG_TILES_FEW_HEADS,
     ONE_BYTE,
     SHORT_TILES,
     DecodeTuning,
@@ -107,7 +108,8 @@ def test_what_is_chosen_fits(
 
 def test_many_programs_take_short_tiles() -> None:
     assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
-    assert choose_tuning(32, 8, 2, 2) is choose_tuning(1, 4, 7, 2) is LONG_TILES
+    assert choose_tuning(1, 4, 7, 2) is LONG_TILES
+    assert choose_tuning(32, 8, 2, 2) is LONG_TILES_FEW_HEADS
 
 
 @pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
