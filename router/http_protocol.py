@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            if self.cycle.response_started:  # the error would land inside of that answer
+            if self.cycle.response_started or self.pipeline:  # the error would land inside of another answer
                 self.transport.abort()
                 return
             self.cycle.disconnected = True  # this is its answer; the application need not make one
