@@ -19,8 +19,8 @@ class EngineConfig:
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(
-        "auto", "weights in memory; auto: as a quantized checkpoint holds them; of others on a CPU int4-weight for 4-bit "
-        "GGUF files, else int8-weight; fp8 and w8a8 round activations too and need a GPU",
+        "auto", "weights in memory; auto: as a quantized checkpoint has them, else on a CPU int4-weight for 4-bit "
+        "GGUF files and int8-weight for others; fp8 and w8a8 round activations too and need a GPU",
         choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"),
     )  # fmt: skip
     kv_cache_dtype: str = setting(

@@ -21,6 +21,7 @@ from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+from engine.loader.gguf_int4 import Int4Rows
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_maps import can_keep_packed, packed_names, place_packed_maps
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
@@ -118,33 +119,13 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
-        keeps_packed = packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device)
-        int4_source = source.weights if isinstance(source.weights, GgufWeights) else None
-        has_int4 = int4_source is not None and int4_source.has_int4
-        quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
-        if int4_source is not None:
-            int4_source.keep_int4 = quant_mode == "int4-weight"
-        _check(source, keeps_packed)
-        folds = engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight"  # those keep the file's numbers
-        quantizer = Quantizer(quant_mode, {} if int4_source is None else int4_source.int4, device.type == "cuda")
-
-        def finish_layer(layer: DecoderLayer) -> None:
-            if folds:
-                fold_layer_scales(layer, source.config)
-            quantizer.convert_layer(layer)
-
-        model = source.family.build(source.config, source.weights, None if keeps_packed else finish_layer)
-        if packed is not None:
-            packed.check_idle_biases()
-        if packed is not None and keeps_packed:
+        if packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
-            held = place_packed_maps(model, packed, dtype, device)
-            source.identity["maps"] = held
-            logger.info("%s: linear maps are %s", quant_mode, held)
+            model = _build_packed(source, packed, dtype, device)
         else:
-            if packed is not None:
-                logger.info("%s: linear maps are dequantized to %s", packed.quantization.label, DTYPE_NAMES[dtype])
-            quantizer.finish(model)
+            has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
+            quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
+            model = _build_plain(source, engine_config, quant_mode, device)
     identity = {
         "config": source.config,
         "dtype": DTYPE_NAMES[dtype],
@@ -160,18 +141,49 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     return LoadedModel(model, source.config, name, dtype, quant_mode, device)
 
 
-def _check(source: _Source, keeps_packed: bool) -> None:
-    """Compare names and shapes before weights are read; choose which maps stay packed. Raises ConfigError."""
-    if source.shapes is None:
-        return
+def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Maps stay as the checkpoint holds them."""
+    weights.kept = packed_names(_checked_skeleton(source), weights)
+    model = source.family.build(source.config, weights)
+    weights.check_idle_biases()
+    held = source.identity["maps"] = place_packed_maps(model, weights, dtype, device)
+    logger.info("%s: linear maps are %s", weights.quantization.label, held)
+    return model
+
+
+def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device) -> DecoderModel:
+    """Weights are plain, or made so, and rounded to `quant_mode` layer by layer."""
+    weights = source.weights
+    int4: dict[str, Int4Rows] = {}
+    if isinstance(weights, GgufWeights):
+        weights.keep_int4 = quant_mode == "int4-weight"
+        int4 = weights.int4
+    _checked_skeleton(source)
+    folds = engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight"  # those keep the file's numbers
+    quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
+
+    def finish_layer(layer: DecoderLayer) -> None:
+        if folds:
+            fold_layer_scales(layer, source.config)
+        quantizer.convert_layer(layer)
+
+    model = source.family.build(source.config, weights, finish_layer)
+    quantizer.finish(model)
+    if isinstance(weights, PackedWeights):
+        weights.check_idle_biases()
+        logger.info("%s: linear maps were dequantized", weights.quantization.label)
+    return model
+
+
+def _checked_skeleton(source: _Source) -> DecoderModel:
+    """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
     needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
     skeleton = source.family.build(source.config, needed)
     if isinstance(source.weights, PackedWeights):
         source.weights.check(needed.shapes, tied)
-        if keeps_packed:
-            source.weights.kept = packed_names(skeleton, source.weights)
-    else:
+    elif source.shapes is not None:
         check_weights(needed.shapes, source.shapes, tied)
+    return skeleton
 
 
 def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
@@ -184,9 +196,11 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
     config = family.adapt_config(config_from_hf(raw), raw)
-    if engine_config.load_format == "dummy":
-        return _random(family, config, dtype, device)
     quantization = quantization_from_hf(raw)
+    if engine_config.load_format == "dummy":
+        if quantization is not None:
+            logger.info("random weights are plain, not %s; --quant-mode rounds them", quantization.label)
+        return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
     weights = tensors if quantization is None else PackedWeights(tensors, quantization)
     return _Source(config, family, weights, tensors.shapes, {}, tensors.files)

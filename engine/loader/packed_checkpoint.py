@@ -21,7 +21,7 @@ from engine.loader.safetensors import SafetensorsWeights, StoredTensor
 from engine.models.quantization import CheckpointQuantization, WeightScheme
 
 WEIGHT = ".weight"
-BIAS = ".bias"
+BIAS = "bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +52,30 @@ class PackedWeights:
             shape = needed.get(name)
             if shape is None or len(shape) != 2 or not any(mark in parts for mark in MARKS):
                 continue
-            misfits = []
-            for scheme in self.quantization.schemes:
-                stored = stored_tensors(scheme, shape[0], shape[1], parts)
-                misfit = _misfit(stored, parts)
-                if misfit is None:
-                    self._packed[name] = _Packed(scheme, (shape[0], shape[1]))
-                    for part in (*stored, *UNUSED):
-                        found.pop(f"{module}.{part}", None)
-                    if module + BIAS in found and module + BIAS not in needed:
-                        self._idle_biases.append(module + BIAS)
-                        del found[module + BIAS]
-                    break
-                misfits.append(misfit)
+            scheme, misfits = self._scheme(parts, shape[0], shape[1])
+            if scheme is None:
+                problems.append(f"{module}: {misfits}")
+                understood = [part for part in parts if part != BIAS]
             else:
-                problems.append(f"{module}: {' or '.join(dict.fromkeys(misfits))}")
-                for part in parts:
-                    found.pop(f"{module}.{part}", None)
+                self._packed[name] = _Packed(scheme, (shape[0], shape[1]))
+                understood = [*stored_tensors(scheme, shape[0], shape[1], parts), *UNUSED]
+                if BIAS in parts and f"{module}.{BIAS}" not in needed:
+                    self._idle_biases.append(f"{module}.{BIAS}")
+                    understood.append(BIAS)
+            for part in understood:
+                found.pop(f"{module}.{part}", None)
             found[name] = shape
         check_weights(needed, found, tied, problems)
+
+    def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
+        """The first scheme that the tensors fit, or None and why they fit none."""
+        misfits = []
+        for scheme in self.quantization.schemes:
+            misfit = _misfit(stored_tensors(scheme, n, k, parts), parts)
+            if misfit is None:
+                return scheme, ""
+            misfits.append(misfit)
+        return None, " or ".join(dict.fromkeys(misfits))
 
     def is_packed(self, name: str) -> bool:
         return name in self._packed

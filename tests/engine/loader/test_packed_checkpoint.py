@@ -169,6 +169,14 @@ def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path)
     torch.testing.assert_close(logits(tmp_path / "mixed", 20, dtype="float32")[0], exact, atol=1e-4, rtol=0)
 
 
+def test_random_weights_are_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(FORMATS["gptq"], tmp_path / "m")
+    with caplog.at_level("INFO"):
+        loaded, _ = load(tmp_path / "m", load_format="dummy")
+    assert loaded.quant_mode == "int8-weight"
+    assert "random weights are plain, not gptq-4bit" in caplog.text
+
+
 def test_biases_of_zeros_that_nobody_needs_are_left_out(tmp_path: Path) -> None:
     form = FORMATS["gptq"]
     write(form, tmp_path / "m")
@@ -241,8 +249,9 @@ def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
 def test_config_and_tensors_must_agree(tmp_path: Path) -> None:
     form: Format = FORMATS["gptq"]
     write(replace(form, config={**form.config, "group_size": 64}), tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"qzeros is \[2, 8\], not \[1, 8\].* and 16 more"):
+    with pytest.raises(ConfigError, match=r"qzeros is \[2, 8\], not \[1, 8\].* and 16 more") as caught:
         load(tmp_path / "m")
+    assert "missing" not in str(caught.value)  # biases are there
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
