@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
-from engine.kv_mirror import Arena, KVMirror, MirrorRow, padded_keys, padded_rows
-from kernels.cpu_attention import chunk_attention, decode_attention, key_mask, padded_len
+from engine.kv_mirror import Arena, KVMirror, MirrorRow, padded_rows
+from kernels.cpu_attention import chunk_attention, decode_attention, key_mask, keys_to_read, padded_len
 from kernels.paged_attention import write_kv
 from kvstore.types import BlockId
 
@@ -120,7 +120,7 @@ class CpuAttention:
     def _group_of(self, members: list[tuple[int, MirrorRow]], batch: StepBatch, inputs: Tensor) -> DecodeGroup:
         arena = members[0][1].arena
         num_rows = min(padded_rows(arena.extent), arena.num_slots)
-        num_keys = padded_keys(max(row.length for _, row in members), arena.capacity)
+        num_keys = keys_to_read(num_rows, max(row.length for _, row in members), arena.capacity)
         lengths, source_rows = [1] * num_rows, [0] * num_rows
         stores = []
         for index, row in members:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.request import Request
-from kernels.cpu_attention import mask_source, padded_len
+from kernels.cpu_attention import mask_source
 from kvstore.types import BlockId
 
-MIN_CAPACITY = 256
+MIN_CAPACITY = 128
 
 
 def capacity_for(num_tokens: int) -> int:
@@ -184,10 +184,10 @@ class KVMirror:
     def _fill(self, row: MirrorRow, block_ids: list[BlockId], length: int) -> None:
         """Copy from the pool, and clear the rest: what an earlier sequence left there could be NaN."""
         target = row.arena.kv[:, :, row.index]  # (layers, 2, kv_heads, capacity, head_dim)
-        if length:
-            blocks = self._pool[torch.tensor(block_ids)]
-            dense = blocks.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-            target[:, :, :, :length] = dense[:, :, :, :length]
+        for place, block_id in enumerate(block_ids):
+            first = place * self._block_size
+            count = min(self._block_size, length - first)
+            target[:, :, :, first : first + count] = self._pool[block_id, :, :, :, :count]
         target[:, :, :, length:] = 0
 
     def _drop(self, row: MirrorRow) -> None:
@@ -198,7 +198,3 @@ def padded_rows(num_rows: int) -> int:
     """Number of rows to compute: few distinct values, at most a quarter more than asked for."""
     step = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4 if num_rows <= 32 else 8
     return -(-num_rows // step) * step
-
-
-def padded_keys(num_keys: int, capacity: int) -> int:
-    return min(padded_len(num_keys), capacity)
