@@ -106,14 +106,17 @@ def map_of_parts(
     """The map whose outputs are those of all parts, and what it is in a few words."""
     rows = join_rows(parts)
     if rows is None:
-        return maker.int8(Linear(torch.cat([part.dequantize(dtype) for part in parts]), bias)), "int8 of unlike parts"
+        return _rounded(Linear(torch.cat([part.dequantize(dtype) for part in parts]), bias), "unlike parts", maker)
     made = maker.of_rows(replace(rows, order=None), bias)
     if made is None:
-        return maker.int8(
-            Linear(rows.dequantize(dtype), bias)
-        ), f"int8 of {'e4m3' if rows.is_fp8 else 'other groups'}"
+        return _rounded(Linear(rows.dequantize(dtype), bias), "e4m3" if rows.is_fp8 else "other groups", maker)
     linear, kind = made
     return made if rows.order is None else (Reordered(linear, rows.order), kind + " reordered")
+
+
+def _rounded(plain: Linear, of: str, maker: MapMaker) -> tuple[LinearMap, str]:
+    made = maker.int8(plain)
+    return made, "dequantized" if made is plain else f"int8 of {of}"
 
 
 def _maker(dtype: torch.dtype, device: torch.device) -> MapMaker:

@@ -79,8 +79,9 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
     offsets = None
     if any(part.offsets is not None for part in parts):
         offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])  # bytes, whatever they mean
     return QuantizedRows(
-        torch.cat([part.codes for part in parts]),
+        codes.view(first.codes.dtype),
         torch.cat([part.scales for part in parts]),
         offsets,
         first.group_size,
