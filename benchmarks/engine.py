@@ -109,7 +109,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
         prefix_cache=False,
     )
     parts = assemble(config, gpu=from_namespace(GpuConfig, options))
-    dtype = getattr(torch, parts.geometry.dtype)
+    dtype = getattr(torch, parts.dtype)
     gc.collect()
     gc.freeze()  # as a rank does
     peaks = measure_peaks(torch.device(parts.device), dtype)
@@ -142,8 +142,10 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
         steps += 1
     seconds = time.perf_counter() - prefilled
     num_tokens = sum(len(request.output_token_ids) for request in requests) - done
+    parts = bench.parts
+    mean_context = num_input + num_output / 2
     floor = decode_floor_seconds(
-        config, bench.parts.geometry.dtype, bench.parts.quantization, batch, num_input + num_output / 2, bench.peaks
+        config, parts.dtype, parts.quantization, batch, mean_context, bench.peaks, parts.geometry.dtype
     )
     tokens_per_second = num_tokens / seconds
     return {
@@ -210,7 +212,8 @@ def identity(bench: Bench) -> dict[str, Any]:
     return {
         "model": bench.parts.files.name,
         "device": bench.parts.device,
-        "dtype": bench.parts.geometry.dtype,
+        "dtype": bench.parts.dtype,
+        "kv_dtype": bench.parts.geometry.dtype,
         "quant_mode": bench.parts.quantization,
     }
 

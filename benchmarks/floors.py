@@ -50,11 +50,12 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 
 def decode_floor_seconds(
-    config: ModelConfig, dtype: str, quant_mode: str, batch: int, mean_context: float, peaks: Peaks
-) -> float:
-    """One step: all weights once, and the KV of every sequence."""
+    config: ModelConfig, dtype: str, quant_mode: str, batch: int, mean_context: float, peaks: Peaks,
+    kv_dtype: str = "",
+) -> float:  # fmt: skip
+    """One step: all weights once, and the KV of every sequence. kv_dtype: of the cache, when it is not `dtype`."""
     weight_bytes = num_weights(config) * WEIGHT_BYTES.get(quant_mode, DTYPE_BYTES[dtype])
-    kv_bytes = batch * mean_context * kv_bytes_per_token(config, dtype)
+    kv_bytes = batch * mean_context * kv_bytes_per_token(config, kv_dtype or dtype)
     return (weight_bytes + kv_bytes) / peaks.read_bytes_per_second
 
 

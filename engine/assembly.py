@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.kv_manager import KVManager
-from engine.kv_memory import allocate_pool, check_kv_dtype, host_buffer_over, pool_geometry
+from engine.kv_memory import DTYPE_NAMES, allocate_pool, check_kv_dtype, host_buffer_over, pool_geometry
 from engine.scheduler import Scheduler
 from kvstore.block_pool import BlockPool
 from kvstore.host_tier import HostTier, LocalHostTier
@@ -63,6 +63,7 @@ class EngineParts:
     model_config: ModelConfig
     geometry: PoolGeometry
     device: str
+    dtype: str  # what the model computes in; geometry.dtype is what KV is stored as
     quantization: str
     max_num_seqs: int
     cuda_graphs: bool
@@ -142,6 +143,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> Engin
         loaded.config,
         geometry,
         str(device),
+        DTYPE_NAMES[loaded.dtype],
         loaded.quant_mode,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,

@@ -51,11 +51,11 @@ def main() -> None:
             pool = torch.zeros(
                 blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
             )
-            moved = 2 * 2 * rows * all_heads * HEAD_DIM
+            moved = 2 * 2 * rows * all_heads * HEAD_DIM + 2 * rows * HEAD_DIM  # and half a row of the table
             count = num_input_sets(moved, 32)
             sets = [torch.randn(rows, all_heads, HEAD_DIM, device="cuda").bfloat16() for _ in range(count)]
             slots = torch.randperm(blocks * BLOCK_SIZE, device="cuda")[:rows]
-            positions = torch.randint(0, 40960, (rows,), device="cuda")
+            positions = torch.randperm(40960, device="cuda")[:rows]
             ours = [
                 functools.partial(
                     rope_and_write_kv, s, table, positions, slots, norm, 1e-6, pool, i % NUM_LAYERS, keeps_k=False

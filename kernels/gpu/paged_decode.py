@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
 MAX_SPLITS = 128
-COMBINE_PROGRAMS = 128  # fewer heads than this are combined in pieces of 32 dimensions
+MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
+COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
 
 
@@ -44,8 +45,9 @@ class DecodeTuning:
 LONG_TILES = DecodeTuning(32, 2, 7, 2)
 LONG_TILES_FEW_HEADS = DecodeTuning(32, 2, 7, 4)  # splits of few heads a group are cheap to combine
 SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
+MANY_PROGRAMS = DecodeTuning(32, 1, 4, 4)
 FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
-ONE_BYTE = DecodeTuning(64, 4, 5, 2)
+ONE_BYTE = DecodeTuning(64, 4, 5, 4)
 ONE_BYTE_MANY_ROWS = DecodeTuning(64, 1, 4, 8)
 
 
@@ -57,11 +59,17 @@ def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -
     SHORT_TILES 846 | 1201 | 2092 | 2907 | 4632. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4260 | 4907 | 5316 | 6716 with
     prefetch, 4139 | 4737 | 5120 | 6464 without, SHORT_TILES 4145 | 4965 | 5354 | 6420. What is asked for before the
     wait takes bandwidth from the product that still runs.
+
+    By the kernel's own benchmark: 256 rows, Qwen2.5-7B and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133
+    and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76,
+    ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
     """
     if itemsize == 4:
         return FOUR_BYTES
     if itemsize == 1:
-        return ONE_BYTE_MANY_ROWS if num_rows * num_kv_heads >= 256 else ONE_BYTE
+        return ONE_BYTE_MANY_ROWS if num_rows * num_kv_heads >= 512 else ONE_BYTE
+    if num_rows * num_kv_heads >= 1024:
+        return MANY_PROGRAMS
     if num_rows * num_kv_heads >= 512 or (num_rows == 1 and group <= 4):
         return SHORT_TILES
     return LONG_TILES_FEW_HEADS if group <= 4 else LONG_TILES
@@ -95,6 +103,15 @@ def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, tuning: D
     """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     return max(1, min(MAX_SPLITS, tuning.programs_per_sm * num_sms // (num_rows * num_kv_heads)))
+
+
+def tokens_ahead(num_rows: int) -> int:
+    """Keys that a program asks for while the kernel before still runs; more take bandwidth from that kernel.
+
+    A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys 986 | 1149 | 1895, with all
+    of 1k 1000 | 1183 | 2043.
+    """
+    return 32 if num_rows <= 32 else 0
 
 
 @triton.jit
@@ -134,20 +151,29 @@ def _paged_decode_kernel(
     layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(num_tiles, num_splits), 1)
+    share = tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE))
     num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = tables_ptr + row * table_stride
     first_tile = split * share
     end_tile = tl.minimum(first_tile + share, num_tiles)
+    if AHEAD > 0:
+        # Tables and all keys but the newest were there before the step: only q must be waited for.
+        tokens = first_tile * TILE + tl.arange(0, AHEAD)
+        tokens = tl.minimum(tokens, tl.maximum(tl.minimum(end_tile * TILE, length) - 1, 0))
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
+        places = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
+        places = places + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
+        prefetch(keys_ptr + places, True)
+        prefetch(values_ptr + places, True)
     wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
@@ -209,7 +235,7 @@ def _combine_kernel(
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
-    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
+    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE)))
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used = splits < num_used
@@ -261,7 +287,8 @@ def paged_decode(
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_STAGES=tuning.num_stages,
-        COMPUTE=compute_dtype(q, pool), OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
+        COMPUTE=compute_dtype(q, pool), AHEAD=tokens_ahead(num_rows) if overlaps else 0,
+        LINE=min(128 // pool.itemsize, head_dim), OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
         dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))

@@ -6,6 +6,7 @@ import torch
 from kernels.gpu.paged_decode import (
     LONG_TILES,
     LONG_TILES_FEW_HEADS,
+    MANY_PROGRAMS,
     ONE_BYTE,
     SHORT_TILES,
     DecodeTuning,
@@ -98,7 +99,7 @@ def test_padding_rows_get_zeros(device: torch.device) -> None:
     assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, None], ids=["long", "short", "chosen"])
+@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, MANY_PROGRAMS, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1)])
 def test_what_is_chosen_fits(
     tuning: DecodeTuning | None, num_heads: int, num_kv_heads: int, device: torch.device
@@ -108,6 +109,7 @@ def test_what_is_chosen_fits(
 
 def test_many_programs_take_short_tiles() -> None:
     assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
+    assert choose_tuning(256, 8, 2, 2) is choose_tuning(256, 4, 7, 2) is MANY_PROGRAMS
     assert choose_tuning(1, 4, 7, 2) is LONG_TILES
     assert choose_tuning(32, 8, 2, 2) is LONG_TILES_FEW_HEADS
 
