@@ -40,9 +40,10 @@ ROUTER_OWN = ("prefill", "decode", "model", "cluster_token")
 WORKER_OWN = ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port")
 AGENT_OWN = ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds")
 QUANT_MODE_HELP = {
-    "w8a8": "int8-weight (int8 weights, activations stay in --dtype)",
     "w8a16": "int8-weight",
     "int8": "int8-weight",
+    "gptq": "auto, which keeps what a checkpoint has",
+    "awq": "auto, which keeps what a checkpoint has",
     "fp16": "none, with --dtype float16",
 }
 FAILED_START_GRACE_SECONDS = 3.0

@@ -137,8 +137,8 @@ def test_settings_that_cannot_work_say_what_to_do(flags, told):
 
 def test_a_quantization_of_other_programs_in_the_environment():
     with pytest.raises(ConfigError, match="use int8-weight"):
-        parse_config([], {"MINI_INFER_QUANT_MODE": "w8a8"})
-    assert parse_config(["--quant-mode=none"], {"MINI_INFER_QUANT_MODE": "w8a8"}).engine.quant_mode == "none"
+        parse_config([], {"MINI_INFER_QUANT_MODE": "w8a16"})
+    assert parse_config(["--quant-mode=none"], {"MINI_INFER_QUANT_MODE": "w8a16"}).engine.quant_mode == "none"
 
 
 def test_ready_message_names_the_model_and_hides_the_key():
