@@ -44,7 +44,6 @@ def main() -> None:
             sets = [(torch.randn(rows, VOCAB, device="cuda") * spread).bfloat16() for _ in range(count)]
             workspace = SamplingWorkspace(rows, VOCAB, sets[0].device)
             token_ids = torch.empty(rows, dtype=torch.int64, device="cuda")
-            best = torch.empty(rows, device="cuda")
             seeds = torch.randint(0, 1 << 60, (rows,), device="cuda")
             positions = torch.randint(0, 4096, (rows,), device="cuda")
             for name, kind in KINDS.items():
@@ -55,7 +54,7 @@ def main() -> None:
                 ]
                 seconds = graph_seconds(
                     [
-                        functools.partial(sample, logits, *columns, seeds, positions, workspace, token_ids, best)
+                        functools.partial(sample, logits, *columns, seeds, positions, workspace, token_ids)
                         for logits in sets
                     ]
                 )

@@ -17,8 +17,6 @@ from engine.logits import changes_logits
 from engine.request import SamplingParams
 from kernels.gpu.sampling import SamplingWorkspace, sample
 
-HIGHEST = 1e30  # logits beyond are as broken as infinite ones
-
 
 def is_drawn_on_device(params: SamplingParams) -> bool:
     return params.logprobs is None and not changes_logits(params)
@@ -59,15 +57,19 @@ class DeviceSampler:
             for column, own in zip(self._columns, values, strict=True):
                 column[rows] = upload(own, column.dtype, self._device)
 
-    def draw(self, logits: Tensor, rows: slice | Tensor, positions: Tensor) -> Tensor:
-        """logits (n, vocab) of `rows`; positions (n,) of the drawn tokens -> int64 (n,), -1 where not finite."""
+    def draw(
+        self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None
+    ) -> Tensor:
+        """logits (n, vocab) of `rows`; positions (n,) of the drawn tokens -> int64 (n,), -1 where not finite.
+
+        last_tokens: int64 (n,), takes the valid tokens of rows in use, those with a position above 0.
+        """
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
-        best = torch.empty(logits.shape[0], device=self._device)
         temperatures, top_ks, top_ps, min_ps, seeds = (column[rows] for column in self._columns)
         sample(
-            logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, self._workspace, token_ids, best
+            logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, self._workspace, token_ids, last_tokens
         )  # fmt: skip
-        return torch.where(best.abs() < HIGHEST, token_ids, -1)
+        return token_ids
 
 
 def _signed64(value: int) -> int:

@@ -20,7 +20,7 @@ from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
-from kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from kernels.gpu.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 from kernels.gpu.rope import rope_and_write_kv
 
 
@@ -66,8 +66,7 @@ class FusedForward:
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
         linear = self._linear
-        residual = functional.embedding(inputs.token_ids, model.embedding)
-        x = rms_norm(residual, model.layers[0].attention_norm, eps)
+        residual, x = embed_rms_norm(inputs.token_ids, model.embedding, model.layers[0].attention_norm, eps)
         for index, layer in enumerate(model.layers):
             qkv = linear(layer.qkv, x).view(num_tokens, -1, config.head_dim)
             rope_and_write_kv(

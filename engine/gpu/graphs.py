@@ -38,9 +38,7 @@ def decode_step(
     last = state.last_tokens[:num_rows]
     inputs = GpuInputs(last, packed[POSITION, :num_rows], packed[SLOT, :num_rows], state.block_tables, lengths)
     logits = forward.logits(forward.hidden(inputs))
-    token_ids = sampler.draw(logits, slice(num_rows), lengths)
-    last.copy_(torch.where((lengths > 0) & (token_ids >= 0), token_ids, last))
-    return DecodeOutput(token_ids, logits)
+    return DecodeOutput(sampler.draw(logits, slice(num_rows), lengths, last), logits)
 
 
 class DecodeGraphs:

@@ -1,7 +1,8 @@
-"""Root-mean-square norm on a GPU, alone or fused with the residual addition before it.
+"""Root-mean-square norm on a GPU, alone or fused with what comes before it: the residual addition, the embedding.
 
-rms_norm:      y = x / sqrt(mean(x^2) + eps) * weight
-add_rms_norm:  residual += x;  y = rms_norm(residual)
+rms_norm:        y = x / sqrt(mean(x^2) + eps) * weight
+add_rms_norm:    residual += x;  y = rms_norm(residual)
+embed_rms_norm:  residual = embedding[token];  y = rms_norm(residual)
 
 One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
 `residual` is rounded first, so that the fused form equals addition and norm done one after the other.
@@ -36,6 +37,37 @@ def _rms_norm_kernel(
     value = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
     tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _embed_norm_kernel(
+    token_ids_ptr, embedding_ptr, weight_ptr, residual_ptr, out_ptr, n, eps, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAPS)
+    token_id = tl.load(token_ids_ptr + row).to(tl.int64)
+    x = tl.load(embedding_ptr + token_id * n + columns, mask=inside, other=0.0)
+    tl.store(residual_ptr + row * n + columns, x, mask=inside)
+    value = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
+    tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """token_ids (num_rows,), each a row of `embedding` (vocab, n), contiguous -> those rows, and their norm."""
+    num_rows, n = token_ids.shape[0], embedding.shape[1]
+    residual, out = (torch.empty(num_rows, n, dtype=embedding.dtype, device=embedding.device) for _ in range(2))
+    if num_rows:
+        overlaps = overlaps_launches(embedding)
+        _embed_norm_kernel[(num_rows,)](
+            token_ids, embedding, weight, residual, out, n, eps,
+            BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=num_warps_for(n),
+        )  # fmt: skip
+    return residual, out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_warps: int | None = None) -> Tensor:

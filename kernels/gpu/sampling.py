@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gumbel import exponential_noise, noise_key
 
 CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
@@ -29,6 +30,7 @@ CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-
 # loads pipelined through shared memory are slower (61 to 83).
 ROW_BLOCK, ROW_WARPS, ROW_STAGES = 4096, 32, 1
 MIN_TEMPERATURE = 1e-5
+HIGHEST = tl.constexpr(1e30)  # logits beyond are as broken as infinite ones
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_B = tl.constexpr(0x94D049BB133111EB)
@@ -64,8 +66,9 @@ def _gumbel(seed, position, ids):
 @triton.jit
 def _chunk_kernel(
     logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, ids_ptr, maxima_ptr, sums_ptr,
-    vocab_size, row_stride, CHUNK: tl.constexpr,
+    vocab_size, row_stride, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -155,9 +158,11 @@ def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constex
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr,
-    scores_ptr, ids_ptr, maxima_ptr, sums_ptr, token_ids_ptr, best_ptr,
-    vocab_size, row_stride, num_chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
+    scores_ptr, ids_ptr, maxima_ptr, sums_ptr, token_ids_ptr, last_tokens_ptr,
+    vocab_size, row_stride, num_chunks, HAS_LAST: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     chunks = tl.arange(0, CHUNKS)
@@ -167,13 +172,13 @@ def _finish_kernel(
     scores = tl.load(scores_ptr + at, mask=exists, other=float("-inf"))
     highest = tl.max(maxima, axis=0)
     is_broken = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
-    is_random = (temperature > 0) & (highest > float("-inf")) & (not is_broken)
+    is_valid = (not is_broken) & (tl.abs(highest) < HIGHEST)
+    is_random = (temperature > 0) & is_valid
     temperature = tl.maximum(temperature, 1e-5)
-    base = tl.where(highest > float("-inf"), highest, 0.0)
+    base = tl.where(is_valid, highest, 0.0)
     distances = (maxima - base) / temperature
     scores = tl.where(is_random, scores + distances, scores)
     winner = tl.load(ids_ptr + row * num_chunks + tl.argmax(scores, axis=0))
-    tl.store(best_ptr + row, tl.where(is_broken, float("nan"), highest))
 
     top_k = tl.load(top_ks_ptr + row)
     top_p = tl.load(top_ps_ptr + row)
@@ -218,7 +223,10 @@ def _finish_kernel(
             if not is_kept:
                 place = tl.argmax(best_score, axis=0)
                 winner = tl.sum(tl.where(tl.arange(0, BLOCK) == place, best_id, 0), axis=0)
-    tl.store(token_ids_ptr + row, winner.to(tl.int64))
+    tl.store(token_ids_ptr + row, tl.where(is_valid, winner, -1).to(tl.int64))
+    if HAS_LAST:
+        is_in_use = tl.load(positions_ptr + row) > 0
+        tl.store(last_tokens_ptr + row, winner.to(tl.int64), mask=is_valid & is_in_use)
 
 
 class SamplingWorkspace:
@@ -234,27 +242,31 @@ class SamplingWorkspace:
 
 def sample(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
-    positions: Tensor, workspace: SamplingWorkspace, token_ids: Tensor, best: Tensor,
+    positions: Tensor, workspace: SamplingWorkspace, token_ids: Tensor, last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Draw a token per row into `token_ids` int64 (rows,); the largest logit, or NaN, goes to `best` float32 (rows,).
+    """Draw a token per row into `token_ids` int64 (rows,); -1 where the logits are not finite.
 
     logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
     top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the
-    position that the drawn token will have. All of these (rows,) and read on the device.
+    position that the drawn token will have, 0 for rows that are not in use. All of these (rows,), read on the device.
+    last_tokens: int64 (rows,), takes the valid tokens of rows in use as well.
     """
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     if workspace.scores.shape[0] < num_rows or workspace.scores.shape[1] != num_chunks:
         raise ValueError(f"the workspace of shape {list(workspace.scores.shape)} does not fit {list(logits.shape)}")
     stats = (workspace.scores, workspace.ids, workspace.maxima, workspace.sums)
+    overlaps = overlaps_launches(logits)
     _chunk_kernel[(num_chunks, num_rows)](
-        logits, temperatures, seeds, positions, *stats, vocab_size, logits.stride(0), CHUNK=CHUNK, num_warps=4
-    )
+        logits, temperatures, seeds, positions, *stats, vocab_size, logits.stride(0), CHUNK=CHUNK, OVERLAPS=overlaps,
+        num_warps=4, launch_pdl=overlaps,
+    )  # fmt: skip
     _finish_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, *stats, token_ids, best,
-        vocab_size, logits.stride(0), num_chunks,
+        logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, *stats, token_ids,
+        last_tokens if last_tokens is not None else token_ids, vocab_size, logits.stride(0), num_chunks,
+        HAS_LAST=last_tokens is not None,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab_size)),
-        NUM_STAGES=ROW_STAGES, num_warps=ROW_WARPS,
+        NUM_STAGES=ROW_STAGES, OVERLAPS=overlaps, num_warps=ROW_WARPS, launch_pdl=overlaps,
     )  # fmt: skip
 
 

@@ -43,3 +43,12 @@ def test_a_residual_with_gaps_is_refused(device: torch.device) -> None:
     wide = torch.randn(4, 100, device=device)
     with pytest.raises(ValueError, match="contiguous"):
         gpu.add_rms_norm(wide[:, :48], wide[:, :48], torch.ones(48, device=device), 1e-6)
+
+
+@pytest.mark.parametrize("n", [64, 100])
+def test_norm_behind_the_embedding(n: int, device: torch.device) -> None:
+    embedding, weight = torch.randn(11, n, device=device), torch.randn(n, device=device)
+    token_ids = torch.tensor([3, 10, 3], device=device)
+    residual, out = gpu.embed_rms_norm(token_ids, embedding, weight, 1e-6)
+    assert torch.equal(residual, embedding[token_ids])
+    assert torch.allclose(out, rms_norm(residual, weight, 1e-6))

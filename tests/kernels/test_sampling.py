@@ -11,19 +11,18 @@ VOCAB = CHUNK + 904
 
 def draw(
     logits: Tensor, parameters: list[tuple[float, int, float, float]], seeds: list[int], positions: list[int]
-) -> tuple[list[int], list[float]]:
+) -> list[int]:
     device = logits.device
     temperatures, top_ks, top_ps, min_ps = zip(*parameters, strict=True)
     workspace = SamplingWorkspace(len(seeds), logits.shape[1], device)
     token_ids = torch.full((len(seeds),), -7, dtype=torch.int64, device=device)
-    best = torch.empty(len(seeds), device=device)
     sample(
         logits, torch.tensor(temperatures, device=device), torch.tensor(top_ks, dtype=torch.int32, device=device),
         torch.tensor(top_ps, device=device), torch.tensor(min_ps, device=device),
         torch.tensor(seeds, dtype=torch.int64, device=device), torch.tensor(positions, device=device),
-        workspace, token_ids, best,
+        workspace, token_ids,
     )  # fmt: skip
-    return token_ids.tolist(), best.tolist()
+    return token_ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -40,16 +39,15 @@ def test_draws_the_token_of_the_reference(
 ) -> None:
     logits = (torch.randn(4, VOCAB, device=device) * 3).to(dtype)
     seeds, positions = [0, 1, 2**63 - 5, -3], [0, 5, 123456, 77]
-    drawn, best = draw(logits, [parameters] * 4, seeds, positions)
+    drawn = draw(logits, [parameters] * 4, seeds, positions)
     for row in range(4):
         assert drawn[row] == sample_reference(logits[row], *parameters, seeds[row], positions[row])
-        assert best[row] == float(logits[row].max())
 
 
 def test_flat_rows_are_drawn_in_proportion(device: torch.device) -> None:
     """A top-k of 8 among 4 distinct levels: tied tokens are all kept, others never drawn."""
     logits = torch.arange(4.0, device=device).repeat_interleave(16)[None].expand(48, -1).contiguous()
-    drawn, _ = draw(logits, [(1.0, 8, 1.0, 0.0)] * 48, list(range(48)), [3] * 48)
+    drawn = draw(logits, [(1.0, 8, 1.0, 0.0)] * 48, list(range(48)), [3] * 48)
     assert all(token >= 48 for token in drawn)
     assert len(set(drawn)) > 8
 
@@ -57,7 +55,7 @@ def test_flat_rows_are_drawn_in_proportion(device: torch.device) -> None:
 def test_rows_of_different_kinds_share_a_batch(device: torch.device) -> None:
     logits = torch.randn(4, 300, device=device)
     kinds = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.5, 9, 0.5, 0.1)]
-    drawn, _ = draw(logits, kinds, [9] * 4, [1] * 4)
+    drawn = draw(logits, kinds, [9] * 4, [1] * 4)
     assert drawn == [sample_reference(logits[row], *kinds[row], 9, 1) for row in range(4)]
 
 
@@ -66,17 +64,35 @@ def test_forbidden_tokens_and_broken_rows(device: torch.device) -> None:
     logits[0, VOCAB - 1] = -2.0
     logits[2] = torch.randn(VOCAB)
     logits[2, 17] = float("nan")
-    drawn, best = draw(logits, [(1.0, 4, 0.5, 0.1)] * 3, [1, 2, 3], [1, 2, 3])
-    assert drawn[0] == VOCAB - 1
-    assert best[:2] == [-2.0, float("-inf")]
-    assert best[2] != best[2]
-    assert all(0 <= token < VOCAB for token in drawn)
+    drawn = draw(logits, [(1.0, 4, 0.5, 0.1)] * 3, [1, 2, 3], [1, 2, 3])
+    assert drawn == [VOCAB - 1, -1, -1]
+
+
+def test_infinite_logits_are_broken_and_large_ones_are_not(device: torch.device) -> None:
+    logits = torch.randn(2, 300, device=device)
+    logits[0, 9], logits[1, 8] = float("inf"), 1e20
+    assert draw(logits, [(0.0, 0, 1.0, 0.0)] * 2, [0, 0], [1, 1]) == [-1, 8]
+
+
+def test_last_tokens_of_rows_in_use_are_kept(device: torch.device) -> None:
+    """Row 1 is not in use, row 2 is broken."""
+    logits = torch.zeros(3, 300, device=device)
+    logits[:, 40], logits[2, 7] = 1.0, float("inf")
+    zeros, ones = torch.zeros(3, device=device), torch.ones(3, device=device)
+    last_tokens = torch.tensor([5, 6, 7], device=device)
+    token_ids = torch.empty(3, dtype=torch.int64, device=device)
+    sample(
+        logits, zeros, zeros.int(), ones, zeros, zeros.long(), torch.tensor([3, 0, 3], device=device),
+        SamplingWorkspace(3, 300, device), token_ids, last_tokens,
+    )  # fmt: skip
+    assert token_ids.tolist() == [40, 40, -1]
+    assert last_tokens.tolist() == [40, 6, 7]
 
 
 def test_ties_of_greedy_rows_go_to_the_lowest_id(device: torch.device) -> None:
     logits = torch.zeros(1, VOCAB, device=device)
     logits[0, [100, CHUNK + 3, 50]] = 1.0
-    assert draw(logits, [(0.0, 0, 1.0, 0.0)], [0], [0])[0] == [50]
+    assert draw(logits, [(0.0, 0, 1.0, 0.0)], [0], [0]) == [50]
 
 
 def test_a_workspace_of_other_size_is_refused(device: torch.device) -> None:
@@ -84,5 +100,5 @@ def test_a_workspace_of_other_size_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         sample(
             torch.zeros(2, 64, device=device), vector, vector, vector, vector, vector, vector,
-            SamplingWorkspace(1, 64, device), vector, vector,
+            SamplingWorkspace(1, 64, device), vector,
         )  # fmt: skip
