@@ -39,7 +39,7 @@ class DecodeGroup:
     order: RowOrder | None  # None: arena rows are exactly the step's tokens, in order: nothing to permute
     stores: list[tuple[int, int, BlockId, int]]  # of each new token: arena row, position, pool block, offset in it
     num_rows: int
-    mask: Tensor  # (num_rows, 1, num_keys)
+    mask: Tensor  # (num_rows, 1, 1, num_keys)
     views: list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -155,12 +155,12 @@ class CpuAttention:
         return Chunk(batch.query_starts[index], batch.query_starts[index + 1], seq_len, table, workspace)
 
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
-        """Store K and V in the mirror and attend: (num_rows * kv_heads, group, head_dim)."""
+        """Store K and V in the mirror and attend: (num_rows, kv_heads, group, head_dim)."""
         target, keys, values = group.views[layer]
         if group.order is not None:
             q, kv = q[group.order.source_rows], kv[group.order.batch_rows]
         target.index_put_((group.arena_rows, group.positions), kv)
-        q = q.reshape(group.num_rows * self._kv_heads, self._group, self._head_dim)
+        q = q.reshape(group.num_rows, self._kv_heads, self._group, self._head_dim)
         return decode_attention(q, keys, values, group.mask, self._scale)
 
     def _write_chunks(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:

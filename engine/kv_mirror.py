@@ -85,15 +85,16 @@ class Arena:
             self._trim()
 
     def views(self, num_rows: int, num_keys: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: (num_slots, capacity, 2, kv_heads, head_dim) to write, keys and values as products take them.
+        """Per layer: (num_slots, capacity, 2, kv_heads, head_dim) to write, keys and values to read as
+        (num_rows, kv_heads, num_keys, head_dim).
 
         Kept while neither number changes, which is for dozens of steps.
         """
         if self._views[:2] != (num_rows, num_keys):
             views = []
             for layer in self.kv:
-                keys, values = layer[:, :num_rows, :, :num_keys].flatten(1, 2)
-                views.append((layer.permute(1, 3, 0, 2, 4), keys.transpose(1, 2), values))
+                keys, values = layer[:, :num_rows, :, :num_keys]
+                views.append((layer.permute(1, 3, 0, 2, 4), keys, values))
             self._views = (num_rows, num_keys, views)
         return self._views[2]
 

@@ -46,25 +46,24 @@ def mask_source(max_keys: int, dtype: torch.dtype) -> Tensor:
 
 
 def key_mask(source: Tensor, lengths: Sequence[int], num_keys: int) -> Tensor:
-    """(rows, 1, num_keys): 0 for keys of the sequence, minus infinity for padding. Neither exceeds `max_keys`."""
+    """(rows, 1, 1, num_keys): 0 for keys of the sequence, minus infinity for padding. Neither exceeds `max_keys`."""
     max_keys = source.shape[0] // 2
     rows = [source[max_keys - length : max_keys - length + num_keys] for length in lengths]
-    return rows[0].view(1, 1, -1) if len(rows) == 1 else torch.stack(rows).unsqueeze(1)
+    return rows[0].view(1, 1, 1, -1) if len(rows) == 1 else torch.stack(rows)[:, None, None]
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """One query per sequence.
 
-    q: (rows * kv_heads, group, head_dim); keys: (rows * kv_heads, head_dim, num_keys);
-    values: (rows * kv_heads, num_keys, head_dim); mask: (rows, 1, num_keys). Returns the shape of q.
+    q: (rows, kv_heads, group, head_dim); keys, values: (rows, kv_heads, num_keys, head_dim);
+    mask: (rows, 1, 1, num_keys). Returns the shape of q.
     """
-    if mask.shape[0] == 1 and mask.shape[2] <= FUSED_KEYS:
-        return functional.scaled_dot_product_attention(
-            q[None], keys.transpose(1, 2)[None], values[None], attn_mask=mask[None], scale=scale
-        )[0]
-    scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=scale)
-    scores.view(mask.shape[0], -1, mask.shape[2]).add_(mask)
-    return torch.bmm(torch.softmax(scores, dim=-1), values)
+    if mask.shape[0] == 1 and mask.shape[3] <= FUSED_KEYS:
+        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    by_head = keys.flatten(0, 1).transpose(1, 2)
+    scores = torch.baddbmm(q.new_empty(1), q.flatten(0, 1), by_head, beta=0, alpha=scale)
+    scores.view(mask.shape[0], -1, mask.shape[3]).add_(mask[:, 0])
+    return torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)).view(q.shape)
 
 
 def causal_corner(num_queries: int, num_padding: int, group: int, dtype: torch.dtype) -> Tensor:

@@ -29,4 +29,4 @@ def add_opposed_(pairs: Tensor, x: Tensor, signs: Tensor) -> Tensor:
 def rms_norm_of_opposed(pairs: Tensor, weights: Tensor, eps: float) -> Tensor:
     """(rows, 2, n), weights (2, n), two equal rows -> (rows, n), dense. Computed in float32, rounded once."""
     normed: Tensor = torch.native_layer_norm(pairs, weights.shape, weights, None, eps)[0]
-    return normed[:, 0].contiguous()
+    return normed.select(1, 0).contiguous()
