@@ -2,13 +2,14 @@
 
     python -m benchmarks.quant_agreement --json
 
-The model answers fixed questions greedily in bfloat16. Each mode then reads the same answers in one pass, its products
-being the references in `kernels/`, and names its most likely token at every place:
+The model answers fixed questions greedily in bfloat16. Each mode then reads the same answers in one pass, with the
+references in `kernels/` as its products, and names its most likely token at every place:
 
     teacher_forced   share of places where it is that of bfloat16, the text before being the same
     free_running     share of tokens before the first difference: what a generation of its own would have in common
 
-`plain_head` keeps the output projection in bfloat16. float32 shows how much bfloat16 itself changes.
+Each mode runs with its own kind of output projection, with int8 there and with a plain one. float32 shows how much
+bfloat16 itself changes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class CausalAttention:
         """Nothing is known beforehand."""
 
     def attend(self, layer: int, qkv: Tensor, metadata: Any) -> Tensor:
-        q, k, v = qkv.transpose(0, 1).split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
+        heads, middle = qkv.transpose(0, 1), self.num_heads + self.num_kv_heads
+        q, k, v = heads[: self.num_heads], heads[self.num_heads : middle], heads[middle:]
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
 
@@ -98,6 +100,11 @@ def _product(
 MODES: dict[str, Callable[[Linear], LinearMap]] = {
     "fp8": fp8, "w8a8": w8a8, "int8-weight": int8_weight, "int4-weight": int4_weight,
 }  # fmt: skip
+
+
+def convert(mode: str, linear: LinearMap) -> LinearMap:
+    assert isinstance(linear, Linear)
+    return MODES[mode](linear)
 
 
 def load(dtype: str) -> DecoderModel:
@@ -151,14 +158,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = load("bfloat16")
     answers = [answer(plain, prompt, options.tokens) for prompt in prompts]
     for mode in options.modes:
-        for plain_head in (False, True) if mode in MODES else (True,):
+        for head in ("own", "int8", "plain") if mode in MODES else ("plain",):
+            if mode in ("w8a8", "int8-weight") and head == "int8":
+                continue  # its own
             model = load("float32" if mode == "float32" else "bfloat16")
-            head = model.lm_head
+            plain_head = model.lm_head
             if mode in MODES:
-                model.replace_linear_maps(lambda linear, mode=mode: MODES[mode](linear))  # type: ignore[misc]
-            if plain_head:
-                model.lm_head = head
-            figures = {"mode": mode, "plain_head": plain_head, **agreement(model, prompts, answers)}
+                model.replace_linear_maps(partial(convert, mode))
+            if head == "plain":
+                model.lm_head = plain_head
+            elif head == "int8":
+                model.lm_head = convert("w8a8", plain_head)
+            figures = {"mode": mode, "head": head, **agreement(model, prompts, answers)}
             print(json.dumps(figures) if options.json else figures, flush=True)
     return 0
 

@@ -6,7 +6,7 @@ are in memory. What a mode means on a CPU and on a GPU:
     int8-weight   Int8Linear     W8A16Linear
     int4-weight   Int4Linear     W4A16Linear, for weights that are 4-bit in the file; int8-weight for others
     w8a8                         W8A8Linear
-    fp8                          Fp8Linear
+    fp8                          Fp8Linear, and W8A8Linear for the output projection
 """
 
 from __future__ import annotations
@@ -55,13 +55,11 @@ class Quantizer:
     def finish(self, model: DecoderModel) -> None:
         """Replace the output projection, when all layers are done."""
         is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
-        head = model.lm_head = self._convert(model.lm_head)
+        head = model.lm_head = self._convert(model.lm_head, is_head=True)
         if is_tied and isinstance(head, Int8Linear):  # keep one copy
             model.embedding = head.weight
-        if self._gpu is not None:
-            self._gpu.finish(model.layers)
 
-    def _convert(self, linear: LinearMap) -> LinearMap:
+    def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
         assert isinstance(linear, Linear)
         if self._mode == "none":
             return linear
@@ -69,7 +67,7 @@ class Quantizer:
         if self._mode == "int4-weight" and linear.names and all(name in self._int4 for name in linear.names):
             parts = [self._int4.pop(name) for name in linear.names]
         if self._gpu is not None:
-            return self._gpu.convert(linear, parts)
+            return self._gpu.convert(linear, parts, is_head)
         if parts and linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0:
             return to_int4(linear, parts)
         return to_int8(linear)
@@ -83,11 +81,13 @@ class GpuMaps:
         from engine.gpu.quantized import Fp8Linear, W8A8Linear, W8A16Linear
 
         kinds: dict[str, type[EightBitLinear]] = {"fp8": Fp8Linear, "w8a8": W8A8Linear}
+        heads: dict[str, type[EightBitLinear]] = {"fp8": W8A8Linear}  # int8 keeps more greedy tokens there than e4m3
         self._kind = kinds.get(quant_mode, W8A16Linear)
+        self._head_kind = heads.get(quant_mode, self._kind)
         self._workspace: SmallMWorkspace | None = None
 
-    def convert(self, linear: Linear, parts: Sequence[Int4Rows]) -> LinearMap:
-        """parts: the 4-bit rows that `linear` was made of, if there are."""
+    def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearMap:
+        """parts: the 4-bit rows that `linear` was made of, if there are. is_head: it is the output projection."""
         from engine.gpu.quantized import COLUMN_MULTIPLE, W4A16Linear
         from kernels.gpu.small_m_gemm import SmallMWorkspace
 
@@ -99,13 +99,7 @@ class GpuMaps:
             return W4A16Linear(pack_w4(codes, scales, zeros), linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
-        return self._kind.of(linear, workspace)
-
-    def finish(self, layers: Sequence[DecoderLayer]) -> None:
-        from engine.gpu.quantized import has_rows, share_row_maxima
-
-        if all(has_rows(layer) for layer in layers):
-            share_row_maxima(layers)
+        return (self._head_kind if is_head else self._kind).of(linear, workspace)
 
 
 def to_int8(linear: Linear) -> Int8Linear:

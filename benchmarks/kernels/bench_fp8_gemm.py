@@ -10,7 +10,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, sweep_fused, table
+from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
 from benchmarks.kernels.timing import read_bandwidth
 from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.eight_bit import quantize_rows
@@ -39,8 +39,6 @@ def main() -> None:
     for name in SHAPES:
         if options.only in name:
             (sweep if options.sweep else table)(KIND, name, options.rows, read, workspace)
-    if options.sweep and 1 in options.rows:
-        sweep_fused(KIND, 3584, 18944, read)
 
 
 if __name__ == "__main__":

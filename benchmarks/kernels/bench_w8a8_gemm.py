@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, sweep_fused, table
+from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
 from benchmarks.kernels.timing import read_bandwidth
 from kernels.gpu.eight_bit import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
@@ -41,8 +41,6 @@ def main() -> None:
         for name in SHAPES:
             if options.only in name:
                 (sweep if options.sweep else table)(kind, name, options.rows, read, workspace)
-        if options.sweep and 1 in options.rows:
-            sweep_fused(kind, 3584, 18944, read)
 
 
 if __name__ == "__main__":

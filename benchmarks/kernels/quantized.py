@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
-from kernels.gpu.eight_bit import RowConfig, RowMax, RowsConfig, one_row, quantize_rows, several_rows
+from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, quantize_rows, several_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 SHAPES = {
@@ -88,12 +88,12 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
         codes, x_scales = quantize_rows(x, kind.dtype) if kind.rounds_activations else (x, None)
         results: list[tuple[float, str]] = []
 
-        if rows == 1:
+        if rows == 1 and not kind.rounds_activations:
             for row in ONE_ROW_CONFIGS:
                 label = f"{row.block_n}x{row.block_k} w{row.num_warps} s{row.num_stages}"
-                call = functools.partial(_one_row, x, row, kind.rounds_activations)
+                call = functools.partial(_one_row, x, row)
                 _measure(label, call, weights, results)
-        few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if 1 < rows <= 64 else []
+        few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if rows <= 64 else []
         for config in few + MANY_ROWS_CONFIGS * (rows > 64):
             label = (
                 f"{config.block_m}x{config.block_n}x{config.block_k}/{config.split_k} w{config.num_warps} "
@@ -112,37 +112,8 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
         )  # fmt: skip
 
 
-def sweep_fused(kind: EightBit, hidden: int, inner: int, read: float) -> None:
-    """One row through gate_up with norm and gate, and through down, with and without the row's known maximum."""
-    x, h = torch.randn(1, hidden, device="cuda").bfloat16(), torch.randn(1, inner, device="cuda").bfloat16()
-    norm = torch.ones(hidden, device="cuda").bfloat16()
-    place = torch.full((2,), 4.0, device="cuda")
-    gate_up, down, qkv = kind.weights(2 * inner, hidden), kind.weights(hidden, inner), kind.weights(4608, hidden)
-    for known in (False, True):
-        row_max = RowMax(place[:1]) if known else RowMax()
-        out_max = RowMax(place[:1], place[1:]) if known else RowMax(None, place[1:])
-        for label, weights, call in (
-            ("gate_up", gate_up, lambda w, s, c, m=out_max: one_row(
-                x, w, s, None, c, kind.rounds_activations, norm, 1e-6, None, True, m)),
-            ("qkv", qkv, lambda w, s, c, m=row_max: one_row(x, w, s, None, c, kind.rounds_activations, norm, 1e-6,
-                                                           row_max=m)),
-            ("down", down, lambda w, s, c, m=row_max: one_row(h, w, s, None, c, kind.rounds_activations, added_to=x,
-                                                             row_max=m)),
-        ):  # fmt: skip
-            results = []
-            for config in ONE_ROW_CONFIGS:
-                seconds = graph_seconds([functools.partial(call, *pair, config) for pair in weights], 5)
-                results.append((seconds, f"{config.block_n}x{config.block_k} w{config.num_warps} "
-                                f"s{config.num_stages} {seconds * 1e6:.2f}"))  # fmt: skip
-            results.sort()
-            report(
-                f"{kind.name} fused", f"{label} known maximum {known}", best=" | ".join(r[1] for r in results[:4]),
-                of_read=weights[0][0].numel() / results[0][0] / read,
-            )  # fmt: skip
-
-
-def _one_row(x: Tensor, config: RowConfig, rounds: bool, weight: Tensor, scales: Tensor) -> Tensor:
-    return one_row(x, weight, scales, None, config, rounds)
+def _one_row(x: Tensor, config: RowConfig, weight: Tensor, scales: Tensor) -> Tensor:
+    return one_row(x, weight, scales, None, config)
 
 
 def _measure(

@@ -11,12 +11,16 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.gpu import rounded
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
+from engine.gpu.few_rows import FewRowLayers
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
@@ -56,6 +60,8 @@ class FusedForward:
         self.attention = attention
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
+        self._few_rows = FewRowLayers(model, pool.device)
+        self._is_rounded = rounded.takes(model)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
@@ -63,8 +69,12 @@ class FusedForward:
         config = model.config
         eps = config.rms_norm_eps
         num_tokens = inputs.token_ids.shape[0]
+        if self._is_rounded:
+            return rounded.hidden(model, inputs.token_ids, partial(self._rotate_and_attend, inputs=inputs))
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
+        if inputs.prefill is None and self._few_rows.takes(num_tokens):
+            return self._few_rows.hidden(inputs.token_ids, partial(self._rotate_and_attend, inputs))
         linear = self._linear
         residual, x = embed_rms_norm(inputs.token_ids, model.embedding, model.layers[0].attention_norm, eps)
         for index, layer in enumerate(model.layers):
@@ -100,6 +110,11 @@ class FusedForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states (rows, hidden) -> (rows, vocab)."""
         return self._model.lm_head(hidden)
+
+    def _rotate_and_attend(self, layer: int, qkv: Tensor, inputs: GpuInputs) -> Tensor:
+        qk_norm, eps = self._model.layers[layer].qk_norm, self._model.config.rms_norm_eps
+        rope_and_write_kv(qkv, self._model.rotary, inputs.positions, inputs.slots, qk_norm, eps, self._pool, layer)
+        return self._attend(layer, qkv, inputs)
 
     def _attend(self, layer: int, qkv: Tensor, inputs: GpuInputs) -> Tensor:
         q = qkv[:, : self._model.config.num_heads]

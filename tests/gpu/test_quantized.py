@@ -45,12 +45,13 @@ class ReferenceQuantizer(Quantizer):
 
     def __init__(self, mode: str) -> None:
         super().__init__("none", {}, on_gpu=False)
-        self._quantize, self._product = REFERENCES[mode]
+        self._served = mode
 
-    def _convert(self, linear: LinearMap) -> LinearMap:
+    def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
         assert isinstance(linear, Linear)
-        weight, scales = self._quantize(linear.weight)
-        return lambda x: self._product(x, weight, scales, linear.bias)
+        quantize, product = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
+        weight, scales = quantize(linear.weight)
+        return lambda x: product(x, weight, scales, linear.bias)
 
 
 def generate(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
