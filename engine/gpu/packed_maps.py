@@ -17,10 +17,7 @@ from engine.gpu.quantized import (
     W4A16Linear,
     W8A8Linear,
     W8A16Linear,
-    has_rows,
-    share_row_maxima,
 )
-from engine.layers.decoder import DecoderModel
 from engine.layers.linear import Linear, LinearMap
 from engine.loader.quantized_rows import QuantizedRows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
@@ -63,8 +60,3 @@ class GpuMapMaker:
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return W8A16Linear.of(linear, self._workspace)
-
-    def finish(self, model: DecoderModel) -> None:
-        """See MapMaker."""
-        if all(has_rows(layer) for layer in model.layers):
-            share_row_maxima(model.layers)

@@ -42,10 +42,6 @@ class MapMaker(Protocol):
         """Round a plain map to int8, or leave it where no product takes it."""
         ...
 
-    def finish(self, model: DecoderModel) -> None:
-        """Called when all maps are in their places."""
-        ...
-
 
 def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has products for quantized weights with x of that type."""
@@ -96,7 +92,6 @@ def place_packed_maps(model: DecoderModel, weights: PackedWeights, dtype: torch.
     model.replace_linear_maps(convert)
     if is_tied and isinstance(model.lm_head, Int8Linear):  # keep one copy
         model.embedding = model.lm_head.weight
-    maker.finish(model)
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
@@ -149,9 +144,6 @@ class CpuMapMaker:
     def int8(self, linear: Linear) -> LinearMap:
         """See MapMaker."""
         return to_int8(linear)
-
-    def finish(self, model: DecoderModel) -> None:
-        """Nothing is left to do."""
 
     def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Int4Linear | None:
         """None for numbers of rows and group sizes that torch's product does not take."""

@@ -280,7 +280,7 @@ def norm_codes(
     """Adds x, if given, to `residual` (rows, n) in place; codes and scales of the RMS norm of the sum."""
     if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
-    codes, scales = _empty_codes(*residual.shape, dtype, residual.device)
+    codes, scales = _empty_codes(residual.shape[0], residual.shape[1], dtype, residual.device)
     if residual.shape[0]:
         _norm_codes_kernel[(residual.shape[0],)](
             _or(x, residual), residual, norm, codes, scales, residual.shape[1], eps, ADDS=x is not None,
