@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
@@ -16,6 +18,7 @@ from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
 from engine.loader.fingerprint import fingerprint
 from engine.loader.load import resolve_quant_mode
+from engine.loader.random_weights import RandomWeights
 from engine.quantize import to_int8
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
@@ -87,6 +90,38 @@ def test_quant_mode_is_resolved_or_refused() -> None:
         resolve_quant_mode(EngineConfig(quant_mode="int8-weight"), torch.float32, cpu)
     with pytest.raises(ConfigError, match="Q4_0"):
         resolve_quant_mode(EngineConfig(quant_mode="int4-weight"), torch.bfloat16, cpu)
+
+
+@pytest.mark.parametrize("mode", ["fp8", "w8a8"])
+def test_rounded_activations_need_a_gpu(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gpu = EngineConfig(quant_mode=mode), torch.device("cuda")
+    with pytest.raises(ConfigError, match="needs a GPU; on a CPU use int8-weight"):
+        resolve_quant_mode(config, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="needs --dtype bfloat16"):
+        resolve_quant_mode(config, torch.float16, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ConfigError, match=r"this one has 7\.5; use int8-weight"):
+        resolve_quant_mode(config, torch.bfloat16, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert resolve_quant_mode(config, torch.bfloat16, gpu) == mode
+
+
+def test_layers_are_rounded_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the last layer's weights are made, the first layer's are no longer held."""
+    first: list[weakref.ref[Tensor]] = []
+    plain_take = RandomWeights.take
+
+    def take(self: RandomWeights, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.startswith("model.layers.1."):
+            assert all(each() is None for each in first)
+        weight = plain_take(self, name, shape)
+        if name == "model.layers.0.mlp.down_proj.weight":
+            first.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(RandomWeights, "take", take)
+    open_model(DRY_RUN, dtype="bfloat16", quant_mode="int8-weight")
+    assert first
 
 
 def test_a_missing_gpu_is_said() -> None:
