@@ -111,6 +111,14 @@ def unpacked(words, pairs, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: 
 
 
 @triton.jit
+def code_at(words, upper, place: tl.constexpr):
+    """The codes at `place` as float32. upper: words >> 20."""
+    SHIFT: tl.constexpr = 4 * place if place < 5 else 4 * place - 20
+    bits = ((words if place < 5 else upper) & (15 << SHIFT)) | 0x4B000000  # the float 2^23 + c 2^SHIFT
+    return bits.to(tl.float32, bitcast=True) * 2.0**-SHIFT - 2.0 ** (23 - SHIFT)
+
+
+@triton.jit
 def _several_rows_kernel(
     x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -134,10 +142,14 @@ def _several_rows_kernel(
         exists = inside & (at < num_words)[None, :]
         words = tl.load(word_rows + at[None, :], mask=exists, other=0)
         pairs = tl.load(pair_rows + ((at * 8) // GROUP)[None, :], mask=exists, other=0)
-        weight = unpacked(words, pairs, x_ptr.dtype.element_ty, BLOCK_N, BLOCK_K)
-        ks = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = tl.load(x_rows + ks[None, :], mask=(rows < M)[:, None] & (ks < K)[None, :], other=0.0)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        scale = (pairs << 16).to(tl.float32, bitcast=True)
+        zero = (pairs & -65536).to(tl.float32, bitcast=True) - 8.0 * scale
+        has_x = (rows < M)[:, None] & (at < num_words)[None, :]
+        upper = words >> 20
+        for place in tl.static_range(8):
+            weight = code_at(words, upper, place) * scale + zero
+            x = tl.load(x_rows + place * num_words + at[None, :], mask=has_x, other=0.0)
+            total = tl.dot(weight.to(x_ptr.dtype.element_ty), tl.trans(x), total, input_precision="ieee")
 
     places = tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
     exists = inside & (rows < M)[None, :]
@@ -200,6 +212,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: Sm
     size = num_tiles * config.split_k * config.block_n * block_m
     if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
         raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
+    x = x.reshape(num_rows, k // 8, 8).transpose(1, 2).contiguous().view(num_rows, k)  # place by place, as in words
     _several_rows_kernel[(num_tiles, config.split_k)](
         x, packed.words, pairs, x if bias is None else bias, out, workspace.partials, workspace.counters,
         num_rows, n, k, x.stride(0), BLOCK_M=block_m, SPLIT_K=config.split_k, **constants,

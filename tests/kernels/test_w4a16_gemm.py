@@ -57,7 +57,7 @@ def test_equals_the_reference(
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
     expected = expected if bias is None else expected + bias.double()
     assert relative_error(reference(x.float(), packed, None if bias is None else bias.float()), expected) < 1e-6
-    config = W4Config(16, 64, split_k, num_stages=1)
+    config = W4Config(16, 128, split_k, num_stages=1)
     for _ in range(2):  # the second launch finds the counters as the first left them
         out = w4a16_linear(x, packed, bias, workspace, config)
         assert relative_error(out, expected) < BFLOAT16_BOUND
@@ -75,4 +75,4 @@ def test_a_small_workspace_is_refused(device: torch.device) -> None:
     packed = pack_w4(*random_codes(48, 64, 32, device))
     with pytest.raises(ValueError, match="too small"):
         workspace = SmallMWorkspace(device, num_floats=16)
-        w4a16_linear(torch.randn(2, 64, device=device), packed, None, workspace, W4Config(16, 64, 2))
+        w4a16_linear(torch.randn(2, 64, device=device), packed, None, workspace, W4Config(16, 128, 2))
