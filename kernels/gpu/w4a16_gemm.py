@@ -65,13 +65,13 @@ def _one_row_kernel(
     for first in tl.range(0, num_words, STEP, num_stages=NUM_STAGES):
         at = first + tl.arange(0, STEP)
         exists = inside[:, None] & (at < num_words)[None, :]
-        group = (at * 8) // GROUP
+        group = first * 8 // GROUP + tl.arange(0, BLOCK_K // GROUP)
         if EVEN:
             words = tl.load(word_rows + at[None, :], eviction_policy="evict_first")
             pairs = tl.load(pair_rows + group[None, :])
         else:
             words = tl.load(word_rows + at[None, :], mask=exists, other=0)
-            pairs = tl.load(pair_rows + group[None, :], mask=exists, other=0)
+            pairs = tl.load(pair_rows + group[None, :], mask=inside[:, None] & (group < num_groups)[None, :], other=0)
         summed = tl.zeros((STEP,), tl.float32)
         codes = tl.zeros((BLOCK_N, STEP), tl.float32)  # sums of c x 2^-49
         upper = words >> 20
@@ -89,6 +89,8 @@ def _one_row_kernel(
                 code = upper & (15 << 4 * (place - 5))
                 x *= 2.0 ** (120 - 4 * place)
             codes += code.to(tl.float32, bitcast=True) * x[None, :]
+        spread = tl.broadcast_to(pairs[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP // 8))
+        pairs = tl.reshape(spread, (BLOCK_N, STEP))
         scale = (pairs << 16).to(tl.float32, bitcast=True)
         zero = (pairs & -65536).to(tl.float32, bitcast=True)
         total += scale * (codes * 2.0**49 - 8.0 * summed[None, :])
