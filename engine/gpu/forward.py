@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class FusedForward:
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
         if inputs.prefill is None and self._few_rows.takes(num_tokens):
-            return self._few_rows.hidden(inputs.token_ids, partial(self._rotate_and_attend, inputs))
+            return self._few_rows.hidden(inputs.token_ids, partial(self._rotate_and_attend, inputs=inputs))
         linear = self._linear
         residual, x = embed_rms_norm(inputs.token_ids, model.embedding, model.layers[0].attention_norm, eps)
         for index, layer in enumerate(model.layers):
