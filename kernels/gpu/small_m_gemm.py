@@ -5,6 +5,13 @@ rows: a tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N o
 multiprocessor a tile, so K can be split: each split leaves float32 partial sums, and the last one to finish (a
 counter per tile) adds them in the order of the splits. The result does not depend on timing, nor on padding rows.
 
+Around a norm of the residual r, with weight w, the same kernel computes
+
+    r += x W^T + b, also leaving r w and sums of squares of r by tiles     (`small_m_add`)
+    (r w) W^T / sqrt(mean(r^2) + eps) + b                                  (`small_m_linear` with `normed`)
+
+which is norm and product, because scaling a row commutes with the product.
+
 `choose` says which shapes win by measurement; everything else belongs to cuBLAS. Reference: `functional.linear`.
 """
 
