@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.decoder import DecoderLayer, DecoderModel
+from engine.layers.decoder import DecoderLayer
 from engine.layers.linear import Linear
 from engine.models.config import ModelConfig
 
@@ -27,15 +27,8 @@ MAX_EXPONENT = 12  # float16 weights must survive their scale
 
 
 @torch.inference_mode()
-def fold_kv_scales(model: DecoderModel) -> None:
-    """Scale every layer's weights in place. Layers whose products are not plain `Linear` maps stay as they are."""
-    for layer in model.layers:
-        fold_layer_scales(layer, model.config)
-
-
-@torch.inference_mode()
 def fold_layer_scales(layer: DecoderLayer, config: ModelConfig) -> None:
-    """The same for one layer."""
+    """Scale the layer's weights in place. Layers whose products are not plain `Linear` maps stay as they are."""
     if type(layer.qkv) is Linear and type(layer.attention_output) is Linear:
         k_scales, v_scales = kv_head_scales(layer, config)
         _fold(layer, config, k_scales, v_scales)

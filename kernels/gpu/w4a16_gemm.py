@@ -38,13 +38,12 @@ ONE_ROW = W4Config(8, 512, num_warps=1, num_stages=1)  # half as long as with lo
 
 
 def choose(num_rows: int, n: int, k: int) -> W4Config | None:
-    """None: many rows."""
+    """For a weight (n, k) on an H200. None: many rows."""
     if num_rows == 1:
         return ONE_ROW if n > k else replace(ONE_ROW, block_n=4)
     if num_rows > MAX_ROWS:
         return None
-    num_tiles = -(-n // 64)
-    return W4Config(64, 128, 4 if num_tiles < 33 else 1 if num_tiles > 128 or k <= 4096 else 2)
+    return W4Config(64, 128, 4 if n <= 128 * 64 else 1)
 
 
 @triton.jit

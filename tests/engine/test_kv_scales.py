@@ -15,7 +15,7 @@ from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.kv_memory import check_kv_dtype, pool_geometry
-from engine.kv_scales import fold_kv_scales, kv_head_scales
+from engine.kv_scales import fold_layer_scales, kv_head_scales
 from engine.layers.linear import Linear
 from engine.loader import LoadedModel
 from engine.runner import ModelRunner
@@ -56,7 +56,8 @@ def test_folded_scales_change_no_bit(path: Path, dtype: str) -> None:
     want = logits_of(loaded, config)
     first = loaded.model.layers[0]
     before = kv_head_scales(first, loaded.config)
-    fold_kv_scales(loaded.model)
+    for layer in loaded.model.layers:
+        fold_layer_scales(layer, loaded.config)
     assert torch.equal(logits_of(loaded, config), want)
     assert any(not bool((scales == 1).all()) for scales in before)  # something was scaled at all
     for scales in kv_head_scales(first, loaded.config):
@@ -78,7 +79,8 @@ def test_values_far_from_one_survive_eight_bits(path: Path) -> None:
     want = logits_of(loaded, config)
     fp8 = replace(config, kv_cache_dtype="fp8")
     unscaled = logits_of(loaded, fp8)
-    fold_kv_scales(loaded.model)
+    for layer in loaded.model.layers:
+        fold_layer_scales(layer, loaded.config)
     scaled = logits_of(loaded, fp8)
     assert float((scaled - want).norm() / want.norm()) < 0.15
     assert float((unscaled - want).norm() / want.norm()) > 0.3
