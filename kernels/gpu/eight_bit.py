@@ -69,8 +69,9 @@ def gated(y, up):
 
 @triton.jit
 def _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
-    """Round a row of float32, zero where it has no columns."""
-    largest = tl.max(tl.abs(x), axis=0)
+    """Round a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which products pass on."""
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
+    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
     x *= MAX / tl.maximum(largest, TINY)
     if MAX == 127.0:
         codes = (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)

@@ -35,6 +35,15 @@ def test_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, device: torch.
     assert not scales[3]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("dtype", REFERENCES)
+def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(3, 72, device=device)
+    x[0, 7], x[1, 9] = float("nan"), float("inf")
+    _, scales = quantize_rows(x, dtype)
+    assert scales.isfinite().tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("dtype", REFERENCES)
 @pytest.mark.parametrize("adds", [False, True])
 def test_norm_and_rounding_in_one(dtype: torch.dtype, adds: bool, device: torch.device) -> None:
