@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.fp8_gemm import fp8_linear as reference
+from kernels.fp8_gemm import quantize_rows_fp8
+from kernels.gpu.fp8_gemm import MAX_OWN_ROWS, fp8_linear
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
+
+
+def test_rounding_keeps_four_bits() -> None:
+    x = torch.randn(5, 64)
+    x[2] = 0
+    codes, scales = quantize_rows_fp8(x)
+    error = (codes.float() * scales[:, None] - x).abs()
+    assert bool((error <= torch.maximum(x.abs() / 16, scales[:, None] * 2**-10)).all())
+    assert codes.float().abs().amax(dim=1).tolist() == [448, 448, 0, 448, 448]
+
+
+def test_the_reference_is_the_product_of_what_was_rounded() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(8, 64)
+    codes, scales = quantize_rows_fp8(weight)
+    x_codes, x_scales = quantize_rows_fp8(x)
+    expected = functional.linear(x_codes.float() * x_scales[:, None], codes.float() * scales[:, None])
+    torch.testing.assert_close(reference(x, codes, scales), expected)
+    assert relative_error(reference(x, codes, scales), functional.linear(x, weight)) < 0.06
+
+
+# Many rows go to torch's product where there is a GPU.
+@pytest.mark.parametrize("rows", [1, 3, 40, MAX_OWN_ROWS + 1])
+def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
+    x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)
+    weight, scales = quantize_rows_fp8(torch.randn(80, 272, device=device))
+    bias = torch.randn(80, device=device).to(HALF_DTYPE)
+    out = fp8_linear(x, weight, scales, bias, SmallMWorkspace(device))
+    assert relative_error(out, reference(x, weight, scales, bias)) < BFLOAT16_BOUND
