@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     forced = follow(parts, prompts, reference)
     print(json.dumps({"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference, forced)}))
+    for length, trace, logits in zip(lengths, reference, forced, strict=True):
+        errors = relative_errors(trace, logits)
+        print(f"prompt of {length}:", " ".join(f"{error:.4f}" for error in errors), file=sys.stderr)
     return 0
 
 
@@ -148,12 +151,18 @@ def follow(parts: EngineParts, prompts: list[list[int]], reference: list[Trace])
     return [torch.stack(rows) for rows in seen]
 
 
+def relative_errors(trace: Trace, logits: Tensor) -> list[float]:
+    """Of each token: norm of the difference over norm of the reference."""
+    errors: list[float] = ((logits - trace.logits).norm(dim=-1) / trace.logits.norm(dim=-1)).tolist()
+    return errors
+
+
 def compare(reference: list[Trace], forced: list[Tensor]) -> dict[str, Any]:
     errors: list[float] = []
     num_different = num_ties = num_tokens = 0
     for trace, logits in zip(reference, forced, strict=True):
+        errors += relative_errors(trace, logits)
         difference = logits - trace.logits
-        errors += (difference.norm(dim=-1) / trace.logits.norm(dim=-1)).tolist()
         best, own = trace.logits.argmax(-1), logits.argmax(-1)
         rows = torch.arange(len(best))
         gap = trace.logits[rows, best] - trace.logits[rows, own]
