@@ -56,8 +56,7 @@ FROM packages AS packages-cuda
 ARG TORCH_INDEX_URL=
 ARG TORCH_FIND_LINKS=
 RUN pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TORCH_INDEX_URL}} \
-    ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch \
- && if [ "$(uname -m)" = x86_64 ]; then pip install -q -c constraints.txt --no-deps fa3-fwd; fi
+    ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch
 
 FROM app AS cuda
 COPY --from=packages-cuda /venv /venv
