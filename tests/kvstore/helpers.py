@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +57,20 @@ class Owner:
 
 def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     return np.zeros((geometry.num_blocks, geometry.block_bytes), dtype=np.uint8)
+
+
+def num_descriptors_of(fd: int) -> int:
+    """How many descriptors of this process are of the same file. What other tests have left does not count."""
+    wanted = os.stat(fd)
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, like the one that listed them
+            found += os.path.samestat(os.stat(int(name)), wanted)
+    return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

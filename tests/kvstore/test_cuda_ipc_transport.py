@@ -23,7 +23,7 @@ from kvstore.lease_client import LeaseClient
 from kvstore.memory import blocks_over, map_fd, reopen_read_only
 from kvstore.transport import KvClient, Transport, host_transports
 from kvstore.types import BlockId, Epoch, PeerPool
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, wait_until
 
 OWNER_PROCESS = """
 import sys, msgpack
@@ -116,13 +116,6 @@ def client(device: HostDevice, transport: CudaIpcTransport) -> Iterator[KvClient
 
 def ids(*numbers: int) -> list[BlockId]:
     return list(map(BlockId, numbers))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_blocks_arrive_and_the_pool_is_mapped_once(tmp_path: Path, client: KvClient, device: HostDevice) -> None:

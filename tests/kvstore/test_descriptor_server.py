@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.descriptor_server import DescriptorServer, fetch_pool
 from kvstore.memory import map_fd, reopen_read_only
 from kvstore.unix_socket import UnixListener, send_frame
-from tests.kvstore.helpers import GEOMETRY, Owner
+from tests.kvstore.helpers import GEOMETRY, Owner, num_descriptors_of, wait_until
 
 CRASHING_OWNER = """
 import os, signal, sys
@@ -112,12 +111,9 @@ def test_sigkill_of_the_owner_leaves_readers_safe_and_nothing_behind(tmp_path: P
 
 def test_a_taken_path_is_refused_and_costs_no_descriptor(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors_of(owner.fd)
     with pytest.raises(ConfigError, match="another process"):
         DescriptorServer(owner.socket, owner.info, reopen_read_only(owner.fd))
-    deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the probing connection is being served
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: num_descriptors_of(owner.fd) == before)  # the probing connection is being served
     owner.close()
     owner.server.close()  # twice is fine
