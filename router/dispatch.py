@@ -20,10 +20,11 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.explain import ExplainLog
+from router.failures import WorkerLostError
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.policy import Decision, RequestView, choose, policy_by_name
-from router.worker_link import WorkerLink, WorkerLostError
+from router.worker_link import WorkerLink
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.handshake import check_worker
 from router.sampling import ModelLimits
+from router.worker_connection import WorkerConnection
 from router.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -133,11 +134,12 @@ class WorkerTable:
                 self.index.remove_worker(link.worker_id)
 
     def _add(self, role: str, address: str) -> None:
-        link = WorkerLink(
-            role, address, self._accept, self.index, self._config.cluster_token, self._config.worker_timeout_seconds
+        link = WorkerLink(role, address, self.index)
+        connection = WorkerConnection(
+            link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
         )
         self._links[(role, address)] = link
-        self._tasks[(role, address)] = asyncio.create_task(link.run(), name=f"link {address}")
+        self._tasks[(role, address)] = asyncio.create_task(connection.run(), name=f"link {address}")
 
 
 async def _addresses(host: str, port: int) -> list[str]:
