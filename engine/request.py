@@ -140,6 +140,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and not self.output_token_ids
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens [start, stop) of prompt + output."""
         num_prompt = len(self.prompt_token_ids)
@@ -208,3 +212,27 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `finish_load`.
+
+    Without positions there is nothing to fill or report: local caches had it all, the source can be let go.
+    """
+
+    request: Request
+    source: object
+    positions: list[int]
+    block_ids: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """How busy the scheduler is; counted when asked."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_loading: int
+    waiting_prefill_tokens: int

@@ -2,66 +2,32 @@
 
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
-Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`.
+Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. Whom to
+serve first is the policy's to say, and `end_conditions` knows when a request has ended.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 from common.errors import ContextLengthError
+from engine.end_conditions import append_tokens, is_full
 from engine.kv_manager import KVManager
+from engine.policy import PriorityPolicy, SchedulingPolicy
 from engine.request import (
     FinishReason,
+    LoadJob,
     Request,
     RequestId,
     RequestOutput,
     RequestStatus,
     ScheduledRow,
+    SchedulerLoad,
     StepPlan,
     StepResult,
 )
 from kvstore.types import BlockId
-
-
-class SchedulingPolicy(Protocol):
-    """Order of service: the smallest key runs first, the largest gives way first."""
-
-    def key(self, request: Request) -> tuple[int, ...]: ...
-
-
-class PriorityPolicy:
-    """Lower `priority` first, then first come, first served. With equal priorities this is FCFS."""
-
-    def key(self, request: Request) -> tuple[int, ...]:
-        return (request.priority, request.arrival)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `finish_load`.
-
-    Without positions there is nothing to fill or report: local caches had it all, the source can be let go.
-    """
-
-    request: Request
-    source: object
-    positions: list[int]
-    block_ids: list[BlockId]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """How busy the scheduler is; counted when asked."""
-
-    num_running: int
-    num_waiting: int
-    num_swapped: int
-    num_loading: int
-    waiting_prefill_tokens: int
 
 
 class Scheduler:
@@ -183,7 +149,11 @@ class Scheduler:
             if result.prompt_logprobs[index] and not request.output_token_ids:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index])
             if row.samples:
-                outputs.append(self._append_tokens(request, result, index))
+                output = append_tokens(request, result, index, self.max_model_len)
+                if output.finish_reason is not None:
+                    self._queue_of(request).remove(request)
+                    self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
+                outputs.append(output)
         return outputs
 
     def detach_blocks(self, request: Request) -> list[BlockId]:
@@ -219,8 +189,8 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Rows for the running requests; True when somebody had to give way."""
-        budget = self._max_num_batched_tokens
-        decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not self._is_full(r)]
+        budget, limit = self._max_num_batched_tokens, self.max_model_len
+        decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
         for request in decodes + prefills:
@@ -276,7 +246,7 @@ class Scheduler:
         while self._waiting and not self._swapped and budget > 0 and self._num_active < self._max_num_seqs:
             request = self._waiting[0]
             # The last token must be computed, because its logits are what the step samples from.
-            reusable = 0 if self._needs_prompt_logprobs(request) else request.num_tokens - 1
+            reusable = 0 if request.needs_prompt_logprobs else request.num_tokens - 1
             num_cached, num_idle = self.kv.num_cached_blocks(request, reusable)
             if not self._has_room_for(self.kv.num_blocks_for(request.num_tokens) - num_cached + num_idle):
                 return
@@ -324,9 +294,6 @@ class Scheduler:
         self._load_jobs.append(LoadJob(request, source, positions, request.block_ids[first:]))
         return True
 
-    def _needs_prompt_logprobs(self, request: Request) -> bool:
-        return request.params.prompt_logprobs is not None and not request.output_token_ids
-
     def _count_cache_use(self, request: Request, num_computed: int) -> None:
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
@@ -336,46 +303,6 @@ class Scheduler:
     @property
     def _num_active(self) -> int:
         return len(self._running) + len(self._loading)
-
-    # -- ends ------------------------------------------------------------------------------------------------
-
-    def _append_tokens(self, request: Request, result: StepResult, index: int) -> RequestOutput:
-        """Append sampled tokens up to the one that ends the request, if any does."""
-        output = RequestOutput(request, [])
-        if not request.output_token_ids:
-            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-        for offset, token_id in enumerate(result.token_ids[index]):
-            request.output_token_ids.append(token_id)
-            output.new_token_ids.append(token_id)
-            if result.logprobs[index]:
-                output.logprobs.append(result.logprobs[index][offset])
-            output.finish_reason, output.stop_token_id = self._end_reason(request, token_id)
-            if output.finish_reason is not None:
-                break
-        if output.finish_reason is None and request.prefill_only:
-            output.finish_reason = FinishReason.PREFILLED
-        if output.finish_reason is not None:
-            self._queue_of(request).remove(request)
-            self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
-        return output
-
-    def _is_full(self, request: Request) -> bool:
-        """Whether the pending token is the last one that it may have: nothing is left to compute."""
-        if not request.num_pending_tokens:
-            return False
-        if request.prefill_only:
-            return True
-        num_output = len(request.output_token_ids) + request.num_pending_tokens
-        return num_output >= request.params.max_tokens or request.num_tokens >= self.max_model_len
-
-    def _end_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        params = request.params
-        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.eos_token_ids)
-        if is_stop and len(request.output_token_ids) >= params.min_tokens:
-            return FinishReason.STOP, token_id
-        if len(request.output_token_ids) >= params.max_tokens or request.num_known_tokens >= self.max_model_len:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _finish(self, request: Request, keep_blocks: bool = False) -> None:
         del self._requests[request.request_id]

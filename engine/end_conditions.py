@@ -1,0 +1,43 @@
+"""When a request ends: what of the tokens that a step sampled counts, and why it is the last. Pure functions."""
+
+from __future__ import annotations
+
+from engine.request import FinishReason, Request, RequestOutput, StepResult
+
+
+def append_tokens(request: Request, result: StepResult, index: int, max_model_len: int) -> RequestOutput:
+    """Append what row `index` sampled up to the token that ends the request, if any does."""
+    output = RequestOutput(request, [])
+    if not request.output_token_ids:
+        output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+    for offset, token_id in enumerate(result.token_ids[index]):
+        request.output_token_ids.append(token_id)
+        output.new_token_ids.append(token_id)
+        if result.logprobs[index]:
+            output.logprobs.append(result.logprobs[index][offset])
+        output.finish_reason, output.stop_token_id = _end_reason(request, token_id, max_model_len)
+        if output.finish_reason is not None:
+            break
+    if output.finish_reason is None and request.prefill_only:
+        output.finish_reason = FinishReason.PREFILLED
+    return output
+
+
+def is_full(request: Request, max_model_len: int) -> bool:
+    """Whether the pending token is the last one that it may have: nothing is left to compute."""
+    if not request.num_pending_tokens:
+        return False
+    if request.prefill_only:
+        return True
+    num_output = len(request.output_token_ids) + request.num_pending_tokens
+    return num_output >= request.params.max_tokens or request.num_tokens >= max_model_len
+
+
+def _end_reason(request: Request, token_id: int, max_model_len: int) -> tuple[FinishReason | None, int | None]:
+    params = request.params
+    is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.eos_token_ids)
+    if is_stop and len(request.output_token_ids) >= params.min_tokens:
+        return FinishReason.STOP, token_id
+    if len(request.output_token_ids) >= params.max_tokens or request.num_known_tokens >= max_model_len:
+        return FinishReason.LENGTH, None
+    return None, None
