@@ -20,7 +20,7 @@ from typing import Protocol
 
 from common.errors import TransferError
 from kvstore.descriptor_server import fetch_pool_held
-from kvstore.pool_info import check_compatible
+from kvstore.pool_info import check_offer, rows_at
 from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,7 @@ class CudaIpcTransport:
     ) -> list[int]:
         """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
         mapping = self._mapping(peer)
-        remote_ids = [peer.block_ids[position] for position in positions]
-        if remote_ids and not 0 <= min(remote_ids) <= max(remote_ids) < mapping.num_blocks:
-            raise TransferError("the KV handle names a block outside the peer's pool")
+        remote_ids = rows_at(peer.block_ids, positions, mapping.num_blocks)
         with mapping.lock:
             if mapping.remote is None:
                 raise TransferError("the owner of the KV blocks is gone")
@@ -127,9 +125,7 @@ class CudaIpcTransport:
     def _map(self, peer: PeerPool) -> _Mapping:
         info, fd, connection = fetch_pool_held(peer.cuda_socket, FETCH_SECONDS)
         try:
-            if (info.worker_id, info.epoch) != (peer.worker_id, peer.epoch):
-                raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
-            check_compatible(self._geometry, info)
+            check_offer(self._geometry, peer, info)
             remote = self._device.attach(fd, info.geometry.num_blocks)
         except BaseException:
             connection.close()

@@ -1,15 +1,16 @@
-"""What a pool says of itself, and whether KV may move between two pools. No I/O."""
+"""What a pool says of itself, whether KV may move between two pools, and which blocks a lease names there. No I/O."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from common.errors import HandshakeError
+from common.errors import HandshakeError, TransferError
 from kvstore.block_hash import HASH_VERSION
-from kvstore.types import DTYPE_BYTES, Epoch, PoolGeometry, WorkerId
+from kvstore.types import DTYPE_BYTES, BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
 from protos import kvstore_pb2
 
 MAX_BLOCKS = 1 << 26
@@ -101,3 +102,21 @@ def check_compatible(mine: PoolGeometry, theirs: PoolInfo) -> None:
             f"worker {theirs.worker_id} holds other KV ({'; '.join(differing)}): start all workers with the same "
             "--model, --dtype, --quant-mode, --kv-cache-dtype, --block-size and version"
         )
+
+
+def check_offer(mine: PoolGeometry, peer: PeerPool, offered: PoolInfo) -> None:
+    """Whether what a socket hands out is the pool that `peer` means, and fits.
+
+    Raises TransferError (another pool) or HandshakeError (never fits).
+    """
+    if (offered.worker_id, offered.epoch) != (peer.worker_id, peer.epoch):
+        raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
+    check_compatible(mine, offered)
+
+
+def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:
+    """Those of a lease's `rows` to read from a pool of `num_rows`. Raises TransferError when one lies outside."""
+    chosen = [rows[position] for position in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < num_rows:
+        raise TransferError("the KV handle names a block outside the peer's pool")
+    return chosen

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import TransferError
 from kvstore.descriptor_server import fetch_pool
 from kvstore.lease_client import LeaseClient
 from kvstore.memory import blocks_over, map_fd
-from kvstore.pool_info import check_compatible
+from kvstore.pool_info import check_offer, rows_at
 from kvstore.runs import merged_runs
 from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
 
@@ -63,9 +62,7 @@ class ShmTransport:
     ) -> list[int]:
         pool = self._mapping(peer)
         rows = self._leases.stage(peer, deadline_seconds) if peer.needs_staging else peer.block_ids
-        remote_ids = [rows[position] for position in positions]
-        if remote_ids and not 0 <= min(remote_ids) <= max(remote_ids) < len(pool):
-            raise TransferError("the KV handle names a block outside the peer's pool")
+        remote_ids = rows_at(rows, positions, len(pool))
         for remote, local, count in merged_runs(list(zip(remote_ids, local_block_ids, strict=True))):
             np.copyto(self._pool[local : local + count], pool[remote : remote + count])
         return [self._digest(self._pool[block_id : block_id + 1])[0] for block_id in local_block_ids]
@@ -94,9 +91,7 @@ class ShmTransport:
     def _map(self, peer: PeerPool) -> Blocks:
         info, fd = fetch_pool(peer.shm_socket, FETCH_SECONDS)
         try:
-            if (info.worker_id, info.epoch) != (peer.worker_id, peer.epoch):
-                raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
-            check_compatible(self._geometry, info)
+            check_offer(self._geometry, peer, info)
             geometry = info.geometry
             return blocks_over(map_fd(fd, geometry.pool_bytes, False), geometry.num_blocks, geometry.block_bytes)
         finally:
