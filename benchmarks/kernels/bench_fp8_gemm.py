@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
-from benchmarks.kernels.timing import read_bandwidth
+from benchmarks.kernels.timing import product_options, read_bandwidth
 from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.eight_bit import quantize_rows
 from kernels.gpu.fp8_gemm import fp8_linear
@@ -29,11 +27,7 @@ KIND = EightBit("fp8_gemm", FP8_DTYPE, True, fp8_linear, scaled_mm)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    options = parser.parse_args()
+    options = product_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
     for name in SHAPES:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
+from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.silu_mul import silu_mul
 from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
@@ -121,11 +120,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    options = parser.parse_args()
+    options = product_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
     for name, (n, k) in SHAPES.items():

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.kernels.quantized import ROWS, SHAPES
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
+from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
 from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
 from kernels.gpu.w4a16_gemm import W4Config, choose, w4a16_linear
@@ -73,11 +72,7 @@ def measure(name: str, rows_to_try: Sequence[int], sweeps: bool, read: float, wo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    options = parser.parse_args()
+    options = product_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 25)
     for name in SHAPES:

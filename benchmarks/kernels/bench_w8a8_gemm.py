@@ -6,13 +6,11 @@ many; rounding of x included.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
-from benchmarks.kernels.timing import read_bandwidth
+from benchmarks.kernels.timing import product_options, read_bandwidth
 from kernels.gpu.eight_bit import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
@@ -30,11 +28,7 @@ KINDS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    options = parser.parse_args()
+    options = product_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
     for kind in KINDS:
