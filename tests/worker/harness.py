@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from common.rpc import open_channel
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
-from tests.cluster.harness import Service
+from tests.cluster.harness import Service, free_ports
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2")
@@ -128,6 +128,27 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
     tokens, delta = await stream.until_end(name)
     assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
     return tokens, delta.kv_handle
+
+
+@contextmanager
+def ready(workers: dict[str, Worker]) -> Iterator[dict[str, Worker]]:
+    """Wait until all of them answer; stop them at the end."""
+    try:
+        for worker in workers.values():
+            asyncio.run(worker.wait_ready())
+        yield workers
+    finally:
+        for worker in workers.values():
+            stop(worker)
+
+
+@contextmanager
+def prefill_and_decode(folder: Path, engine: Sequence[str] = DRY_RUN) -> Iterator[dict[str, Worker]]:
+    """One worker of each role; `folder` holds their sockets and logs."""
+    folder.chmod(0o700)
+    ports = zip(("prefill", "decode"), free_ports(2), strict=True)
+    with ready({role: Worker(role, folder, port, engine=engine) for role, port in ports}) as workers:
+        yield workers
 
 
 def stop(worker: Worker) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
 from router.handshake import check_worker
 from tests.cluster.harness import free_ports
-from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, prefill, stop
+from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, prefill, ready
 
 FP8 = (*DRY_RUN, "--kv-cache-dtype=fp8")
 
@@ -32,13 +31,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         "decode": Worker("decode", folder, ports[1], engine=FP8),
         "plain": Worker("decode", plain_folder, ports[2], engine=DRY_RUN),
     }
-    try:
-        for worker in found.values():
-            asyncio.run(worker.wait_ready())
-        yield found
-    finally:
-        for worker in found.values():
-            stop(worker)
+    with ready(found) as all_ready:
+        yield all_ready
 
 
 def one_engine(kv_cache_dtype: str, prompt: list[int], max_tokens: int) -> list[int]:

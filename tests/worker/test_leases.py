@@ -8,25 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from protos import types_pb2 as pb
-from tests.cluster.harness import free_ports
-from tests.worker.harness import DRY_RUN, PROMPT, Stream, Worker, attached, prefill, stop
+from tests.worker.harness import DRY_RUN, PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
 
 LONG_LEASES = (*DRY_RUN, "--kv-lease-seconds=60")
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    ports = zip(("prefill", "decode"), free_ports(2), strict=True)
-    found = {role: Worker(role, folder, port, engine=LONG_LEASES) for role, port in ports}
-    try:
-        for worker in found.values():
-            asyncio.run(worker.wait_ready())
+    with prefill_and_decode(tmp_path_factory.mktemp("run"), LONG_LEASES) as found:
         yield found
-    finally:
-        for worker in found.values():
-            stop(worker)
 
 
 async def until_leased(stream: Stream, count: int) -> None:

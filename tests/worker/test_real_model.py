@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from protos import types_pb2 as pb
-from tests.cluster.harness import free_ports
 from tests.engine.test_smollm2 import CONTINUATION, PROMPT
-from tests.worker.harness import Worker, attached, prefill, stop
+from tests.worker.harness import Worker, attached, prefill, prefill_and_decode
 
 FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    roles = ("prefill", "decode")
-    found = {r: Worker(r, folder, p, engine=FLOAT32) for r, p in zip(roles, free_ports(2), strict=True)}
-    try:
-        for worker in found.values():
-            asyncio.run(worker.wait_ready())
+    with prefill_and_decode(tmp_path_factory.mktemp("run"), FLOAT32) as found:
         yield found
-    finally:
-        for worker in found.values():
-            stop(worker)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

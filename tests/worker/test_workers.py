@@ -22,22 +22,13 @@ from engine import LLM, SamplingParams
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import free_ports
-from tests.worker.harness import PROMPT, Worker, attached, prefill, stop
+from tests.worker.harness import PROMPT, Worker, attached, prefill, prefill_and_decode, stop
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    folder = tmp_path_factory.mktemp("run")
-    folder.chmod(0o700)
-    ports = free_ports(2)
-    found = {role: Worker(role, folder, port) for role, port in zip(("prefill", "decode"), ports, strict=True)}
-    try:
-        for worker in found.values():
-            asyncio.run(worker.wait_ready())
+    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
         yield found
-    finally:
-        for worker in found.values():
-            stop(worker)
 
 
 @pytest.fixture(scope="module")
