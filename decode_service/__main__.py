@@ -2,11 +2,14 @@
 
 import sys
 
-from decode_service.server import register
-from engine.worker.service import run_worker
+from common.startup import exit_on_sigterm
 
 
 def main() -> int:
+    exit_on_sigterm()
+    from decode_service.server import register
+    from engine.worker.service import run_worker
+
     return run_worker("decode", register)
 
 

@@ -2,11 +2,14 @@
 
 import sys
 
-from engine.worker.service import run_worker
-from prefill_service.server import register
+from common.startup import exit_on_sigterm
 
 
 def main() -> int:
+    exit_on_sigterm()
+    from engine.worker.service import run_worker
+    from prefill_service.server import register
+
     return run_worker("prefill", register)
 
 

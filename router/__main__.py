@@ -1,133 +1,15 @@
-"""`python -m router`: read the tokenizer, listen, and serve until SIGTERM."""
+"""`python -m router`: settings from flags and MINI_INFER_* variables, then serve until SIGTERM."""
 
-from __future__ import annotations
-
-import argparse
-import asyncio
-import gc
-import logging
-import resource
-import signal
-import socket
 import sys
 
-import uvicorn
-import uvloop
-
-from common.config import add_arguments, from_namespace
-from common.errors import ConfigError
-from common.logging import setup_logging
-from common.model_files import resolve_model
-from common.text.tokenizer import Tokenizer, load_tokenizer
-from router.app import create_app
-from router.config import HttpConfig, RouterConfig
-from router.gateway import Gateway
-from router.http_protocol import NUM_SPARE_CONNECTIONS, bounded_protocol
-
-SHUTDOWN_GRACE_SECONDS = 30
-MAX_CONNECTIONS_WAITING = 1024
-NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
-KEEPALIVE = {  # of TCP: a client whose machine is gone does not say goodbye
-    socket.TCP_KEEPIDLE: 30,
-    socket.TCP_KEEPINTVL: 10,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 60_000,
-}
-GC_THRESHOLD = 50_000  # a collection per 700 allocations would run for every few chunks
+from common.startup import exit_on_sigterm
 
 
-class Server(uvicorn.Server):
-    """uvicorn, with one line when it is ready and on which port."""
+def main() -> int:
+    exit_on_sigterm()
+    from router.server import main as serve
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            print(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-
-
-def main(argv: list[str] | None = None) -> int:
-    try:
-        config, http = parse_settings(argv)
-        setup_logging("router", config.log_level)
-        allow_descriptors(http.max_connections + NUM_SPARE_CONNECTIONS + NUM_OTHER_DESCRIPTORS)
-        files = resolve_model(config.model)
-        gateway_model, tokenizer = files.name, load_tokenizer(files)
-        listener = _listen(config.host, config.port)
-    except ConfigError as error:
-        print(f"router: {error}", file=sys.stderr)
-        return 1
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, http, tokenizer, gateway_model, listener))
-
-
-def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
-    parser = argparse.ArgumentParser(prog="router", description=RouterConfig.__doc__)
-    add_arguments(parser.add_argument_group("router"), RouterConfig)
-    add_arguments(parser.add_argument_group("HTTP connections"), HttpConfig)
-    namespace = parser.parse_args(argv)
-    return from_namespace(RouterConfig, namespace), from_namespace(HttpConfig, namespace)
-
-
-def allow_descriptors(count: int) -> None:
-    """Make sure that this process may open `count` descriptors. Raises ConfigError when it may not."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < count:
-        raise ConfigError(
-            f"this process may open {hard} files and connections, but --max-connections needs {count}: "
-            "raise the limit (ulimit -n) or lower --max-connections"
-        )
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
-async def _serve(
-    config: RouterConfig, http: HttpConfig, tokenizer: Tokenizer, model_name: str, listener: socket.socket
-) -> int:
-    server = Server(
-        uvicorn.Config(
-            create_app(Gateway(config, tokenizer, model_name)),
-            http=bounded_protocol(http),
-            ws="none",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,  # whoever connects is the client: loopback may drain workers
-            backlog=MAX_CONNECTIONS_WAITING,
-            timeout_keep_alive=round(http.idle_connection_seconds),
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
-        )
-    )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    gc.collect()
-    gc.freeze()  # what start-up made stays; the collector need not look at it again
-    gc.set_threshold(GC_THRESHOLD, 20, 20)
-    # uvicorn takes these signals to shut down, then raises them again: let that find a handler, and exit with 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    await server.serve(sockets=[listener])
-    return 0 if server.started else 1
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError with what to do when there is none to have."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit these
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        listener.bind((host, port))
-        listener.listen(MAX_CONNECTIONS_WAITING)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port"
-        ) from None
-    return listener
+    return serve()
 
 
 if __name__ == "__main__":

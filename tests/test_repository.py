@@ -57,7 +57,7 @@ def test_nothing_shipped_executes_data(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("router.__main__", ["torch", "engine", "transformers", "numpy"]),
+        ("router.server", ["torch", "engine", "transformers", "numpy"]),
         ("engine.worker.front", ["torch", "transformers"]),
         ("prefill_service.server", ["torch", "transformers"]),
         ("decode_service.server", ["torch", "transformers"]),

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from common.errors import ConfigError
-from router.__main__ import allow_descriptors, parse_settings
 from router.config import HttpConfig
+from router.server import allow_descriptors, parse_settings
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
 
