@@ -8,6 +8,10 @@ them, so that every step compares equal histories. Shown: the largest relative e
 difference over norm of the reference), and how often the engine's own greedy token differs, with the share of those
 that are real ties: the reference ranks both tokens within the size of the error. All engine flags are taken,
 `--quant-mode` too.
+
+To tell where a wrong token comes from, the reference is computed again with its prompts in small chunks:
+`chunked_reference_error_max` says how far that is from the first. And the worst token's logits are compared with all
+others of the reference and with those after each prompt's first tokens, which names a row that was mixed up.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch import Tensor
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from engine.assembly import EngineParts, assemble
+from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
@@ -41,6 +45,8 @@ from engine.scheduler import Scheduler
 from kvstore.block_pool import BlockPool
 
 BLOCK_SIZE = 16  # of the reference
+WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass
+PREFIXES = (1, 2, 4, 16)  # tokens of a prompt whose logits the worst row is compared with
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,16 @@ class Trace:
 
     token_ids: list[int]
     logits: Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """traces: one of each prompt. chunked: their logits by the second pass. prefixes: logits (vocab,) by name."""
+
+    prompts: list[list[int]]
+    traces: list[Trace]
+    chunked: list[Tensor]
+    prefixes: dict[str, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,48 +81,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         blocks = sum(-(-(length + options.output) // config.block_size) + 1 for length in lengths)
         config = replace(config, num_gpu_blocks=blocks, max_num_seqs=len(lengths))
         # The reference first: its weights are gone when the engine under test is loaded.
-        prompts, reference = reference_traces(config, lengths, options.output)
+        reference = compute_reference(config, lengths, options.output)
         parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    forced = follow(parts, prompts, reference)
-    print(json.dumps({"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference, forced)}))
-    for length, trace, logits in zip(lengths, reference, forced, strict=True):
+    forced = follow(parts.engine, parts.runner, reference.prompts, reference.traces)
+    figures = {"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference.traces, forced)}
+    figures["chunked_reference_error_max"] = compare(reference.traces, reference.chunked)["relative_error_max"]
+    print(json.dumps(figures))
+    for length, trace, logits in zip(lengths, reference.traces, forced, strict=True):
         errors = relative_errors(trace, logits)
         print(f"prompt of {length}:", " ".join(f"{error:.4f}" for error in errors), file=sys.stderr)
+    print(describe_worst(reference, forced), file=sys.stderr)
     return 0
 
 
-def reference_traces(
-    config: EngineConfig, lengths: list[int], num_output: int
-) -> tuple[list[list[int]], list[Trace]]:
+def compute_reference(config: EngineConfig, lengths: list[int], num_output: int) -> Reference:
     """Greedy traces by the plain runner on the same device, one request at a time."""
-    plain = replace(config, quant_mode="none", block_size=BLOCK_SIZE, max_num_seqs=1, max_num_batched_tokens=2048)
     device = resolve_device(config)
+    plain = replace(config, quant_mode="none", block_size=BLOCK_SIZE, max_num_seqs=1)
     loaded = in_float32(load_model(resolve_model(config.model), plain, device))
-    blocks = -(-(max(lengths) + num_output) // BLOCK_SIZE) + 1
-    plain = replace(plain, num_gpu_blocks=blocks)
-    geometry = pool_geometry(loaded.config, plain, loaded.fingerprint, loaded.dtype)
-    runner = ModelRunner(loaded, allocate_pool(geometry, device), None, plain)
-    scheduler = Scheduler(
-        KVManager(BlockPool(blocks, False), BLOCK_SIZE, loaded.fingerprint, None, False),
-        max_num_seqs=1,
-        max_num_batched_tokens=2048,
-        max_model_len=blocks * BLOCK_SIZE,
-        preempt_by_swap=False,
-    )
-    engine = Engine(scheduler, runner, vocab_size=loaded.config.vocab_size, eos_token_ids=frozenset())
+    plain = replace(plain, num_gpu_blocks=-(-(max(lengths) + num_output) // BLOCK_SIZE) + 1)
     draw = random.Random(1)
     prompts = [[draw.randrange(loaded.config.vocab_size) for _ in range(length)] for length in lengths]
-    traces = []
-    for prompt in prompts:
-        rows: list[Tensor] = []
-        request = engine.add_request(prompt, greedy(num_output))
-        runner.hooks[request.request_id] = recorder(rows)
-        run(engine)
-        traces.append(Trace(request.output_token_ids, torch.stack(rows)))
-    return prompts, traces
+    engine, runner = open_plain(loaded, replace(plain, max_num_batched_tokens=WHOLE))
+    traces = [trace_of(engine, runner, prompt, num_output) for prompt in prompts]
+    prefixes = {
+        f"first {count} of {len(prompt)}": trace_of(engine, runner, prompt[:count], 1).logits[0]
+        for prompt in prompts
+        for count in (*PREFIXES, len(prompt) - 1)
+        if 0 < count < len(prompt)
+    }
+    chunked = follow(*open_plain(loaded, replace(plain, max_num_batched_tokens=CHUNK)), prompts, traces)
+    return Reference(prompts, traces, chunked, prefixes)
+
+
+def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, ModelRunner]:
+    """An engine of the plain runner with a pool of its own."""
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    runner = ModelRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
+    num_blocks = config.num_gpu_blocks
+    scheduler = Scheduler(
+        KVManager(BlockPool(num_blocks, False), BLOCK_SIZE, loaded.fingerprint, None, False),
+        max_num_seqs=1,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=num_blocks * BLOCK_SIZE,
+        preempt_by_swap=False,
+    )
+    return Engine(scheduler, runner, vocab_size=loaded.config.vocab_size, eos_token_ids=frozenset()), runner
+
+
+def trace_of(engine: Engine, runner: ModelRunner, prompt: list[int], num_output: int) -> Trace:
+    rows: list[Tensor] = []
+    request = engine.add_request(prompt, greedy(num_output))
+    runner.hooks[request.request_id] = recorder(rows)
+    run(engine)
+    return Trace(request.output_token_ids, torch.stack(rows))
 
 
 def recorder(rows: list[Tensor]) -> LogitsHook:
@@ -136,18 +167,18 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, dtype=torch.float32)
 
 
-def follow(parts: EngineParts, prompts: list[list[int]], reference: list[Trace]) -> list[Tensor]:
-    """Logits of the engine under test while it is made to choose the reference's tokens."""
+def follow(engine: Engine, runner: Any, prompts: list[list[int]], traces: list[Trace]) -> list[Tensor]:
+    """Logits of an engine while it is made to choose the tokens of `traces`. runner: the engine's, for its hooks."""
     seen: list[list[Tensor]] = [[] for _ in prompts]
-    for index, (prompt, trace) in enumerate(zip(prompts, reference, strict=True)):
-        request = parts.engine.add_request(prompt, greedy(len(trace.token_ids)))
+    for index, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
+        request = engine.add_request(prompt, greedy(len(trace.token_ids)))
 
         def force(request: Request, row: Tensor, index: int = index) -> None:
             seen[index].append(row.float().cpu().clone())
-            row[reference[index].token_ids[len(request.output_token_ids)]] = 1e4
+            row[traces[index].token_ids[len(request.output_token_ids)]] = 1e4
 
-        parts.runner.hooks[request.request_id] = force
-    run(parts.engine)
+        runner.hooks[request.request_id] = force
+    run(engine)
     return [torch.stack(rows) for rows in seen]
 
 
@@ -155,6 +186,25 @@ def relative_errors(trace: Trace, logits: Tensor) -> list[float]:
     """Of each token: norm of the difference over norm of the reference."""
     errors: list[float] = ((logits - trace.logits).norm(dim=-1) / trace.logits.norm(dim=-1)).tolist()
     return errors
+
+
+def describe_worst(reference: Reference, forced: list[Tensor]) -> str:
+    """The token of the largest error, and the reference's rows that its logits are most like."""
+    errors = [relative_errors(trace, logits) for trace, logits in zip(reference.traces, forced, strict=True)]
+    place = max(range(len(errors)), key=lambda index: max(errors[index]))
+    step = errors[place].index(max(errors[place]))
+    row, expected = forced[place][step], reference.traces[place].logits[step]
+    named = dict(reference.prefixes)
+    for prompt, trace in zip(reference.prompts, reference.traces, strict=True):
+        named |= {f"output {index} after {len(prompt)}": logits for index, logits in enumerate(trace.logits)}
+    likeness = {name: float(torch.cosine_similarity(row, other, dim=0)) for name, other in named.items()}
+    nearest = sorted(likeness, key=lambda name: -likeness[name])[:3]
+    return (
+        f"worst: output {step} after {len(reference.prompts[place])}, error {errors[place][step]:.4f}, "
+        f"norm over the reference's {float(row.norm() / expected.norm()):.3f}, cosine with its own row "
+        f"{float(torch.cosine_similarity(row, expected, dim=0)):.3f}; "
+        f"nearest: {', '.join(f'{name} {likeness[name]:.3f}' for name in nearest)}"
+    )
 
 
 def compare(reference: list[Trace], forced: list[Tensor]) -> dict[str, Any]:
