@@ -130,6 +130,15 @@ def test_every_token_of_prompts_of_uneven_lengths(name: str, num_heads: int, num
     assert worst_token(step.run(make(name, step.pool, num_heads, sum(UNEVEN))), step.expected) < BOUND
 
 
+@pytest.mark.parametrize("num_queries", UNEVEN)
+def test_plain_attention_in_float32_equals_float64(num_queries: int) -> None:
+    """The reference of benchmarks; torch has kernels for float32 on a GPU, none for float64."""
+    q = torch.randn(num_queries, 7, 128, device=DEVICE)
+    kv = torch.randn(2, 1, num_queries, 128, device=DEVICE)
+    expected = attend_sequence(q.double(), kv.double()).flatten(1)
+    assert worst_token(attend_sequence(q, kv).flatten(1), expected) < 1e-4
+
+
 @pytest.mark.parametrize(("name", "seq_len"), [("fa3", 80), ("cudnn", 70)])
 def test_what_a_larger_step_left_in_the_buffers_is_not_seen(name: str, seq_len: int) -> None:
     large = Step(4, 2, 64, [70 * SCALE], [seq_len * SCALE])
