@@ -36,20 +36,20 @@ RUN pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TOR
     ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch
 
 # --- what both targets share
-FROM ${BASE_IMAGE} AS app
+FROM ${BASE_IMAGE} AS base
 RUN useradd --uid 10001 --create-home mini-infer \
  && install -d -o mini-infer -g mini-infer -m 0700 /run/mini-infer
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /app
-COPY . /app
-COPY --from=stubs /src/protos /app/protos
-USER 10001
 EXPOSE 8000
 ENTRYPOINT ["python", "-m"]
 CMD ["cli", "serve", "--host", "0.0.0.0"]
 
-FROM app AS cpu
+FROM base AS cpu
 COPY --from=packages-cpu /venv /venv
+COPY . /app
+COPY --from=stubs /src/protos /app/protos
+USER 10001
 
 # After the cpu target, so that a builder without BuildKit doesn't build it on the way there.
 FROM packages AS packages-cuda
@@ -57,8 +57,22 @@ ARG TORCH_INDEX_URL=
 ARG TORCH_FIND_LINKS=
 RUN pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--extra-index-url ${TORCH_INDEX_URL}} \
     ${TORCH_FIND_LINKS:+--find-links ${TORCH_FIND_LINKS}} torch
+# Faster attention of prompts, without the packages that only its own build needs. There are wheels for x86_64 alone.
+RUN if [ "$(uname -m)" = x86_64 ]; then pip install -q -c constraints.txt --no-deps fa3-fwd; fi
 
-FROM app AS cuda
+FROM base AS cuda
+# Triton compiles a launcher for each kernel with a C compiler, when the kernel is first used. A volume at
+# /var/cache/mini-infer keeps what was compiled; a tmpfs there would have to be mounted with exec.
+RUN apt-get update \
+ && apt-get install -y -q --no-install-recommends gcc libc6-dev \
+    $(python3 -c "import pathlib, sysconfig; \
+print('' if pathlib.Path(sysconfig.get_path('include'), 'Python.h').exists() else 'python3-dev')") \
+ && rm -rf /var/lib/apt/lists/* \
+ && install -d -o mini-infer -g mini-infer /var/cache/mini-infer
+ENV TRITON_CACHE_DIR=/var/cache/mini-infer/triton
 COPY --from=packages-cuda /venv /venv
+COPY . /app
+COPY --from=stubs /src/protos /app/protos
+USER 10001
 
 FROM cpu AS default

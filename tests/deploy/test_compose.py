@@ -61,6 +61,23 @@ def test_a_chat_request_is_answered_and_its_kv_travels_by_descriptor(cluster):
     assert "is read by shm" in cluster.logs("decode-0", "decode-1")
 
 
+def test_compose_merges_the_file_for_gpus(cluster):
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.cuda.yml")
+    services = json.loads(cluster.docker.compose(*files, "config", "--format", "json").stdout)["services"]
+    assert services.keys() == {"agent", "prefill-0", "decode-0", "router", "prometheus", "grafana"}
+    assert services["router"]["depends_on"].keys() == {"prefill-0", "decode-0"}
+    for name in ("prefill-0", "decode-0"):
+        environment = services[name]["environment"]
+        assert environment["MINI_INFER_GPU_MEMORY_FRACTION"] == "0.45"
+        assert environment["MINI_INFER_KV_CACHE_GB"] == "0"
+        assert environment["MINI_INFER_PORT"] == "9000"
+        assert {mount["target"] for mount in services[name]["volumes"]} == {
+            "/run/mini-infer", "/var/cache/mini-infer"
+        }  # fmt: skip
+    (first, *_) = services["prometheus"]["volumes"]
+    assert first["source"].endswith("prometheus.cuda.yml")
+
+
 def test_all_workers_are_attached(cluster):
     workers = httpx.get(f"{cluster.url}/v1/cluster", timeout=10.0).json()
     text = json.dumps(workers)

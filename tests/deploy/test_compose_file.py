@@ -10,8 +10,17 @@ from tests.deploy.settings import VARIABLES, parse
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text()
-# ${NAME:-default} as Compose would see it without a .env
-SERVICES = yaml.safe_load(re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", TEXT))["services"]
+CUDA_TEXT = (ROOT / "docker-compose.cuda.yml").read_text()
+
+
+def services_of(text):
+    """With ${NAME:-default} as Compose would see it without a .env, and its own tags left out."""
+    text = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+    return yaml.safe_load(text.replace(" !override", ""))["services"]
+
+
+SERVICES = services_of(TEXT)
+CUDA = services_of(CUDA_TEXT)  # is merged into the other file's
 OURS = {name: service for name, service in SERVICES.items() if name not in ("prometheus", "grafana")}
 
 
@@ -73,8 +82,36 @@ def test_memory_is_bounded_everywhere():
 
 def test_example_settings_are_settings():
     named = set(re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M))
-    used = set(re.findall(r"\$\{([A-Z_]+):-", TEXT))
+    used = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + CUDA_TEXT))
     assert named <= used
+
+
+def test_on_a_gpu_the_workers_that_start_divide_it():
+    assert CUDA.keys() <= SERVICES.keys()
+    workers = {name: CUDA[name] for name in CUDA if name.startswith(("prefill", "decode"))}
+    started = {name: service for name, service in workers.items() if "profiles" not in service}
+    assert started.keys() == {"prefill-0", "decode-0"}
+    total = 0.0
+    for name, service in started.items():
+        own = {key: str(value) for key, value in service["environment"].items()}
+        env = {key: str(value or "") for key, value in OURS[name]["environment"].items()} | own
+        found = parse(OURS[name]["command"], env)
+        assert found["kv_cache_gb"] == 0  # else the fraction would not count
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["capabilities"], device["device_ids"]) == (["gpu"], ["0"])
+        total += found["gpu_memory_fraction"]
+    assert 0.5 < total <= 0.9
+    router = parse(CUDA["router"]["command"], {})
+    assert [router["prefill"], router["decode"]] == ["prefill-0:9000", "decode-0:9000"]
+    assert CUDA["router"]["depends_on"].keys() == started.keys()
+    assert {CUDA[name]["image"] for name in (*started, "router", "agent")} == {"mini-infer:cuda"}
+
+
+def test_compiled_kernels_are_kept_where_the_image_puts_them():
+    image = (ROOT / "Dockerfile").read_text()
+    (folder,) = re.findall(r"TRITON_CACHE_DIR=(/\S+)/triton", image)
+    assert f"{folder}\n" in image  # made, for the user of the services
+    assert CUDA["prefill-0"]["volumes"] == CUDA["decode-0"]["volumes"] == [f"kernels:{folder}"]
 
 
 def test_the_image_holds_every_package_that_the_project_lists():

@@ -1,5 +1,7 @@
 """The kustomize base: valid documents, and names, ports, selectors and settings that fit together."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import kubernetes_validate
@@ -128,3 +130,25 @@ def test_workers_of_a_node_and_its_agent_share_the_folder_of_sockets():
     assert shared("prefill") == shared("decode") == shared("kv-agent")
     run_dir = environment("prefill")["MINI_INFER_RUN_DIR"]
     assert shared("prefill")[1] == run_dir
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
+def test_the_gpu_overlay_gives_every_worker_a_gpu_of_its_own():
+    text = subprocess.run(
+        ["kubectl", "kustomize", str(BASE.parent / "gpu")], capture_output=True, text=True, check=True
+    ).stdout
+    built = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(text)}
+    assert built.keys() == {(d["kind"], d["metadata"]["name"]) for d in DOCUMENTS}
+    for document in built.values():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    config = built["ConfigMap", "mini-infer"]["data"]
+    for name in ("prefill", "decode"):
+        spec = built["StatefulSet", name]["spec"]["template"]["spec"]
+        (only,) = spec["containers"]
+        assert only["image"] == "mini-infer:cuda"
+        assert only["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        settings = parse(only["args"], environment(name) | config)
+        assert (settings["kv_cache_gb"], settings["gpu_memory_fraction"]) == (0, 0.9)
+        mounts = {mount["name"]: mount["mountPath"] for mount in only["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+        assert mounts["kernels"] in (BASE.parents[1] / "Dockerfile").read_text()

@@ -73,9 +73,20 @@ def test_panels_lie_side_by_side():
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_prometheus_scrapes_every_service_of_the_compose_file():
-    jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
-    targets = {target.split(":")[0] for job in jobs for target in job["static_configs"][0]["targets"]}
-    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert targets == services.keys() - {"prometheus", "grafana"}
+def scraped(name):
+    jobs = yaml.safe_load((MONITORING / name).read_text())["scrape_configs"]
     assert {job["job_name"] for job in jobs} == {"router", "prefill", "decode", "agent"}
+    return {target.split(":")[0] for job in jobs for target in job["static_configs"][0]["targets"]}
+
+
+def test_prometheus_scrapes_every_service_of_the_compose_file():
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert scraped("prometheus.yml") == services.keys() - {"prometheus", "grafana"}
+
+
+def test_on_a_gpu_prometheus_scrapes_what_is_started_there():
+    assert scraped("prometheus.cuda.yml") == {"router", "agent", "prefill-0", "decode-0"}
+    base, cuda = ((MONITORING / name).read_text() for name in ("prometheus.yml", "prometheus.cuda.yml"))
+    for worker in ("prefill-1", "decode-1"):
+        base = base.replace(f', "{worker}:9100"', "")
+    assert yaml.safe_load(base) == yaml.safe_load(cuda)
