@@ -81,16 +81,20 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         app.add_api_route(path, handler, methods=["POST"], openapi_extra=schema, response_model=None)
 
     async def chat(request: Request) -> Response:
-        return await gateway.chat_completions(request)
+        with gateway.bodies.hold() as held:
+            return await gateway.chat_completions(request, held)
 
     async def completions(request: Request) -> Response:
-        return await gateway.completions(request)
+        with gateway.bodies.hold() as held:
+            return await gateway.completions(request, held)
 
     async def tokenize(request: Request) -> Response:
-        return _json(await gateway.tokenize(request))
+        with gateway.bodies.hold() as held:
+            return _json(await gateway.tokenize(request, held))
 
     async def detokenize(request: Request) -> Response:
-        return _json(await gateway.detokenize(request))
+        with gateway.bodies.hold() as held:
+            return _json(await gateway.detokenize(request, held))
 
     post("/detokenize", detokenize, DetokenizeBody)
     post("/tokenize", tokenize, TokenizeBody)

@@ -7,7 +7,6 @@ NaN, lone surrogates), because a proxy in front may have read it differently.
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 import orjson
@@ -15,24 +14,27 @@ from starlette.requests import ClientDisconnect, Request
 
 from common.errors import InvalidRequestError
 from router.errors import HttpError
+from router.held_bodies import HeldBody
+from router.json_shape import shape_of
 
 MAX_BODY_BYTES = 16 << 20
+MAX_VALUES = 1 << 18  # strings, arrays and objects of a body; parsed, each takes 50 bytes and more
 BODY_TIMEOUT_SECONDS = 30.0
-_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object."""
+async def read_json_object(request: Request, held: HeldBody) -> dict[str, Any]:
+    """The body as a JSON object. Raises OverloadedError, too, when `held` finds no room for it."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HttpError(415, "the Content-Type must be application/json")
-    return parse_json_object(await _read(request))
+    return parse_json_object(await _read(request, held))
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, held: HeldBody) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not declared.isascii() or not declared.isdigit() or int(declared[:12]) > MAX_BODY_BYTES:
         raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MB")
+    held.expect(int(declared))
     chunks: list[bytes] = []
     size = 0
     try:
@@ -41,6 +43,7 @@ async def _read(request: Request) -> bytes:
                 size += len(chunk)
                 if size > MAX_BODY_BYTES:
                     raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MB")
+                held.grow_to(size)
                 chunks.append(chunk)
     except TimeoutError:
         raise HttpError(408, "the body did not arrive in time") from None
@@ -50,6 +53,11 @@ async def _read(request: Request) -> bytes:
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
+    shape = shape_of(body, MAX_VALUES)
+    if shape is None or shape.num_strings + shape.num_containers > MAX_VALUES:
+        raise InvalidRequestError(
+            f"the body has more than {MAX_VALUES} strings, arrays and objects", code="invalid_json"
+        )
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -58,21 +66,24 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"the body is {what}{place}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
-    # Outside strings, each colon belongs to one key; the parsed objects hold each key once.
-    if _JSON_STRING.sub(b"", body).count(b":") != _num_keys(value):
+    # The text has all keys; the parsed objects hold each key once.
+    if shape.num_keys != _num_keys(value, shape.num_containers):
         raise InvalidRequestError("the body has an object with duplicate keys", code="invalid_json")
     return value
 
 
-def _num_keys(value: Any) -> int:
-    """Keys of all objects in `value`. Its nesting is bounded by the parser."""
+def _num_keys(value: dict[str, Any], num_containers: int) -> int:
+    """Keys of all objects in `value`, which has so many containers. Its nesting is bounded by the parser."""
     count = 0
-    waiting = [value]
+    waiting: list[Any] = [value]
+    num_unseen = num_containers - 1  # with none left, long arrays need not be searched
     while waiting:
         item = waiting.pop()
-        if isinstance(item, dict):
-            count += len(item)
-            waiting += [child for child in item.values() if type(child) in (dict, list)]
-        else:
-            waiting += [child for child in item if type(child) in (dict, list)]
+        is_object = isinstance(item, dict)
+        count += len(item) if is_object else 0
+        if num_unseen:
+            children = item.values() if is_object else item
+            inner = [child for child in children if type(child) in (dict, list)]
+            num_unseen -= len(inner)
+            waiting += inner
     return count

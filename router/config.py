@@ -60,16 +60,19 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """Bounds on HTTP connections. Raises ConfigError for values that cannot work."""
+    """Bounds on HTTP connections and on what they send. Raises ConfigError for values that cannot work."""
 
     max_connections: int = setting(2048, "HTTP connections; requests on more get 503")
     idle_connection_seconds: float = setting(75.0, "a connection without a request is closed after this long")
     stalled_client_seconds: float = setting(
         60.0, "a client that reads nothing of its answer for this long is cut off"
     )
+    max_body_memory_mb: int = setting(128, "large request bodies that are being read, together; more get 429")
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
             raise ConfigError("--max-connections must be at least 1")
         if self.idle_connection_seconds < 1 or self.stalled_client_seconds < 1:
             raise ConfigError("--idle-connection-seconds and --stalled-client-seconds must be at least 1")
+        if self.max_body_memory_mb < 16:
+            raise ConfigError("--max-body-memory-mb must be at least 16, which is the largest body")

@@ -17,11 +17,12 @@ from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.body import read_json_object
 from router.choice import Choice, StopRules
-from router.config import RouterConfig
+from router.config import HttpConfig, RouterConfig
 from router.dispatch import Dispatcher
 from router.errors import REQUEST_ID, ModelNotFoundError
 from router.explain import ExplainLog
 from router.generation import ChoiceRun, Generation
+from router.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.prompts import chat_prompt, completion_prompts, text_prompt, truncated
@@ -46,8 +47,11 @@ MAX_LABEL_CHARS = 128
 class Gateway:
     """One router's state. `start` and `stop` belong to the event loop that serves."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, model_name: str, http: HttpConfig | None = None
+    ) -> None:
         self.config = config
+        self.bodies = HeldBodies((http or HttpConfig()).max_body_memory_mb << 20)
         self.tokenizer = tokenizer
         self.model_name = config.served_model_name or model_name
         self.model_names = frozenset({self.model_name, model_name, ALIAS})
@@ -68,9 +72,9 @@ class Gateway:
 
     # -- generation --------------------------------------------------------------------------------------------
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(ChatCompletionBody, await read_json_object(request))
+        body = parse_body(ChatCompletionBody, await read_json_object(request, held))
         self.check_model(body.model)
         self.dispatcher.admit()
         add_prompt = (
@@ -82,9 +86,9 @@ class Gateway:
         options = self._options(body, runs, [token_ids], (), bool(body.logprobs))
         return self._respond(request, body, runs, ChatRenderer(options, self.tokenizer), list)
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(CompletionBody, await read_json_object(request))
+        body = parse_body(CompletionBody, await read_json_object(request, held))
         self.check_model(body.model)
         self.dispatcher.admit()
         prompts = await completion_prompts(body, self.tokenizer, self.limits())
@@ -199,8 +203,8 @@ class Gateway:
 
     # -- text and tokens ---------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
-        body = parse_body(TokenizeBody, await read_json_object(request))
+    async def tokenize(self, request: Request, held: HeldBody) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, await read_json_object(request, held))
         self.check_model(body.model)
         limits = self.limits()
         if body.messages is not None:
@@ -217,8 +221,8 @@ class Gateway:
             answer["token_strs"] = [self.tokenizer.token_text(token_id) for token_id in token_ids]
         return answer
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, await read_json_object(request))
+    async def detokenize(self, request: Request, held: HeldBody) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, await read_json_object(request, held))
         self.check_model(body.model)
         for token_id in body.tokens:
             if token_id >= self.tokenizer.vocab_size:

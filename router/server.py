@@ -86,7 +86,7 @@ async def _serve(
 ) -> int:
     server = Server(
         uvicorn.Config(
-            create_app(Gateway(config, tokenizer, model_name)),
+            create_app(Gateway(config, tokenizer, model_name, http)),
             http=bounded_protocol(http),
             ws="none",
             access_log=False,

@@ -113,7 +113,7 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    gateway = Gateway(RouterConfig(model="dry-run", **{**addresses, **config}), tokenizer, "dry-run")
+    gateway = Gateway(RouterConfig(model="dry-run", **{**addresses, **config}), tokenizer, "dry-run", http)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(

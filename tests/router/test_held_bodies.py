@@ -1,0 +1,102 @@
+"""Bodies of many requests together: counted, refused, given up."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import orjson
+import pytest
+
+from common.errors import ConfigError, OverloadedError
+from router.config import HttpConfig
+from router.held_bodies import UNCOUNTED_BYTES, HeldBodies
+from tests.router.harness import Cluster, cluster
+
+MB = 1 << 20
+SMALL = HttpConfig(max_body_memory_mb=16)
+
+
+def test_bodies_count_until_they_are_given_up() -> None:
+    bodies = HeldBodies(1000)
+    with bodies.hold() as first:
+        first.grow_to(UNCOUNTED_BYTES)
+        assert bodies.num_bytes == 0
+        first.grow_to(UNCOUNTED_BYTES + 300)
+        first.grow_to(UNCOUNTED_BYTES + 700)
+        with bodies.hold() as second:
+            second.grow_to(UNCOUNTED_BYTES + 300)
+            assert bodies.num_bytes == 1000
+            with pytest.raises(OverloadedError):
+                second.grow_to(UNCOUNTED_BYTES + 301)
+            with pytest.raises(OverloadedError):
+                bodies.check(1)
+        assert bodies.num_bytes == 700
+    assert bodies.num_bytes == 0
+
+
+def test_a_body_that_will_not_fit_is_refused_before_it_comes() -> None:
+    with HeldBodies(1000).hold() as body:
+        body.expect(UNCOUNTED_BYTES + 1000)
+        with pytest.raises(OverloadedError):
+            body.expect(UNCOUNTED_BYTES + 1001)
+
+
+def test_the_largest_body_always_fits_an_idle_router() -> None:
+    with pytest.raises(ConfigError, match="at least 16"):
+        HttpConfig(max_body_memory_mb=15)
+
+
+def head(num_bytes: int) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % num_bytes
+    )
+
+
+async def send_half_of(c: Cluster, stack: AsyncExitStack, num_bytes: int) -> asyncio.StreamWriter:
+    """A request whose body comes as far as its middle."""
+    _, writer = await asyncio.open_connection("127.0.0.1", c.port)
+    stack.callback(writer.close)
+    writer.write(head(num_bytes) + b" " * (num_bytes // 2))
+    return writer
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_beyond_the_bound_large_requests_get_429_and_small_ones_an_answer(has_length: bool) -> None:
+    large = b'{"prompt":"x","max_tokens":1' + b" " * (8 * MB) + b"}"
+
+    async def pieces():
+        for start in range(0, len(large), MB):
+            yield large[start : start + MB]
+
+    headers = {"content-type": "application/json"}
+    async with cluster(http=SMALL) as c, AsyncExitStack() as stack:
+        bodies = c.gateway.bodies
+        writers = [await send_half_of(c, stack, 10 * MB) for _ in range(2)]
+        await c.until(lambda: bodies.num_bytes > 10 * MB - 3 * UNCOUNTED_BYTES)
+        content = large if has_length else pieces()
+        refused = await c.http.post("/v1/completions", content=content, headers=headers)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert (await c.complete("x" * 30_000, truncate_prompt_tokens=5, max_tokens=1)).status_code == 200
+        for writer in writers:
+            writer.close()
+        await c.until(lambda: bodies.num_bytes == 0)
+        answer = await c.http.post("/v1/completions", content=large, headers=headers)
+        assert answer.status_code == 200
+        assert bodies.num_bytes == 0
+
+
+async def test_a_body_is_given_up_before_its_answer_is_made() -> None:
+    async with cluster(http=SMALL) as c:
+        c.decode[0].script.is_silent = True
+        content = orjson.dumps({"prompt": "x", "max_tokens": 1}) + b" " * MB
+        request = asyncio.create_task(
+            c.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        )
+        await c.until(lambda: bool(c.decode[0].submits))
+        assert c.gateway.bodies.num_bytes == 0
+        request.cancel()
+        await c.until(c.is_quiet)
