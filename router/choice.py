@@ -14,6 +14,7 @@ from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
+TIMED_OUT = "timeout"  # a stop reason
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -26,7 +27,7 @@ class Update:
     logprobs: list[pb.TokenLogprobs]
     prompt_logprobs: list[pb.TokenLogprobs]
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token id that the client gave
+    stop_reason: str | int | None = None  # the stop string or token id that the client gave; or TIMED_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,13 @@ class Choice:
         """The text of tokens in the middle of a plain choice: almost every token goes through here."""
         self.num_tokens += len(token_ids)
         return self._detokenizer.push(token_ids)
+
+    def cut(self) -> Update:
+        """The time is over: end here, with the text that was held back."""
+        update = self.push([pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH)])
+        if update.finish_reason == "length":  # not a stop string that the last characters complete
+            update.stop_reason = TIMED_OUT
+        return update
 
     def _shown_tokens(self, last: pb.TokenDelta, token_ids: list[int], update: Update) -> list[int]:
         """Without the stop token at the end, unless the client wants to see it."""

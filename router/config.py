@@ -25,7 +25,9 @@ class RouterConfig:
     max_queue: int = setting(256, "requests that may wait for their first token; more get 429")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
     cluster_token: str = setting("", "shared secret of the services")
-    request_timeout_seconds: float = setting(600.0, "a request that takes longer fails")
+    request_timeout_seconds: float = setting(
+        590.0, "a request ends then, with the text that it has; OpenAI's clients give up after 600 and ask again"
+    )
     worker_timeout_seconds: float = setting(4.0, "a worker that says nothing for this long is out of service")
     max_retries: int = setting(2, "moves of one request to another worker")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from common.errors import EngineError, MiniInferError, OverloadedError, UnavailableError
+from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.config import RouterConfig
@@ -71,6 +71,10 @@ class Dispatcher:
                     return
                 except RETRYABLE as error:
                     self._count_migration(journal, error)
+        except DeadlineExceededError:
+            journal.note(time.monotonic(), "time is over")
+            journal.outcome = "length" if journal.has_started else "error"
+            raise
         except MiniInferError:
             journal.outcome = "error"
             raise

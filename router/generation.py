@@ -1,7 +1,8 @@
 """All choices of one request: run them, in the right order, and merge what they say.
 
 The first choice of a prompt starts alone; the others start when its prompt is computed, so that they find it in
-the prefix cache. Calls dispatch for tokens and choice for text.
+the prefix cache. When the request's time is over, choices end with the text that they have (decision 0090). Calls
+dispatch for tokens and choice for text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from common.errors import DeadlineExceededError
 from protos import types_pb2 as pb
 from router.choice import Choice, Update
 from router.dispatch import Dispatcher
@@ -61,17 +63,28 @@ class Generation:
         """(choice index, update) as they come. Raises the first error of any choice."""
         if len(self.runs) == 1:
             run = self.runs[0]
-            async with aclosing(self._dispatcher.generate(run.journal)) as steps:
-                async for deltas in steps:
-                    update = run.choice.push(deltas)
+            async with aclosing(self._updates_of(run)) as updates:
+                async for update in updates:
                     yield run.choice.index, update
-                    if update.finish_reason is not None:
-                        run.journal.outcome = update.finish_reason
-                        return
             return
         async with aclosing(self._merged()) as merged:
             async for item in merged:
                 yield item
+
+    async def _updates_of(self, run: ChoiceRun) -> AsyncGenerator[Update, None]:
+        """One choice, to its end."""
+        try:
+            async with aclosing(self._dispatcher.generate(run.journal)) as steps:
+                async for deltas in steps:
+                    update = run.choice.push(deltas)
+                    yield update
+                    if update.finish_reason is not None:
+                        run.journal.outcome = update.finish_reason
+                        return
+        except DeadlineExceededError:
+            if not any(each.journal.has_started for each in self.runs):
+                raise
+            yield run.choice.cut()
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Update], None]:
         queue: asyncio.Queue[tuple[int, Update] | Exception] = asyncio.Queue(MERGE_QUEUE_SIZE)
@@ -105,9 +118,8 @@ class Generation:
             await prompt.is_computed.wait()
         is_first = True
         try:
-            async with aclosing(self._dispatcher.generate(run.journal)) as steps:
-                async for deltas in steps:
-                    update = run.choice.push(deltas)
+            async with aclosing(self._updates_of(run)) as updates:
+                async for update in updates:
                     if is_first:
                         is_first = False
                         if is_leader:
@@ -115,8 +127,5 @@ class Generation:
                             prompt.is_computed.set()
                         update.prompt_logprobs = prompt.logprobs
                     await queue.put((run.choice.index, update))
-                    if update.finish_reason is not None:
-                        run.journal.outcome = update.finish_reason
-                        return
         except Exception as error:  # noqa: BLE001 - raised where the choices are merged, bugs too: else it waits for ever
             await queue.put(error)

@@ -1,7 +1,8 @@
 """How many bytes of request bodies the router holds, all requests together; what would be too much is refused.
 
 A body counts from its first byte until its request has its prompt's tokens. The first part of each does not: the
-limit of connections bounds those, and ordinary requests pass while somebody sends large ones. Lives in one event loop.
+limit of connections bounds those, and ordinary requests pass while somebody sends large ones. Lives in one event
+loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a JSON text is made of, counted without parsing it: cheap bounds on what parsing would cost.
 
-A few copies of the text at most, and no object per value: 16 MB take 20 to 60 ms. Says nothing about whether it is JSON.
+A few copies of the text at most, and no object per value: 16 MB take 20 to 60 ms. Says nothing about whether it is
+JSON.
 """
 
 from __future__ import annotations

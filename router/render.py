@@ -6,6 +6,7 @@ as a dictionary. Knows nothing of HTTP, workers or how text came about.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,7 +63,8 @@ class ChoiceResult:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(item.logprob for item in self.logprobs) / max(len(self.logprobs), 1)
+        """Of the choices that best_of compares; one without tokens is the worst."""
+        return sum(item.logprob for item in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,56 @@ async def test_the_deadline_holds_when_a_worker_never_answers() -> None:
         await c.until(c.is_quiet)
 
 
+ENDLESS = Script(delay_seconds=0.005)
+IN_TIME: dict[str, Any] = {"max_tokens": 100_000, "seed": 1}
+
+
+async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
+    info = {"max_model_len": 1 << 20}
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.0) as c:
+        answer = await c.chat(**IN_TIME, return_token_ids=True)
+        assert answer.status_code == 200
+        (choice,) = answer.json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+        assert len(choice["token_ids"]) == answer.json()["usage"]["completion_tokens"] > 0
+        assert choice["message"]["content"] == c.tokenizer.decode(choice["token_ids"])
+        await c.until(lambda: bool(c.decode[0].cancels))
+        await c.until(c.is_quiet)
+        metrics = (await c.http.get("/metrics")).text
+        assert 'vllm:request_success_total{finished_reason="length",model_name="dry-run"} 1.0' in metrics
+
+
+async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
+    info = {"max_model_len": 1 << 20}
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.0) as c:
+        events = await c.events(**IN_TIME, stream_options={"include_usage": True})
+        assert events[-1] == "[DONE]"
+        ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
+        assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("length", "timeout")]
+        assert len(text_of(events)) == events[-2]["usage"]["completion_tokens"] > 0
+        await c.until(c.is_quiet)
+
+
+async def test_at_the_deadline_held_back_text_is_shown_and_every_choice_ends() -> None:
+    """One choice has text, of which a part could have become a stop string; the other one has nothing yet."""
+    reply = [*b"so far ST"]
+
+    def spoil(report: pb.StepReport) -> None:
+        shown = [d for d in report.deltas if ".".join(d.request_id.split(".")[:-1]).endswith("-0")]
+        kept = [d for d in shown if d.token_ids[0] in reply]
+        del report.deltas[:]
+        report.deltas.extend(kept)
+
+    script = Script(reply=[*reply, *b"#" * 100], spoil=spoil)
+    async with cluster(script=script, request_timeout_seconds=1.0) as c:
+        answer = await c.complete(["a", "b"], stop=["STOP"], max_tokens=100)
+        assert answer.status_code == 200, answer.text
+        choices = answer.json()["choices"]
+        assert [choice["text"] for choice in choices] == ["so far ST", ""]
+        assert {(choice["finish_reason"], choice["stop_reason"]) for choice in choices} == {("length", "timeout")}
+        await c.until(c.is_quiet)
+
+
 async def test_too_many_waiting_requests_get_429_at_once() -> None:
     async with cluster(script=Script(is_silent=True), max_queue=3) as c:
         waiting = [asyncio.create_task(c.chat()) for _ in range(3)]
