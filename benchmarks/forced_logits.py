@@ -9,9 +9,9 @@ difference over norm of the reference), and how often the engine's own greedy to
 that are real ties: the reference ranks both tokens within the size of the error. All engine flags are taken,
 `--quant-mode` too.
 
-To tell where a wrong token comes from, the reference is computed again with its prompts in small chunks:
-`chunked_reference_error_max` says how far that is from the first. And the worst token's logits are compared with all
-others of the reference and with those after each prompt's first tokens, which names a row that was mixed up.
+Two more passes say what to expect. `bfloat16_error_*` is plain torch in the model's own dtype: what rounding alone
+does to these weights. `chunked_reference_error_max` is the float32 pass again with its prompts in small chunks: above
+1e-3 the reference is at fault, not the engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ from torch import Tensor
 
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
-from common.model_files import resolve_model
+from common.model_files import ModelFiles, resolve_model
+from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -46,7 +49,6 @@ from kvstore.block_pool import BlockPool
 
 BLOCK_SIZE = 16  # of the reference
 WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass
-PREFIXES = (1, 2, 4, 16)  # tokens of a prompt whose logits the worst row is compared with
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """traces: one of each prompt. chunked: their logits by the second pass. prefixes: logits (vocab,) by name."""
+    """traces: one of each prompt, float32. chunked, rounded: logits of the same tokens by the other two passes."""
 
     prompts: list[list[int]]
     traces: list[Trace]
     chunked: list[Tensor]
-    prefixes: dict[str, Tensor]
+    rounded: list[Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,49 +74,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser, EngineConfig)
     add_arguments(parser, GpuConfig)
     parser.add_argument("--prompts", default="7,64,65,300,511,1030", help="prompt lengths, served together")
+    parser.add_argument(
+        "--text", default="", help="file that prompts are pieces of; without it they are random tokens"
+    )
     parser.add_argument("--output", type=int, default=24, help="tokens compared per prompt")
     options = parser.parse_args(argv)
     lengths = [int(part) for part in options.prompts.split(",")]
     config = from_namespace(EngineConfig, options)
     try:
-        config = config.resolved(resolve_device(config).type)
-        blocks = sum(-(-(length + options.output) // config.block_size) + 1 for length in lengths)
-        config = replace(config, num_gpu_blocks=blocks, max_num_seqs=len(lengths))
+        config = config_for(config, lengths, options.output)
         # The reference first: its weights are gone when the engine under test is loaded.
-        reference = compute_reference(config, lengths, options.output)
+        text = Path(options.text).read_text() if options.text else ""
+        reference = compute_reference(config, lengths, options.output, text)
         parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     forced = follow(parts.engine, parts.runner, reference.prompts, reference.traces)
     figures = {"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference.traces, forced)}
+    for kind in ("mean", "max"):
+        figures[f"bfloat16_error_{kind}"] = compare(reference.traces, reference.rounded)[f"relative_error_{kind}"]
     figures["chunked_reference_error_max"] = compare(reference.traces, reference.chunked)["relative_error_max"]
     print(json.dumps(figures))
     for length, trace, logits in zip(lengths, reference.traces, forced, strict=True):
         errors = relative_errors(trace, logits)
         print(f"prompt of {length}:", " ".join(f"{error:.4f}" for error in errors), file=sys.stderr)
-    print(describe_worst(reference, forced), file=sys.stderr)
     return 0
 
 
-def compute_reference(config: EngineConfig, lengths: list[int], num_output: int) -> Reference:
-    """Greedy traces by the plain runner on the same device, one request at a time."""
-    device = resolve_device(config)
+def config_for(config: EngineConfig, lengths: Sequence[int], num_output: int) -> EngineConfig:
+    """All prompts beside each other, with just the blocks that they need. Raises ConfigError."""
+    config = config.resolved(resolve_device(config).type)
+    blocks = sum(-(-(length + num_output) // config.block_size) + 1 for length in lengths)
+    return replace(config, num_gpu_blocks=blocks, max_num_seqs=len(lengths))
+
+
+def compute_reference(config: EngineConfig, lengths: Sequence[int], num_output: int, text: str = "") -> Reference:
+    """Greedy traces by the plain runner on the same device, one request at a time. Raises ConfigError."""
     plain = replace(config, quant_mode="none", block_size=BLOCK_SIZE, max_num_seqs=1)
-    loaded = in_float32(load_model(resolve_model(config.model), plain, device))
+    files = resolve_model(config.model)
+    loaded = in_float32(load_model(files, plain, resolve_device(config)))
+    prompts = pieces_of(files, text, lengths) if text else random_prompts(loaded.config.vocab_size, lengths)
     plain = replace(plain, num_gpu_blocks=-(-(max(lengths) + num_output) // BLOCK_SIZE) + 1)
-    draw = random.Random(1)
-    prompts = [[draw.randrange(loaded.config.vocab_size) for _ in range(length)] for length in lengths]
     engine, runner = open_plain(loaded, replace(plain, max_num_batched_tokens=WHOLE))
     traces = [trace_of(engine, runner, prompt, num_output) for prompt in prompts]
-    prefixes = {
-        f"first {count} of {len(prompt)}": trace_of(engine, runner, prompt[:count], 1).logits[0]
-        for prompt in prompts
-        for count in (*PREFIXES, len(prompt) - 1)
-        if 0 < count < len(prompt)
-    }
     chunked = follow(*open_plain(loaded, replace(plain, max_num_batched_tokens=CHUNK)), prompts, traces)
-    return Reference(prompts, traces, chunked, prefixes)
+    loaded = load_model(files, plain, loaded.device)  # float32 has taken the place of the first one's weights
+    rounded = follow(*open_plain(loaded, replace(plain, max_num_batched_tokens=WHOLE)), prompts, traces)
+    return Reference(prompts, traces, chunked, rounded)
+
+
+def random_prompts(vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def pieces_of(files: ModelFiles, text: str, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of pieces of `text`, one behind the other. Raises ConfigError when it is too short."""
+    token_ids = load_tokenizer(files).encode(text)
+    if len(token_ids) < sum(lengths):
+        raise ConfigError(f"the text has {len(token_ids)} tokens, the prompts need {sum(lengths)}")
+    return [token_ids[stop - length : stop] for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, ModelRunner]:
@@ -186,25 +206,6 @@ def relative_errors(trace: Trace, logits: Tensor) -> list[float]:
     """Of each token: norm of the difference over norm of the reference."""
     errors: list[float] = ((logits - trace.logits).norm(dim=-1) / trace.logits.norm(dim=-1)).tolist()
     return errors
-
-
-def describe_worst(reference: Reference, forced: list[Tensor]) -> str:
-    """The token of the largest error, and the reference's rows that its logits are most like."""
-    errors = [relative_errors(trace, logits) for trace, logits in zip(reference.traces, forced, strict=True)]
-    place = max(range(len(errors)), key=lambda index: max(errors[index]))
-    step = errors[place].index(max(errors[place]))
-    row, expected = forced[place][step], reference.traces[place].logits[step]
-    named = dict(reference.prefixes)
-    for prompt, trace in zip(reference.prompts, reference.traces, strict=True):
-        named |= {f"output {index} after {len(prompt)}": logits for index, logits in enumerate(trace.logits)}
-    likeness = {name: float(torch.cosine_similarity(row, other, dim=0)) for name, other in named.items()}
-    nearest = sorted(likeness, key=lambda name: -likeness[name])[:3]
-    return (
-        f"worst: output {step} after {len(reference.prompts[place])}, error {errors[place][step]:.4f}, "
-        f"norm over the reference's {float(row.norm() / expected.norm()):.3f}, cosine with its own row "
-        f"{float(torch.cosine_similarity(row, expected, dim=0)):.3f}; "
-        f"nearest: {', '.join(f'{name} {likeness[name]:.3f}' for name in nearest)}"
-    )
 
 
 def compare(reference: list[Trace], forced: list[Tensor]) -> dict[str, Any]:
