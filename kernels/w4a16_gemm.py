@@ -2,8 +2,9 @@
 
     w_nk = (c_nk - 8) s_ng + z_ng,  g = k / group_size;      y = x w^T + b
 
-Eight codes share an int32, code i of word j being column 8 j + i in bits 4 i and up. Checkpoints that say
-w = (c - zero) s have z = (8 - zero) s.
+Eight codes share an int32. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a row: code
+i of a chunk's word j is column i C / 8 + j, in bits 4 i and up. So the codes of neighbouring words in one place are
+neighbouring columns, of one group. Checkpoints that say w = (c - zero) s have z = (8 - zero) s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 MAX_GROUP = 128
+MAX_CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,27 @@ class PackedW4:
     scales_and_zeros: Tensor
     group_size: int
 
+    @property
+    def num_columns(self) -> int:
+        return self.words.shape[1] * 8
+
+    @property
+    def chunk(self) -> int:
+        """Columns whose codes lie in the same words."""
+        return chunk_of(self.num_columns)
+
+
+def chunk_of(num_columns: int) -> int:
+    """Of rows of so many columns."""
+    return min(num_columns & -num_columns, MAX_CHUNK)
+
 
 def pack_w4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedW4:
     """codes uint8 (out, in), 0 to 15; scales and zeros (out, in / group_size).
 
     Groups are powers of two from 16 columns; those above 128 are stored as several. Raises ValueError for others.
     """
-    num_columns = codes.shape[1]
+    num_rows, num_columns = codes.shape
     group_size = num_columns // scales.shape[1]
     if group_size * scales.shape[1] != num_columns or zeros.shape != scales.shape or num_columns % 16:
         raise ValueError(f"codes {list(codes.shape)}, scales {list(scales.shape)} and zeros do not fit together")
@@ -40,16 +56,19 @@ def pack_w4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = t
     if stored < 16:
         raise ValueError(f"groups of {group_size} columns are not supported: 16, 32, 64, 128 or multiples of those")
     pair = pair.repeat_interleave(group_size // stored, dim=1)
-    words = torch.zeros(codes.shape[0], num_columns // 8, dtype=torch.int32, device=codes.device)
-    for place in range(8):  # one column of eight at a time: little extra memory
-        words |= codes[:, place::8].to(torch.int32) << 4 * place
-    return PackedW4(words, pair.contiguous(), stored)
+    chunk = chunk_of(num_columns)
+    places = codes.view(num_rows, num_columns // chunk, 8, chunk // 8)
+    words = torch.zeros(num_rows, num_columns // chunk, chunk // 8, dtype=torch.int32, device=codes.device)
+    for place in range(8):  # one of eight at a time: little extra memory
+        words |= places[:, :, place].to(torch.int32) << 4 * place
+    return PackedW4(words.flatten(1), pair.contiguous(), stored)
 
 
 def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     """(out, in), computed in float32 and rounded once."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.words.device)
-    codes = (packed.words[:, :, None] >> shifts) & 15
+    words = packed.words.view(len(packed.words), -1, 1, packed.chunk // 8)
+    codes = (words >> shifts[:, None]) & 15
     groups = codes.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
     scales, zeros = packed.scales_and_zeros.float().unbind(-1)
     return groups.mul_(scales[..., None]).add_(zeros[..., None]).flatten(1).to(dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
 from benchmarks.kernels.timing import product_options, read_bandwidth
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import quantize_rows
 from kernels.gpu.fp8_gemm import fp8_linear
+from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 

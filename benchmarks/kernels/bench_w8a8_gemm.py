@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
 from benchmarks.kernels.timing import product_options, read_bandwidth
-from kernels.gpu.eight_bit import quantize_rows
+from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
 

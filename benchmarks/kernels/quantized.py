@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
-from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, quantize_rows, several_rows
+from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, several_rows
+from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 SHAPES = {

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from engine.layers.linear import Linear
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import choose_row, one_row, quantize_rows
+from kernels.gpu.eight_bit import choose_row, one_row
+from kernels.gpu.few_codes import choose_few, few_rows_gated
 from kernels.gpu.fp8_gemm import fp8_product
+from kernels.gpu.rounding import known_codes, quantize_rows, silu_codes
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4a16_gemm import w4a16_linear
 from kernels.gpu.w8a8_gemm import w8a8_product, w8a16_linear
@@ -68,42 +70,55 @@ class W8A16Linear(EightBitLinear):
         return one_row(x, self.weight, self.scales, self.bias, config, norm, eps, added_to, is_gated)
 
 
-class W8A8Linear(EightBitLinear):
-    """int8 weights and inputs."""
+class RoundedLinear(EightBitLinear):
+    """Inputs are rounded to the type of the weights."""
 
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.of_codes(*quantize_rows(x, self.dtype), x.dtype)
 
+    @abstractmethod
     def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Of inputs that are rounded already."""
+
+    def gated_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same for gate and up beside each other: silu(gate) * up, rounded again, and its scales."""
+        n, k = self.weight.shape
+        config = choose_few(codes.shape[0], n // 2, k, is_gated=True)
+        if config is None:
+            return silu_codes(self.of_codes(codes, x_scales, dtype), self.dtype)
+        inner, maxima = few_rows_gated(codes, x_scales, self.weight, self.scales, self.bias, dtype, config)
+        return known_codes(inner, maxima, self.dtype)
+
+
+class W8A8Linear(RoundedLinear):
+    """int8 weights and inputs."""
+
+    __slots__ = ()
+
+    def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
         return w8a8_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
-class Fp8Linear(EightBitLinear):
+class Fp8Linear(RoundedLinear):
     """e4m3 weights and inputs."""
 
     __slots__ = ()
     dtype = FP8_DTYPE
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.of_codes(*quantize_rows(x, self.dtype), x.dtype)
-
     def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of inputs that are rounded already."""
         return fp8_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class W4A16Linear:
     """4-bit weights in groups; `kernels.w4a16_gemm.pack_w4` packs them."""
 
-    __slots__ = ("bias", "packed", "workspace")
+    __slots__ = ("bias", "packed")
 
-    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
+    def __init__(self, packed: PackedW4, bias: Tensor | None) -> None:
         self.packed = packed
         self.bias = bias
-        self.workspace = workspace
 
     def __call__(self, x: Tensor) -> Tensor:
-        return w4a16_linear(x, self.packed, self.bias, self.workspace)
+        return w4a16_linear(x, self.packed, self.bias)

@@ -1,7 +1,7 @@
 """Layers whose products take rounded inputs (fp8, w8a8): norms and the gate round what they write.
 
     residual += previous output, normed, rounded     one kernel
-    SiLU(gate) * up, rounded                         one kernel
+    SiLU(gate) * up, rounded                         one kernel; with few rows the product gates, a small one rounds
 
 The plain way would store each product's input and round it in a kernel of its own. Knows no graphs and no batches;
 `FusedForward` asks `takes` once and hands over.
@@ -14,13 +14,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from engine.gpu.quantized import Fp8Linear, W8A8Linear
+from engine.gpu.quantized import RoundedLinear
 from engine.layers.decoder import DecoderLayer, DecoderModel
 from engine.layers.linear import LinearMap
-from kernels.gpu.eight_bit import norm_codes, silu_codes
 from kernels.gpu.rms_norm import add_rms_norm
+from kernels.gpu.rounding import norm_codes
 
-RoundedLinear = W8A8Linear | Fp8Linear
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, q, k and v (tokens, heads + 2 kv_heads, head_dim), not rotated) -> (tokens, heads * head_dim)"""
 
@@ -28,7 +27,7 @@ Attend = Callable[[int, Tensor], Tensor]
 def takes(model: DecoderModel) -> bool:
     """Whether all layers round to one type before qkv, gate_up and down."""
     kinds = {type(linear) for layer in model.layers for linear in (layer.qkv, layer.gate_up, layer.down)}
-    return len(kinds) == 1 and kinds <= {W8A8Linear, Fp8Linear}
+    return len(kinds) == 1 and issubclass(kinds.pop(), RoundedLinear)
 
 
 def hidden(model: DecoderModel, token_ids: Tensor, attend: Attend) -> Tensor:
@@ -42,8 +41,7 @@ def hidden(model: DecoderModel, token_ids: Tensor, attend: Attend) -> Tensor:
         heads = qkv.of_codes(*codes, residual.dtype).view(residual.shape[0], -1, head_dim)
         attended = layer.attention_output(attend(index, heads))
         codes = norm_codes(attended, residual, layer.mlp_norm, eps, qkv.dtype)
-        inner = silu_codes(gate_up.of_codes(*codes, residual.dtype), qkv.dtype)
-        added = down.of_codes(*inner, residual.dtype)
+        added = down.of_codes(*gate_up.gated_codes(*codes, residual.dtype), residual.dtype)
     assert added is not None
     return add_rms_norm(added, residual, model.final_norm, eps)
 
@@ -54,5 +52,5 @@ def maps_of(layer: DecoderLayer) -> tuple[RoundedLinear, RoundedLinear, RoundedL
 
 
 def _rounded(linear: LinearMap) -> RoundedLinear:
-    assert isinstance(linear, W8A8Linear | Fp8Linear)
+    assert isinstance(linear, RoundedLinear)
     return linear

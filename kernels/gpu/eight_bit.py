@@ -1,32 +1,26 @@
-"""What products over 8-bit weights share, int8 and e4m3 alike: rounding, products of several rows, of one row.
+"""Products over 8-bit weights, int8 and e4m3 alike: of several rows, and of one row that is not rounded.
 
-    codes_mk = round(x_mk / a_m),  a_m = max_k |x_mk| / MAX       `quantize_rows`, `norm_codes`, `silu_codes`
     y_mn = a_m s_n sum_k codes_mk w_nk + b_n                      `several_rows`, from codes or from plain x (a_m = 1)
     y_n = s_n sum_k x_k w_nk + b_n                                `one_row` of plain x, with norm, gate and residual
 
-`several_rows` serves one row of codes too: a row of codes in registers (dot products of bytes, float16 pairs of e4m3)
-took 71 us instead of 69 for the products of a layer of Qwen2.5-7B, and 98 where they followed each other in a model.
+Few rows of codes go through `kernels/gpu/few_codes.py`; `kernels/gpu/rounding.py` makes codes.
 References: `kernels/w8a8_gemm.py`, `kernels/fp8_gemm.py`, `kernels/rms_norm.py`, `kernels/silu_mul.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8_gemm import FP8_DTYPE, FP8_MAX
+from kernels.gpu.few_codes import gated
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
-from kernels.w8a8_gemm import INT8_MAX
 
-ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
-TINY = tl.constexpr(1e-30)  # a row of zeros has codes of zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,83 +43,6 @@ class RowsConfig:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-
-
-@triton.jit
-def to_e4m3(x, COMPILED: tl.constexpr):
-    """float32 to the nearest e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
-    if not COMPILED:
-        bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 2^-6; steps of 2^-9 below
-    return x.to(tl.float8e4nv)
-
-
-@triton.jit
-def gated(y, up):
-    small = tl.exp(-tl.abs(y))  # never overflows
-    return y * tl.where(y >= 0, 1.0, small) / (1.0 + small) * up
-
-
-@triton.jit
-def _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
-    """Round a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which products pass on."""
-    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
-    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
-    x *= MAX / tl.maximum(largest, TINY)
-    if MAX == 127.0:
-        codes = (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        codes = to_e4m3(x, COMPILED)
-    tl.store(codes_ptr + row * K + ks, codes, mask=ks < K)
-    tl.store(scales_ptr + row, largest / MAX)
-
-
-@triton.jit
-def _quantize_rows_kernel(
-    x_ptr, codes_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    ks = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
-    _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
-
-
-@triton.jit
-def _norm_codes_kernel(
-    x_ptr, residual_ptr, norm_ptr, codes_ptr, scales_ptr, K, eps, ADDS: tl.constexpr, MAX: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    ks = tl.arange(0, BLOCK)
-    inside = ks < K
-    norm = tl.load(norm_ptr + ks, mask=inside, other=0.0).to(tl.float32)
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    value = tl.load(residual_ptr + row * K + ks, mask=inside, other=0.0)
-    dtype = value.dtype
-    if ADDS:
-        added = tl.load(x_ptr + row * K + ks, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
-        tl.store(residual_ptr + row * K + ks, value, mask=inside)
-    value = value.to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
-    _store_codes(value.to(dtype).to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
-
-
-@triton.jit
-def _silu_codes_kernel(
-    gate_up_ptr, codes_ptr, scales_ptr, K, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    ks = tl.arange(0, BLOCK)
-    gate = tl.load(gate_up_ptr + row * 2 * K + ks, mask=ks < K, other=0.0)
-    up = tl.load(gate_up_ptr + row * 2 * K + K + ks, mask=ks < K, other=0.0)
-    value = gated(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
-    _store_codes(value.to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 
 @triton.jit
@@ -260,59 +177,6 @@ def choose_rows(num_rows: int, n: int, k: int) -> RowsConfig:
     if num_rows <= 512 or n * num_rows < 1 << 24:
         return RowsConfig(128, 64, 128, 1, num_warps=4, num_stages=4)
     return RowsConfig(128, 256, 128, 1, num_warps=8, num_stages=3)
-
-
-def code_max(weight: Tensor) -> float:
-    """The largest code of activations that go with this weight."""
-    return FP8_MAX if weight.dtype == FP8_DTYPE else INT8_MAX
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (rows, in), columns of stride 1 -> codes int8 or e4m3 (rows, in), contiguous, and float32 scales (rows,)."""
-    codes, scales = _empty_codes(x.shape[0], x.shape[1], dtype, x.device)
-    if x.shape[0]:
-        _quantize_rows_kernel[(x.shape[0],)](x, codes, scales, x.shape[1], x.stride(0), **_rounding_constants(codes))
-    return codes, scales
-
-
-def norm_codes(
-    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Adds x, if given, to `residual` (rows, n) in place; codes and scales of the RMS norm of the sum."""
-    if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
-        raise ValueError("x and residual must be contiguous")
-    codes, scales = _empty_codes(residual.shape[0], residual.shape[1], dtype, residual.device)
-    if residual.shape[0]:
-        _norm_codes_kernel[(residual.shape[0],)](
-            _or(x, residual), residual, norm, codes, scales, residual.shape[1], eps, ADDS=x is not None,
-            **_rounding_constants(codes),
-        )  # fmt: skip
-    return codes, scales
-
-
-def silu_codes(gate_up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(rows, 2 n), gate first, contiguous -> codes (rows, n) of silu(gate) * up and scales (rows,)."""
-    if not gate_up.is_contiguous():
-        raise ValueError("gate_up must be contiguous")
-    codes, scales = _empty_codes(gate_up.shape[0], gate_up.shape[1] // 2, dtype, gate_up.device)
-    if gate_up.shape[0]:
-        _silu_codes_kernel[(gate_up.shape[0],)](gate_up, codes, scales, codes.shape[1], **_rounding_constants(codes))
-    return codes, scales
-
-
-def _empty_codes(num_rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    scales = torch.empty(num_rows, dtype=torch.float32, device=device)
-    return torch.empty(num_rows, n, dtype=dtype, device=device), scales
-
-
-def _rounding_constants(codes: Tensor) -> dict[str, Any]:
-    """One program holds a row."""
-    block = triton.next_power_of_2(codes.shape[1])
-    overlaps = overlaps_launches(codes)
-    return {
-        "MAX": code_max(codes), "BLOCK": block, "OVERLAPS": overlaps, "COMPILED": codes.is_cuda,
-        "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
-    }  # fmt: skip
 
 
 def one_row(

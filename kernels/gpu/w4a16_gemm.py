@@ -1,14 +1,18 @@
 """Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-One row: a code's bits, masked out where they stand, are a denormal float32, c 2^(4 i - 149) for place i up to 4. A
-multiplication by x 2^(100 - 4 i) is exact in c and gives c x 2^-49: a mask and an FMA per weight, one shift per word.
-Several rows: codes become weights in the dtype of x in registers and go through matrix units.
-Many rows: the weight is written out in the dtype of x, for cuBLAS.
+Up to 64 rows of bfloat16: a code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two
+of them cost a shift and a logical operation and go to the matrix units as they are, place by place of the words; what
+128 and the offset add is a multiple of the sum of x, which the matrix units compute as well. Per group
+
+    y += s (sum_k (128 + c_k) x_k) + (z - 136 s) sum_k x_k
+
+in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
+meet at the end. Many rows, other types, and rows that are no multiple of 128: the weight is written out, for cuBLAS.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,207 +20,194 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.small_m_gemm import SmallMWorkspace
-from kernels.w4a16_gemm import PackedW4
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 MAX_ROWS = 64  # above, writing the weight out costs less than it saves
+WORDS = tl.constexpr(MAX_CHUNK // 8)  # of a chunk
+LINE = tl.constexpr(32)  # words of a line of the L2 cache
+# Of two words, the eight pairs of codes that share a place, each as two bfloat16 128 + c.
+CODES = tl.constexpr("""{
+    .reg .b32 lo, hi, t;
+    prmt.b32 lo, $8, $9, 0x5410;
+    prmt.b32 hi, $8, $9, 0x7632;
+    lop3.b32 $0, lo, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, lo, 4;
+    lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, lo, 8;
+    lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, lo, 12;
+    lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $4, hi, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, hi, 4;
+    lop3.b32 $5, t, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, hi, 8;
+    lop3.b32 $6, t, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, hi, 12;
+    lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
+}""")
 
 
 @dataclass(frozen=True, slots=True)
 class W4Config:
-    """block_n outputs x block_k columns: the tile of W in a program's loop; split_k only for several rows."""
+    """block_n columns of y a program; num_warps chunks of 128 columns of x in a step, one a warp.
+
+    ahead: steps whose words are read before the wait. prefetched: lines of a row that are asked for then.
+    """
 
     block_n: int
-    block_k: int
-    split_k: int = 1
     num_warps: int = 4
-    num_stages: int = 4
-
-
-ONE_ROW = W4Config(8, 512, num_warps=1, num_stages=1)  # half as long as with loads through shared memory
+    num_stages: int = 5
+    ahead: int = 0
+    prefetched: int = 0
 
 
 def choose(num_rows: int, n: int, k: int) -> W4Config | None:
-    """For a weight (n, k) on an H200. None: many rows."""
-    if num_rows == 1:
-        return ONE_ROW if n > k else replace(ONE_ROW, block_n=4)
-    if num_rows > MAX_ROWS:
+    """For a weight (n, k) on an H200. None: the weight is written out."""
+    if num_rows > MAX_ROWS or k % MAX_CHUNK:
         return None
-    return W4Config(64, 128, 4 if n <= 128 * 64 else 1)
+    return W4Config(32 if n > k and num_rows <= 16 else 16)
 
 
 @triton.jit
-def _one_row_kernel(
-    x_pairs_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, N, K, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+def codes_plus_128(words):
+    """Of the eight places, bfloat16."""
+    return tl.inline_asm_elementwise(
+        CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def plain_codes(words):
+    """Of the eight places, float32: the interpreter knows no assembly."""
+    codes = ()
+    for place in tl.static_range(8):
+        codes = codes + (((words >> 4 * place) & 15).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return codes
+
+
+@triton.jit
+def _add_step(
+    total, words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    STEP: tl.constexpr = BLOCK_K // 8
+    """Adds the products of one chunk a warp."""
+    BIAS: tl.constexpr = 136.0 if COMPILED else 8.0
+    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    codes = codes_plus_128(words) if COMPILED else plain_codes(words)
+    ones = tl.full(words.shape, 1.0, OPERAND)
+    PLACES: tl.constexpr = GROUP // WORDS  # of a group
+    for group in tl.static_range(8 // PLACES):
+        pairs = tl.load(pair_at + group, mask=has_pair, other=0)
+        sums = tl.zeros(total.shape, tl.float32)
+        products = tl.zeros(total.shape, tl.float32)
+        for place in tl.static_range(group * PLACES, (group + 1) * PLACES):
+            x = tl.permute(tl.load(x_at + place * WORDS, mask=has_x, other=0.0), (0, 2, 1)).to(OPERAND)
+            products = tl.dot(codes[place], x, products, input_precision="ieee")
+            sums = tl.dot(ones, x, sums, input_precision="ieee")
+        scale = (pairs << 16).to(tl.float32, bitcast=True)[:, :, None]  # bfloat16 is the upper half of a float32
+        zero = (pairs & -65536).to(tl.float32, bitcast=True)[:, :, None]
+        total += scale * products + (zero - BIAS * scale) * sums
+    return total
+
+
+@triton.jit
+def _few_rows_kernel(
+    x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, M, N, K, x_stride,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    CHUNK: tl.constexpr = 8 * WORDS
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
-    num_words = K // 8
-    num_groups = K // GROUP
-    word_rows = words_ptr + columns.to(tl.int64)[:, None] * num_words
-    pair_rows = pairs_ptr + columns.to(tl.int64)[:, None] * num_groups
+    rows = tl.arange(0, BLOCK_M)
+    own = tl.arange(0, CHUNKS)
+    num_chunks = K // CHUNK
+    word_rows = words_ptr + columns.to(tl.int64)[None, :, None] * (K // 8)
+    word_at = word_rows + (own * WORDS)[:, None, None] + tl.arange(0, WORDS)[None, None, :]
+    pair_at = pairs_ptr + columns.to(tl.int64)[None, :] * (K // GROUP) + (own * (CHUNK // GROUP))[:, None]
+    x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + (own * CHUNK)[:, None, None]
+    x_at = x_at + tl.arange(0, WORDS)[None, None, :]
+    has_row = (rows < M)[None, :, None]
+    if PREFETCHED > 0:
+        lines = tl.minimum(AHEAD * CHUNKS * WORDS + tl.arange(0, PREFETCHED) * LINE, K // 8 - 1)
+        prefetch(words_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * (K // 8) + lines[None, :], OVERLAPS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    ahead = ()
+    for step in tl.static_range(AHEAD):
+        exists = (step * CHUNKS + own < num_chunks)[:, None, None] & inside[None, :, None]
+        ahead = ahead + (tl.load(word_at + step * CHUNKS * WORDS, mask=exists, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_predecessor(OVERLAPS)
-    total = tl.zeros((BLOCK_N, STEP), tl.float32)
-    for first in tl.range(0, num_words, STEP, num_stages=NUM_STAGES):
-        at = first + tl.arange(0, STEP)
-        exists = inside[:, None] & (at < num_words)[None, :]
-        group = first * 8 // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    total = tl.zeros((CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.static_range(AHEAD):
+        exists = step * CHUNKS + own < num_chunks
+        total = _add_step(
+            total, ahead[step], x_at + step * CHUNKS * CHUNK, pair_at + step * CHUNKS * (CHUNK // GROUP),
+            has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, COMPILED,
+        )  # fmt: skip
+    for first in tl.range(AHEAD * CHUNKS, num_chunks, CHUNKS, num_stages=NUM_STAGES):
+        exists = first + own < num_chunks
         if EVEN:
-            words = tl.load(word_rows + at[None, :], eviction_policy="evict_first")
-            pairs = tl.load(pair_rows + group[None, :])
+            words = tl.load(word_at + first * WORDS)
+            has_x, has_pair = has_row, (columns >= 0)[None, :]
         else:
-            words = tl.load(word_rows + at[None, :], mask=exists, other=0)
-            pairs = tl.load(pair_rows + group[None, :], mask=inside[:, None] & (group < num_groups)[None, :], other=0)
-        summed = tl.zeros((STEP,), tl.float32)
-        codes = tl.zeros((BLOCK_N, STEP), tl.float32)  # sums of c x 2^-49
-        upper = words >> 20
-        for place in tl.static_range(8):
-            if place % 2 == 0:
-                two = tl.load(x_pairs_ptr + at * 4 + place // 2, mask=at < num_words, other=0)
-                x = (two << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
-            else:
-                x = (two & -65536).to(tl.float32, bitcast=True)
-            summed += x
-            if place < 5:
-                code = words & (15 << 4 * place)
-                x *= 2.0 ** (100 - 4 * place)
-            else:
-                code = upper & (15 << 4 * (place - 5))
-                x *= 2.0 ** (120 - 4 * place)
-            codes += code.to(tl.float32, bitcast=True) * x[None, :]
-        spread = tl.broadcast_to(pairs[:, :, None], (BLOCK_N, BLOCK_K // GROUP, GROUP // 8))
-        pairs = tl.reshape(spread, (BLOCK_N, STEP))
+            words = tl.load(word_at + first * WORDS, mask=exists[:, None, None] & inside[None, :, None], other=0)
+            has_x, has_pair = has_row & exists[:, None, None], inside[None, :] & exists[:, None]
+        total = _add_step(
+            total, words, x_at + first * CHUNK, pair_at + first * (CHUNK // GROUP), has_x, has_pair, GROUP, COMPILED
+        )
+    y = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        y += bias
+    outputs = out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None]
+    tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (rows < M)[None, :])
+
+
+@triton.jit
+def _dequantize_kernel(
+    words_ptr, pairs_ptr, out_ptr, num_words, GROUP: tl.constexpr, PER_CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """PER_CHUNK: words of a chunk."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_words
+    words = tl.load(words_ptr + row * num_words + at, mask=inside, other=0)
+    first = at // PER_CHUNK * (8 * PER_CHUNK) + at % PER_CHUNK
+    for place in tl.static_range(8):
+        column = first + place * PER_CHUNK
+        pairs = tl.load(pairs_ptr + row * (num_words * 8 // GROUP) + column // GROUP, mask=inside, other=0)
         scale = (pairs << 16).to(tl.float32, bitcast=True)
         zero = (pairs & -65536).to(tl.float32, bitcast=True)
-        total += scale * (codes * 2.0**49 - 8.0 * summed[None, :])
-        total += zero * summed[None, :]
-    y = tl.sum(total, axis=1)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+        code = (((words >> 4 * place) & 15) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + c
+        weight = (code - 8388616.0) * scale + zero
+        tl.store(out_ptr + row * num_words * 8 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def unpacked(words, pairs, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Words and their groups' pairs (BLOCK_N, BLOCK_K / 8) -> weights (BLOCK_N, BLOCK_K)."""
-    shifts = (tl.arange(0, 8) * 4)[None, None, :]
-    scale = (pairs << 16).to(tl.float32, bitcast=True)[:, :, None]
-    zero = (pairs & -65536).to(tl.float32, bitcast=True)[:, :, None]
-    magic = ((words[:, :, None] >> shifts) & 15) | 0x4B000000  # the float 2^23 + c
-    weights = (magic.to(tl.float32, bitcast=True) - 8388616.0) * scale + zero
-    return tl.reshape(weights.to(dtype), (BLOCK_N, BLOCK_K))
-
-
-@triton.jit
-def code_at(words, upper, place: tl.constexpr):
-    """The codes at `place` as float32. upper: words >> 20."""
-    SHIFT: tl.constexpr = 4 * place if place < 5 else 4 * place - 20
-    bits = ((words if place < 5 else upper) & (15 << SHIFT)) | 0x4B000000  # the float 2^23 + c 2^SHIFT
-    return bits.to(tl.float32, bitcast=True) * 2.0**-SHIFT - 2.0 ** (23 - SHIFT)
-
-
-@triton.jit
-def _several_rows_kernel(
-    x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
-    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    tile_n = tl.program_id(0)
-    split = tl.program_id(1)
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
-    inside = (columns < N)[:, None]
-    num_words = K // 8
-    word_rows = words_ptr + columns.to(tl.int64)[:, None] * num_words
-    pair_rows = pairs_ptr + columns.to(tl.int64)[:, None] * (K // GROUP)
-    x_rows = x_ptr + rows[:, None] * x_stride
-    num_steps = tl.cdiv(K, BLOCK_K)
-    share = tl.cdiv(num_steps, SPLIT_K)
-    wait_for_predecessor(OVERLAPS)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(split * share, tl.minimum(split * share + share, num_steps), num_stages=NUM_STAGES):
-        at = step * (BLOCK_K // 8) + tl.arange(0, BLOCK_K // 8)
-        exists = inside & (at < num_words)[None, :]
-        words = tl.load(word_rows + at[None, :], mask=exists, other=0)
-        pairs = tl.load(pair_rows + ((at * 8) // GROUP)[None, :], mask=exists, other=0)
-        scale = (pairs << 16).to(tl.float32, bitcast=True)
-        zero = (pairs & -65536).to(tl.float32, bitcast=True) - 8.0 * scale
-        has_x = (rows < M)[:, None] & (at < num_words)[None, :]
-        upper = words >> 20
-        for place in tl.static_range(8):
-            weight = code_at(words, upper, place) * scale + zero
-            x = tl.load(x_rows + place * num_words + at[None, :], mask=has_x, other=0.0)
-            total = tl.dot(weight.to(x_ptr.dtype.element_ty), tl.trans(x), total, input_precision="ieee")
-
-    places = tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
-    exists = inside & (rows < M)[None, :]
-    is_last = True
-    if SPLIT_K > 1:
-        base = partials_ptr + tile_n * (SPLIT_K * BLOCK_N * BLOCK_M)
-        tl.store(base + split * (BLOCK_N * BLOCK_M) + places, total, mask=exists)
-        tl.debug_barrier()  # all of the program's stores come before its one release below
-        is_last = tl.atomic_add(counters_ptr + tile_n, 1, sem="acq_rel") == SPLIT_K - 1
-        if is_last:
-            tl.store(counters_ptr + tile_n, 0)
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in tl.static_range(SPLIT_K):
-                total += tl.load(
-                    base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0.0, cache_modifier=".cg"
-                )
-    if is_last:
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptr + rows[None, :] * N + columns[:, None], total.to(out_ptr.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _dequantize_kernel(words_ptr, pairs_ptr, out_ptr, num_words, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    words = tl.load(words_ptr + row * num_words + at, mask=at < num_words, other=0)
-    pairs = tl.load(pairs_ptr + row * (num_words * 8 // GROUP) + (at * 8) // GROUP, mask=at < num_words, other=0)
-    ks = tl.program_id(0) * (BLOCK * 8) + tl.arange(0, BLOCK * 8)[None, :]
-    weights = unpacked(words, pairs, out_ptr.dtype.element_ty, 1, BLOCK * 8)
-    tl.store(out_ptr + row * num_words * 8 + ks, weights, mask=ks < num_words * 8)
-
-
-def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace,
-                 config: W4Config | None = None) -> Tensor:  # fmt: skip
+def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config | None = None) -> Tensor:
     """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16."""
     num_rows, k = x.shape
     n = packed.words.shape[0]
     config = config or choose(num_rows, n, k)
-    if config is None:
+    if config is None or x.dtype != torch.bfloat16:
         return functional.linear(x, dequantize(packed, x.dtype), bias)
+    if num_rows > MAX_ROWS or k % MAX_CHUNK:
+        raise ValueError(f"{num_rows} rows of {k} are too many or no multiple of {MAX_CHUNK} columns")
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
-    pairs = packed.scales_and_zeros.view(torch.int32)
-    num_tiles = triton.cdiv(n, config.block_n)
-    constants = {
-        "HAS_BIAS": bias is not None, "GROUP": packed.group_size, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "NUM_STAGES": config.num_stages, "OVERLAPS": overlaps,
-        "num_warps": config.num_warps, "launch_pdl": overlaps,
-    }  # fmt: skip
-    if num_rows == 1:
-        if x.dtype != torch.bfloat16:
-            raise ValueError(f"one row must be bfloat16, not {x.dtype}")
-        even = n % config.block_n == 0 and k % config.block_k == 0
-        _one_row_kernel[(num_tiles,)](
-            x.view(torch.int32), packed.words, pairs, x if bias is None else bias, out, n, k, EVEN=even, **constants
-        )
-        return out
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    size = num_tiles * config.split_k * config.block_n * block_m
-    if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
-        raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
-    x = x.reshape(num_rows, k // 8, 8).transpose(1, 2).contiguous().view(num_rows, k)  # place by place, as in words
-    _several_rows_kernel[(num_tiles, config.split_k)](
-        x, packed.words, pairs, x if bias is None else bias, out, workspace.partials, workspace.counters,
-        num_rows, n, k, x.stride(0), BLOCK_M=block_m, SPLIT_K=config.split_k, **constants,
+    num_steps, rest = divmod(k // MAX_CHUNK, config.num_warps)
+    _few_rows_kernel[(triton.cdiv(n, config.block_n),)](
+        x, packed.words, packed.scales_and_zeros.view(torch.int32), x if bias is None else bias, out,
+        num_rows, n, k, x.stride(0),
+        HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0 and not rest,
+        BLOCK_M=1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n,
+        CHUNKS=config.num_warps, AHEAD=min(config.ahead, num_steps), PREFETCHED=config.prefetched if overlaps else 0,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=x.is_cuda, num_warps=config.num_warps,
+        launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
@@ -228,6 +219,6 @@ def dequantize(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     block = 256
     _dequantize_kernel[(triton.cdiv(num_words, block), n)](
         packed.words, packed.scales_and_zeros.view(torch.int32), out, num_words, GROUP=packed.group_size,
-        BLOCK=block, num_warps=4,
+        PER_CHUNK=packed.chunk // 8, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

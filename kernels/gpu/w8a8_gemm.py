@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.gpu.eight_bit import choose_row, choose_rows, one_row, quantize_rows, several_rows
+from kernels.gpu.eight_bit import choose_row, choose_rows, one_row, several_rows
+from kernels.gpu.few_codes import choose_few, few_rows
+from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 
@@ -20,6 +22,9 @@ def w8a8_product(
     workspace: SmallMWorkspace,
 ) -> Tensor:  # fmt: skip
     """codes int8 (rows, in) with x_scales (rows,); weight int8 (out, in) with scales (out,). Returns (rows, out)."""
+    few = choose_few(codes.shape[0], *weight.shape)
+    if few is not None:
+        return few_rows(codes, x_scales, weight, scales, bias, dtype, few)
     config = choose_rows(codes.shape[0], *weight.shape)
     return several_rows(codes, x_scales, weight, scales, bias, dtype, workspace, config)
 

@@ -24,12 +24,12 @@ from engine.loader.packed_maps import map_of_parts
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
 from engine.request import Request, SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model
-from tests.engine.packed_files import FORMATS, SIZES, VOCAB_SIZE, write
+from tests.engine.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import TinyModel, reference_logits
 from tests.gpu.test_engine import ON_GPU, open_gpu, run
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-PROMPTS = [[(7 * i + 3 * j * j) % VOCAB_SIZE for j in range(length)] for i, length in enumerate((5, 19, 33))]
+PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 33))]  # `open_gpu`'s
 NUM_TOKENS = 3
 MAPS = {
     "gptq": "4 int4, 1 plain",

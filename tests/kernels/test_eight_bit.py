@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
-from kernels.gpu.eight_bit import RowConfig, RowsConfig, norm_codes, one_row, quantize_rows, several_rows, silu_codes
+from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, several_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
@@ -21,49 +21,6 @@ CONFIG = RowConfig(8, 64, num_warps=2, num_stages=1)
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.double() * scales.double()[:, None]
-
-
-@pytest.mark.parametrize("dtype", REFERENCES)
-def test_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(5, 80, device=device).mul_(3).to(torch.float16)[:, :72]
-    x[3] = 0
-    codes, scales = quantize_rows(x, dtype)
-    expected_codes, expected_scales = REFERENCES[dtype](x)
-    torch.testing.assert_close(scales, expected_scales)
-    assert (codes.float() - expected_codes.float()).abs().max() == 0
-    assert not codes[3].float().any()
-    assert not scales[3]
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("dtype", REFERENCES)
-def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.randn(3, 72, device=device)
-    x[0, 7], x[1, 9] = float("nan"), float("inf")
-    _, scales = quantize_rows(x, dtype)
-    assert scales.isfinite().tolist() == [False, False, True]
-
-
-@pytest.mark.parametrize("dtype", REFERENCES)
-@pytest.mark.parametrize("adds", [False, True])
-def test_norm_and_rounding_in_one(dtype: torch.dtype, adds: bool, device: torch.device) -> None:
-    residual, norm = torch.randn(5, 72, device=device) * 3, torch.randn(72, device=device)
-    x = torch.randn(5, 72, device=device) if adds else None
-    total = residual if x is None else residual + x
-    expected_codes, expected_scales = REFERENCES[dtype](rms_norm(total, norm, 1e-6))
-    codes, scales = norm_codes(x, residual, norm, 1e-6, dtype)
-    torch.testing.assert_close(residual, total)
-    torch.testing.assert_close(scales, expected_scales)
-    assert relative_error(codes.float(), expected_codes.float()) < 5e-3  # at the edge of two codes: either
-
-
-@pytest.mark.parametrize("dtype", REFERENCES)
-def test_gate_and_rounding_in_one(dtype: torch.dtype, device: torch.device) -> None:
-    gate_up = torch.randn(5, 144, device=device)
-    expected_codes, expected_scales = REFERENCES[dtype](silu_mul(gate_up))
-    codes, scales = silu_codes(gate_up, dtype)
-    torch.testing.assert_close(scales, expected_scales)
-    assert relative_error(codes.float(), expected_codes.float()) < 5e-3
 
 
 @pytest.mark.parametrize(

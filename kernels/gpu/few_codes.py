@@ -1,0 +1,163 @@
+"""Products of a few rows of codes with 8-bit weights, int8 and e4m3 alike: what a decode step does at one to 16 rows.
+
+    y_mn = a_m s_n sum_k codes_mk w_nk + b_n                       `few_rows`
+    h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| by tiles   `few_rows_gated`
+
+A program owns few columns of y and all of K: its warps take different parts of a step's K, whose sums meet at the
+end. So there are programs enough for every multiprocessor without a split of K between programs, whose stores,
+counter and second reading took 2 us of a product of 6. What does not depend on the kernel before is read before the
+wait for it: scales, bias and the first tiles of W.
+
+Knows nothing of how codes are made (`kernels/gpu/rounding.py`). References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+
+MAX_FEW_ROWS = 16
+LINE = tl.constexpr(128)  # weights of a line of the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class FewConfig:
+    """block_n columns a program, with a gate as many of each half; num_warps parts of block_k in a step.
+
+    ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+    ahead: int = 0
+    prefetched: int = 0
+
+
+@triton.jit
+def gated(y, up):
+    small = tl.exp(-tl.abs(y))  # never overflows
+    return y * tl.where(y >= 0, 1.0, small) / (1.0 + small) * up
+
+
+@triton.jit
+def _few_rows_kernel(
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, maxima_ptr, M, N, K, x_stride,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = PARTS * BLOCK_K
+    TILE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    own = tl.program_id(0) * BLOCK_N
+    places = tl.arange(0, TILE)
+    columns = own + places
+    inside = columns < N
+    if GATED:  # rows N and on of the weight belong to `up`
+        columns = own + places % BLOCK_N + places // BLOCK_N * N
+        inside = own + places % BLOCK_N < N
+    rows = tl.arange(0, BLOCK_M)
+    has_row = (rows < M)[None, :, None]
+    at = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    weight_at = weight_ptr + columns.to(tl.int64)[None, :, None] * K + at[:, None, :]
+    x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + at[:, None, :]
+    if PREFETCHED > 0:
+        lines = tl.minimum(AHEAD * STEP + tl.arange(0, PREFETCHED) * LINE, K - 1)
+        first_row = weight_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * K
+        prefetch(first_row + lines[None, :], OVERLAPS)
+    scales = tl.load(scales_ptr + columns, mask=inside, other=0.0)[:, None]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    ahead = ()
+    for step in tl.static_range(AHEAD):
+        exists = inside[None, :, None] & (step * STEP + at < K)[:, None, :]
+        ahead = ahead + (tl.load(weight_at + step * STEP, mask=exists, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    wait_for_predecessor(OVERLAPS)
+    x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
+    SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros((PARTS, TILE, BLOCK_M), SUM)
+    for step in tl.static_range(AHEAD):
+        x = tl.load(x_at + step * STEP, mask=has_row & (step * STEP + at < K)[:, None, :], other=0.0)
+        total = tl.dot(ahead[step], tl.permute(x, (0, 2, 1)), total, out_dtype=SUM)
+    for first in tl.range(AHEAD * STEP, K, STEP, num_stages=NUM_STAGES):
+        if EVEN:
+            weight = tl.load(weight_at + first)
+            x = tl.load(x_at + first, mask=has_row, other=0.0)
+        else:
+            exists = (first + at < K)[:, None, :]
+            weight = tl.load(weight_at + first, mask=inside[None, :, None] & exists, other=0.0)
+            x = tl.load(x_at + first, mask=has_row & exists, other=0.0)
+        total = tl.dot(weight, tl.permute(x, (0, 2, 1)), total, out_dtype=SUM)
+    y = tl.sum(total, axis=0).to(tl.float32) * scales * x_scales
+    if HAS_BIAS:
+        y += bias
+    if GATED:  # rounded in between, as where gate and up are a product of their own
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+        y = gated(gate, up)
+    outputs = own + tl.arange(0, BLOCK_N)
+    exists = (outputs < N)[:, None] & (rows < M)[None, :]
+    y = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None], y, mask=exists)
+    if GATED:
+        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |y|, NaN above all
+        largest = tl.max(tl.where(exists, bits, 0), axis=0).to(tl.float32, bitcast=True)
+        tl.store(maxima_ptr + rows * tl.num_programs(0) + tl.program_id(0), largest, mask=rows < M)
+
+
+def choose_few(num_rows: int, n: int, k: int, is_gated: bool = False) -> FewConfig | None:
+    """For a weight (n, k), or (2 n, k) with a gate, on an H200. None: too many rows."""
+    if num_rows > MAX_FEW_ROWS:
+        return None
+    return FewConfig(16, 128)
+
+
+def few_rows(
+    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    config: FewConfig,
+) -> Tensor:  # fmt: skip
+    """codes (rows <= 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
+    out = torch.empty(codes.shape[0], weight.shape[0], dtype=dtype, device=codes.device)
+    _launch(codes, x_scales, weight, scales, bias, out, None, config)
+    return out
+
+
+def few_rows_gated(
+    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    config: FewConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """weight (2 n, in), the gate's rows first -> (rows, n), and its largest magnitudes, float32 (rows, tiles)."""
+    n = weight.shape[0] // 2
+    out = torch.empty(codes.shape[0], n, dtype=dtype, device=codes.device)
+    maxima = torch.empty(codes.shape[0], triton.cdiv(n, config.block_n), dtype=torch.float32, device=codes.device)
+    _launch(codes, x_scales, weight, scales, bias, out, maxima, config)
+    return out, maxima
+
+
+def _launch(
+    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
+    maxima: Tensor | None, config: FewConfig,
+) -> None:  # fmt: skip
+    num_rows, k = codes.shape
+    n = out.shape[1]
+    if num_rows > MAX_FEW_ROWS:
+        raise ValueError(f"{num_rows} rows are too many")
+    if not weight.is_contiguous():
+        raise ValueError("the weight must be contiguous")
+    overlaps = overlaps_launches(codes)
+    step = config.num_warps * config.block_k
+    _few_rows_kernel[(triton.cdiv(n, config.block_n),)](
+        codes, x_scales, weight, scales, scales if bias is None else bias, out, scales if maxima is None else maxima,
+        num_rows, n, k, codes.stride(0),
+        HAS_BIAS=bias is not None, GATED=maxima is not None, EVEN=n % config.block_n == 0 and k % step == 0,
+        BLOCK_M=8 if num_rows <= 8 else 16, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.num_warps,
+        AHEAD=min(config.ahead, k // step), PREFETCHED=config.prefetched if overlaps else 0,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Rounding of activations to int8 or e4m3, one scale a row, by the kernels that make them.
+
+    codes_mk = round(x_mk / a_m),  a_m = max_k |x_mk| / MAX
+
+    quantize_rows   x as it is
+    norm_codes      x = RMS norm of a residual, to which the output before may be added first
+    silu_codes      x = silu(gate) * up, gate and up beside each other
+    known_codes     x as it is, its largest magnitudes by parts of a row being known: many programs share a row
+
+References: `quantize_rows_int8` and `quantize_rows_fp8` in `kernels/`, `kernels/rms_norm.py`, `kernels/silu_mul.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.fp8_gemm import FP8_DTYPE, FP8_MAX
+from kernels.gpu.few_codes import gated
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.w8a8_gemm import INT8_MAX
+
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
+TINY = tl.constexpr(1e-30)  # a row of zeros has codes of zero
+KNOWN_BLOCK = 2048  # columns a program of `known_codes` rounds
+
+
+@triton.jit
+def to_e4m3(x, COMPILED: tl.constexpr):
+    """float32 to the nearest e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
+    if not COMPILED:
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 2^-6; steps of 2^-9 below
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_codes(x, largest, MAX: tl.constexpr, COMPILED: tl.constexpr):
+    """Codes of float32 x in a row whose largest magnitude is `largest`."""
+    x *= MAX / tl.maximum(largest, TINY)
+    if MAX == 127.0:
+        return (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+    return to_e4m3(x, COMPILED)
+
+
+@triton.jit
+def _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
+    """Round a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which products pass on."""
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
+    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
+    tl.store(codes_ptr + row * K + ks, to_codes(x, largest, MAX, COMPILED), mask=ks < K)
+    tl.store(scales_ptr + row, largest / MAX)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
+    _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+
+
+@triton.jit
+def _norm_codes_kernel(
+    x_ptr, residual_ptr, norm_ptr, codes_ptr, scales_ptr, K, eps, ADDS: tl.constexpr, MAX: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    ks = tl.arange(0, BLOCK)
+    inside = ks < K
+    norm = tl.load(norm_ptr + ks, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(residual_ptr + row * K + ks, mask=inside, other=0.0)
+    dtype = value.dtype
+    if ADDS:
+        added = tl.load(x_ptr + row * K + ks, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+        tl.store(residual_ptr + row * K + ks, value, mask=inside)
+    value = value.to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
+    _store_codes(value.to(dtype).to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+
+
+@triton.jit
+def _silu_codes_kernel(
+    gate_up_ptr, codes_ptr, scales_ptr, K, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_ptr + row * 2 * K + ks, mask=ks < K, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * K + K + ks, mask=ks < K, other=0.0)
+    value = gated(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
+    _store_codes(value.to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+
+
+@triton.jit
+def _known_codes_kernel(
+    x_ptr, maxima_ptr, codes_ptr, scales_ptr, K, num_parts, MAX: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64)
+    ks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.arange(0, PARTS)
+    x = tl.load(x_ptr + row * K + ks, mask=ks < K, other=0.0).to(tl.float32)
+    maxima = tl.load(maxima_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
+    largest = tl.max(maxima.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)  # NaN above all
+    tl.store(codes_ptr + row * K + ks, to_codes(x, largest, MAX, COMPILED), mask=ks < K)
+    tl.store(scales_ptr + row, largest / MAX, mask=tl.program_id(0) == 0)
+
+
+def code_max(weight: Tensor) -> float:
+    """The largest code of activations that go with this weight."""
+    return FP8_MAX if weight.dtype == FP8_DTYPE else INT8_MAX
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (rows, in), columns of stride 1 -> codes int8 or e4m3 (rows, in), contiguous, and float32 scales (rows,)."""
+    codes, scales = _empty_codes(x.shape[0], x.shape[1], dtype, x.device)
+    if x.shape[0]:
+        _quantize_rows_kernel[(x.shape[0],)](x, codes, scales, x.shape[1], x.stride(0), **_rounding_constants(codes))
+    return codes, scales
+
+
+def norm_codes(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Adds x, if given, to `residual` (rows, n) in place; codes and scales of the RMS norm of the sum."""
+    if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
+        raise ValueError("x and residual must be contiguous")
+    codes, scales = _empty_codes(residual.shape[0], residual.shape[1], dtype, residual.device)
+    if residual.shape[0]:
+        _norm_codes_kernel[(residual.shape[0],)](
+            residual if x is None else x, residual, norm, codes, scales, residual.shape[1], eps, ADDS=x is not None,
+            **_rounding_constants(codes),
+        )  # fmt: skip
+    return codes, scales
+
+
+def silu_codes(gate_up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(rows, 2 n), gate first, contiguous -> codes (rows, n) of silu(gate) * up and scales (rows,)."""
+    if not gate_up.is_contiguous():
+        raise ValueError("gate_up must be contiguous")
+    codes, scales = _empty_codes(gate_up.shape[0], gate_up.shape[1] // 2, dtype, gate_up.device)
+    if gate_up.shape[0]:
+        _silu_codes_kernel[(gate_up.shape[0],)](gate_up, codes, scales, codes.shape[1], **_rounding_constants(codes))
+    return codes, scales
+
+
+def known_codes(x: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (rows, n), contiguous; maxima float32 (rows, parts), the largest of each row among them. Codes and scales."""
+    (num_rows, n), num_parts = x.shape, maxima.shape[1]
+    codes, scales = _empty_codes(num_rows, n, dtype, x.device)
+    overlaps = overlaps_launches(x)
+    _known_codes_kernel[(triton.cdiv(n, KNOWN_BLOCK), num_rows)](
+        x, maxima, codes, scales, n, num_parts, MAX=code_max(codes), BLOCK=KNOWN_BLOCK,
+        PARTS=triton.next_power_of_2(num_parts), OVERLAPS=overlaps, COMPILED=codes.is_cuda, num_warps=4,
+        launch_pdl=overlaps,
+    )  # fmt: skip
+    return codes, scales
+
+
+def _empty_codes(num_rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    scales = torch.empty(num_rows, dtype=torch.float32, device=device)
+    return torch.empty(num_rows, n, dtype=dtype, device=device), scales
+
+
+def _rounding_constants(codes: Tensor) -> dict[str, Any]:
+    """One program holds a row."""
+    block = triton.next_power_of_2(codes.shape[1])
+    overlaps = overlaps_launches(codes)
+    return {
+        "MAX": code_max(codes), "BLOCK": block, "OVERLAPS": overlaps, "COMPILED": codes.is_cuda,
+        "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
+    }  # fmt: skip
