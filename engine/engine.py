@@ -29,6 +29,10 @@ from engine.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 
+class DeviceLostError(Exception):
+    """Every call to the device fails from now on: only a new process helps. Ends the loop."""
+
+
 class Runner(Protocol):
     """Executes plans. `engine.runner.ModelRunner` is the plain one; tests of the loop bring their own."""
 
@@ -39,7 +43,10 @@ class OverlappedRunner(Runner, Protocol):
     """Can also start a step and give its result later, in the order of the launches."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Queue the step behind those launched before; the returned function waits for its result."""
+        """Queue the step behind those launched before; the returned function waits for its result.
+
+        When it raises, the plan's copies are done, and `run` may be called with the same rows.
+        """
         ...
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
@@ -139,15 +146,28 @@ class Engine:
     def _step_overlapped(self, plan: StepPlan, runner: OverlappedRunner) -> list[RequestOutput]:
         """Launch `plan`, then apply the step that was in flight. See docs/decisions/0002."""
         before, self._in_flight = self._in_flight, None
+        outputs: list[RequestOutput] = []
         if before is not None and runner.needs_known_tokens(plan):
-            outputs = self._finish(before)
-            plan.rows = [row for row in plan.rows if row.request.status is RequestStatus.RUNNING]
+            outputs += self._finish_first(before, plan)
             before = None
-        else:
-            outputs = []
         if not plan.is_empty:
-            self._in_flight = (plan, runner.launch(plan))
-        return outputs if before is None else self._finish(before)
+            try:
+                self._in_flight = (plan, runner.launch(plan))
+            except DeviceLostError:
+                raise
+            except Exception:  # noqa: BLE001 - whatever it was, the rows that do not cause it go on
+                self._note_failure(plan)
+                if before is not None:
+                    outputs += self._finish_first(before, plan)
+                    before = None
+                outputs += self.scheduler.update(plan, self._run_one_by_one(plan.rows))
+        return outputs if before is None else outputs + self._finish(before)
+
+    def _finish_first(self, step: tuple[StepPlan, Callable[[], StepResult]], plan: StepPlan) -> list[RequestOutput]:
+        """Apply the step in flight before `plan` runs, which loses the rows of requests that ended with it."""
+        outputs = self._finish(step)
+        plan.rows = [row for row in plan.rows if row.request.status is RequestStatus.RUNNING]
+        return outputs
 
     def _finish(self, step: tuple[StepPlan, Callable[[], StepResult]]) -> list[RequestOutput]:
         plan, result = step
@@ -161,12 +181,18 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self._runner.run(plan)
-        except Exception as error:
-            self.num_failed_steps += 1
-            logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
+        except DeviceLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the same
+            self._note_failure(plan)
             if len(plan.rows) == 1:
                 return _failed(plan.rows, error)
             return self._run_one_by_one(plan.rows)
+
+    def _note_failure(self, plan: StepPlan) -> None:
+        """Inside of an exception's handler."""
+        self.num_failed_steps += 1
+        logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
 
     def _run_one_by_one(self, rows: Sequence[ScheduledRow]) -> StepResult:
         """Find the rows that fail. Copies are done already; computing a row twice writes the same KV."""
@@ -174,6 +200,8 @@ class Engine:
         for index, row in enumerate(rows):
             try:
                 result = self._runner.run(StepPlan(rows=[row]))
+            except DeviceLostError:
+                raise
             except Exception as error:  # noqa: BLE001 - this row's request fails alone, internals not shown
                 result = _failed([row], error)
             merged.token_ids += result.token_ids

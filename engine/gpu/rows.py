@@ -65,6 +65,11 @@ class RowTable:
         self._compact(changes)
         return changes
 
+    def clear(self) -> None:
+        """Forget all rows: every request of the next step is a fresh one."""
+        for name in list(self._rows):
+            self._release(name)
+
     def _compact(self, changes: RowChanges) -> None:
         """Move the farthest rows inwards as long as that allows a smaller bucket."""
         target = self._buckets[bisect_left(self._buckets, max(len(self._rows), 1))]

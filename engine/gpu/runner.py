@@ -21,6 +21,7 @@ from engine.gpu.draw import DeviceSampler, is_drawn_on_device
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
 from engine.gpu.inputs import step_tokens, upload
+from engine.gpu.progress import check_alive, mark
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.state import DeviceState
 from engine.gpu.swap import HostCopies
@@ -95,7 +96,12 @@ class GpuRunner:
             return self._launch_rows(plan.rows)
         assert self._copies is not None, "a plan copies to host slots that do not exist"
         wait_out, wait_in = self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)
-        result = self._launch_rows(plan.rows)
+        try:
+            result = self._launch_rows(plan.rows)
+        except Exception:
+            wait_out()
+            wait_in()
+            raise
 
         def wait() -> StepResult:
             wait_out()  # slots are given to others when the step's result is known
@@ -108,6 +114,14 @@ class GpuRunner:
         result = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
         if not rows:
             return lambda: result
+        try:
+            return self._queue_rows(rows, result)
+        except Exception:
+            self._rows.clear()  # the device may have some of what belongs to them and lack the rest
+            check_alive(self._device)
+            raise
+
+    def _queue_rows(self, rows: Sequence[ScheduledRow], result: StepResult) -> Callable[[], StepResult]:
         self._turn = (self._turn + 1) % NUM_BUFFERS
         requests = [row.request for row in rows]
         changes = self._rows.sync(requests)
@@ -171,7 +185,13 @@ class GpuRunner:
         self._add_prompt_logprobs(rows, chunks, last_of, hidden, result)
         sampling = [i for i in decodes + chunks if rows[i].samples]
         if not sampling:
-            return lambda: result
+            wait_for_step = mark(self._device)
+
+            def wait() -> StepResult:
+                wait_for_step()  # else the host would queue chunk after chunk, and measure no time
+                return result
+
+            return wait
         logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
         chosen, own = [rows[i] for i in sampling], [places[i] for i in sampling]
         if not all(is_drawn_on_device(row.request.params) for row in chosen) or self.hooks:
@@ -221,14 +241,10 @@ class GpuRunner:
         """Copy the tokens behind the step; `token_ids[places[k]]` belongs to row `indices[k]` of the plan."""
         host = self._staging[self._turn].tokens
         host[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        wait_for_copy = mark(self._device)
 
         def wait() -> StepResult:
-            if event is not None:
-                event.synchronize()
+            wait_for_copy()
             values = host.tolist()
             for place, index in zip(places, indices, strict=True):
                 if values[place] < 0:

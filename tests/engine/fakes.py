@@ -55,7 +55,11 @@ class OverlappedFake:
         for row in rows:
             row.request.block_ids = list(row.request.block_ids)
             row.request.output_token_ids = list(row.request.output_token_ids)
-        result = self.inner.run(StepPlan(rows, plan.copies_out, plan.copies_in))
+        try:
+            result = self.inner.run(StepPlan(rows, plan.copies_out, plan.copies_in))
+        except Exception:
+            self._open -= 1
+            raise
 
         def take() -> StepResult:
             self._open -= 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
-from engine.engine import Engine
+from engine.engine import DeviceLostError, Engine
 from engine.kv_manager import KVManager
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
@@ -241,11 +241,17 @@ def test_token_ids_are_checked(prompt: list[int], params: SamplingParams) -> Non
     assert_quiet(engine)
 
 
-def test_a_failing_row_fails_alone() -> None:
-    engine, runner = make_engine()
-    good = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
-    bad = engine.add_request([666, 2], SamplingParams(max_tokens=4))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_failing_row_fails_alone(num_steps: int, overlap: bool) -> None:
+    """num_steps: before the bad request comes; a step of the good ones is in flight then."""
+    engine, runner = make_engine(overlap=overlap)
+    lengths = [4, 6, num_steps + 2]  # the last one ends about when the step fails
+    good = [engine.add_request([1, 2, 3 + i], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)]
     runner.fail_on = {666}
+    for _ in range(num_steps):
+        engine.step()
+    bad = engine.add_request([666, 2], SamplingParams(max_tokens=4))
     errors = {}
     while engine.has_work():
         for output in engine.step():
@@ -253,8 +259,24 @@ def test_a_failing_row_fails_alone() -> None:
                 errors[output.request.request_id] = output.error
     assert list(errors) == [bad.request_id]
     assert "RuntimeError" in errors[bad.request_id]
-    assert good.output_token_ids == expected_tokens([1, 2, 3], 4)
+    for index, (request, length) in enumerate(zip(good, lengths, strict=True)):
+        assert request.output_token_ids == expected_tokens([1, 2, 3 + index], length)
+    assert engine.num_failed_steps == 1
     assert_quiet(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_lost_device_is_nobody_elses_failure(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends, and a new one takes over: requests must not be told that they were wrong."""
+    engine, runner = make_engine(overlap=overlap)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+
+    def fail(_plan: object) -> None:
+        raise DeviceLostError("told to fail")
+
+    monkeypatch.setattr(runner, "run", fail)
+    with pytest.raises(DeviceLostError):
+        engine.step()
 
 
 def test_replayed_tokens_continue_the_same_stream() -> None:

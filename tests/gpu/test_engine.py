@@ -14,6 +14,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
+from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
 from engine.request import Request, SamplingParams
 from tests.gpu.models import save_tiny_model
@@ -91,8 +92,17 @@ def expected(model: Path) -> list[list[int]]:
         (GpuConfig(use_cuda_graph=False), {}),
         (GpuConfig(), {"max_num_batched_tokens": 16}),
         (GpuConfig(), {"max_num_seqs": 1}),
-        (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4}),
-        (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4, "preemption": "swap", "host_tier_gb": 0.01}),
+        (GpuConfig(), {"num_gpu_blocks": 22, "block_size": 4, "max_model_len": 88}),
+        (
+            GpuConfig(),
+            {
+                "num_gpu_blocks": 22,
+                "block_size": 4,
+                "max_model_len": 88,
+                "preemption": "swap",
+                "host_tier_gb": 0.01,
+            },
+        ),
         (GpuConfig(), {"block_size": 4, "prefix_cache": False}),
     ],
     ids=["plain", "overlap", "chunks", "batch-1", "recompute", "swap", "small-blocks"],
@@ -114,6 +124,25 @@ def test_cached_prefix_gives_the_same_tokens(
     assert generate(made, greedy()) == expected
     assert generate(made, greedy()) == expected
     assert made.scheduler.kv.stats.hit_tokens > 0
+
+
+@pytest.mark.parametrize("when", ["prompts", "decoding"])
+def test_after_a_step_that_failed_on_its_way_tokens_are_the_same(
+    when: str, model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has half of what the step was about to send, as when memory ends."""
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(use_cuda_graph=False), block_size=8)
+    forward, failures = runner._forward.hidden, []
+
+    def hidden(inputs: GpuInputs) -> torch.Tensor:
+        if not failures and (inputs.prefill is None) == (when == "decoding"):
+            failures.append(when)
+            raise torch.OutOfMemoryError("told to fail")
+        return forward(inputs)
+
+    monkeypatch.setattr(runner._forward, "hidden", hidden)
+    assert generate(made, greedy()) == expected
+    assert (failures, made.num_failed_steps) == ([when], 1)
 
 
 def test_seeded_draws_equal_those_of_the_plain_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
