@@ -44,8 +44,11 @@ def to_codes(x, largest, MAX: tl.constexpr, COMPILED: tl.constexpr):
     """Codes of float32 x in a row whose largest magnitude is `largest`."""
     x *= MAX / tl.maximum(largest, TINY)
     if MAX == 127.0:
-        return (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
-    return to_e4m3(x, COMPILED)
+        codes = (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        codes = to_e4m3(x, COMPILED)
+    return codes
+
 
 
 @triton.jit
