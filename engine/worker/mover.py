@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import MiniInferError
+from common.errors import MiniInferError, TransferError
 from engine.request import RequestId
 from kvstore.transport import KvClient, peer_from_handle
 from kvstore.types import BlockId, PeerPool
@@ -90,15 +90,19 @@ class KvMover:
         result = LoadResult(request_id, False)
         try:
             with self._lock:
-                peer = self._kept_alive[lease_id]
+                peer = self._kept_alive.get(lease_id)
+            if peer is None:
+                raise TransferError("the lease was released for another request that had the same handle")
             pulled = self._client.pull(peer, positions, block_ids)
             result = LoadResult(request_id, True, pulled.transport, pulled.num_bytes, pulled.seconds)
         except MiniInferError as error:
             logger.warning("KV pull failed, computing it here: %s", error)
+        except Exception:  # nobody else looks at a thread's exception
+            logger.exception("KV pull failed, computing it here")
         finally:
             self._results.append(result)  # whatever happened: the request waits for it
             self._on_result()
-        self._let_go(lease_id)
+            self._let_go(lease_id)  # else it would be renewed for ever
 
     def _let_go(self, lease_id: str) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -72,6 +73,11 @@ class RankProcess:
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await process.wait()
+            if status == -signal.SIGKILL:
+                raise ConfigError(
+                    "the engine process was killed while loading, most likely because host memory ended: give it "
+                    "more, choose a smaller model, or lower --kv-staging-gb (on a CPU --kv-cache-gb)"
+                ) from None
             raise ConfigError(f"the engine process ended with status {status} while loading") from None
         if event == Event.FAILED:
             await process.wait()

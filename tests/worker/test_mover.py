@@ -1,0 +1,97 @@
+"""Loads in threads: whatever happens, the loop gets a result and the lease ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from common.errors import TransferError
+from engine.request import RequestId
+from engine.worker.mover import KvMover
+from kvstore.transport import KvClient, PullResult
+from kvstore.types import BlockId, PeerPool
+
+HANDLE: dict[str, Any] = {
+    "lease_id": "lease", "worker_id": "w", "epoch": 1, "kv_address": "", "shm_socket": "", "num_tokens": 16,
+    "block_ids": [3], "digests": [7], "lease_seconds": 60.0, "cuda_socket": "", "needs_staging": False,
+}  # fmt: skip
+
+
+class Client:
+    """Stands for a KvClient."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.released: list[str] = []
+        self.has_released = threading.Event()
+
+    def pull(self, peer: PeerPool, positions: Sequence[int], block_ids: Sequence[BlockId]) -> PullResult:
+        if self.error is not None:
+            raise self.error
+        return PullResult("made up", 100, 0.5)
+
+    def release(self, peer: PeerPool) -> bool:
+        self.released.append(peer.lease_id)
+        self.has_released.set()
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def has_result() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def mover(client: Client, has_result: threading.Event) -> Iterator[KvMover]:
+    made = KvMover(cast(KvClient, client), has_result.set)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
+def test_every_load_has_a_result_and_ends_its_lease(
+    error: Exception | None, mover: KvMover, client: Client, has_result: threading.Event
+) -> None:
+    client.error = error
+    mover.keep_alive(HANDLE)
+    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    (result,) = mover.take_results()
+    assert (result.request_id, result.ok) == ("r", error is None)
+    assert mover.num_open == 0
+    assert client.has_released.wait(30)
+    assert client.released == ["lease"]
+
+
+def test_a_bug_in_a_pull_is_logged(
+    mover: KvMover, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.error = RuntimeError("a bug")
+    mover.keep_alive(HANDLE)
+    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_lease_that_another_request_gave_back_is_not_read(
+    mover: KvMover, client: Client, has_result: threading.Event
+) -> None:
+    mover.keep_alive(HANDLE)
+    mover.abandon(HANDLE)
+    assert client.has_released.wait(30)
+    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    assert has_result.wait(30)
+    (result,) = mover.take_results()
+    assert not result.ok
+    assert client.released == ["lease"]

@@ -1,0 +1,36 @@
+"""What a worker says when its engine process ends while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from engine.worker.config import WorkerConfig
+from engine.worker.rank_process import RankProcess
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "killed while loading, most likely because host memory ended"),
+        ("raise SystemExit(3)", "ended with status 3 while loading"),
+    ],
+)
+async def test_an_engine_that_ends_while_loading_is_explained(
+    program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_other(*_command: str, **options: Any) -> asyncio.subprocess.Process:
+        return await start(sys.executable, "-c", program, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
+    with pytest.raises(ConfigError, match=message):
+        await RankProcess.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", str(tmp_path))
