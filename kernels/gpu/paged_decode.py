@@ -4,7 +4,8 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
-the device. A program takes an equal share of its sequence's tiles; programs without a share return. Each split leaves
+the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
+of its blocks before its loop: an id read inside the loop costs half of the loop's stages. Each split leaves
 its partial output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are
 few, per 32 of its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine
 was tried: 6 us slower at 7 heads a group, because one program then does what 7 can.)
@@ -26,25 +27,32 @@ from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
 MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
+LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """tile: keys per step of a program's loop. num_stages: tiles in flight, one step of it looking up the block.
+    """tile: keys per step of a program's loop. num_stages: of its pipeline, the step that computes among them.
     programs_per_sm: how many programs a multiprocessor gets when rows and heads alone are too few.
+    lists_blocks: the ids of a program's blocks are read before its loop and all stages hold keys and values; else
+    half of the stages wait for ids, which takes half the shared memory, so that more programs fit.
     """
 
     tile: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    lists_blocks: bool = False
 
 
+ONE_ROW = DecodeTuning(32, 2, 4, 4, lists_blocks=True)
+ONE_ROW_FEW_HEADS = DecodeTuning(32, 2, 6, 2, lists_blocks=True)
+FEW_ROWS = DecodeTuning(32, 2, 6, 2, lists_blocks=True)
+FEW_ROWS_FEW_HEADS = DecodeTuning(64, 4, 4, 2, lists_blocks=True)
 LONG_TILES = DecodeTuning(32, 2, 7, 2)
-LONG_TILES_FEW_HEADS = DecodeTuning(32, 2, 7, 4)  # splits of few heads a group are cheap to combine
-SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
+ONE_WARP = DecodeTuning(32, 1, 4, 4, lists_blocks=True)  # one warp needs no barriers
 MANY_PROGRAMS = DecodeTuning(32, 1, 4, 4)
 FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
 ONE_BYTE = DecodeTuning(64, 4, 5, 4)
@@ -52,27 +60,21 @@ ONE_BYTE_MANY_ROWS = DecodeTuning(64, 1, 4, 8)
 
 
 def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeTuning:
-    """For K and V of `itemsize` bytes. The fastest in whole captured steps on an H200 at 1k of context.
-
-    Step in us of Qwen3-0.6B at 1 | 8 | 32 | 64 | 128 rows: 32/2/5 with prefetch 903 | 1273 | 2211 | 3105 | 5208,
-    without 919 | 1231 | 2199 | 2965 | 4904; with twice the splits LONG_TILES 887 | 1173 | 1926 | 2973 | 4779,
-    SHORT_TILES 846 | 1201 | 2092 | 2907 | 4632. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4260 | 4907 | 5316 | 6716 with
-    prefetch, 4139 | 4737 | 5120 | 6464 without, SHORT_TILES 4145 | 4965 | 5354 | 6420. What is asked for before the
-    wait takes bandwidth from the product that still runs.
-
-    By the kernel's own benchmark: 256 rows, Qwen2.5-7B and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133
-    and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76,
-    ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
-    """
+    """For K and V of `itemsize` bytes. The fastest in whole captured steps on an H200 at 1k of context."""
     if itemsize == 4:
         return FOUR_BYTES
+    programs = num_rows * num_kv_heads
     if itemsize == 1:
-        return ONE_BYTE_MANY_ROWS if num_rows * num_kv_heads >= 512 else ONE_BYTE
-    if num_rows * num_kv_heads >= 1024:
+        return ONE_BYTE_MANY_ROWS if programs >= 512 else ONE_BYTE
+    if programs >= 1024:
         return MANY_PROGRAMS
-    if num_rows * num_kv_heads >= 512 or (num_rows == 1 and group <= 4):
-        return SHORT_TILES
-    return LONG_TILES_FEW_HEADS if group <= 4 else LONG_TILES
+    if programs >= 512:
+        return ONE_WARP
+    if num_rows == 1:
+        return ONE_ROW_FEW_HEADS if group <= 4 else ONE_ROW
+    if group <= 4:
+        return FEW_ROWS_FEW_HEADS
+    return LONG_TILES if programs >= 256 else FEW_ROWS
 
 
 class DecodeWorkspace:
@@ -131,6 +133,23 @@ def _tile_offsets(
 
 
 @triton.jit
+def _listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
+    """Ids of LISTED_BLOCKS blocks, 0 behind the sequence."""
+    blocks = first_block + tl.arange(0, LISTED_BLOCKS)
+    return tl.load(table_ptr + blocks, mask=blocks * BLOCK_SIZE < length, other=0)
+
+
+@triton.jit
+def _listed_offsets(
+    ids, first_block, first_token, block_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """`_tile_offsets` of a tile inside one block, whose id is among `ids`."""
+    place = first_token // BLOCK_SIZE - first_block
+    block = tl.sum(tl.where(tl.arange(0, LISTED_BLOCKS) == place, ids, 0), axis=0).to(tl.int64)
+    return block * block_stride + (first_token % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
+
+
+@triton.jit
 def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr):
     """Rows of e4m3 as two matrices (rows, HEAD_DIM / 2) of COMPUTE: even and odd dimensions.
 
@@ -145,13 +164,50 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
     return even, odd
 
 
+@triton.jit
+def _attend_tiles(
+    q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, start, stop, length,
+    block_stride, scale,
+    IS_LISTED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add tiles [start, stop) to a running softmax. With IS_LISTED, `ids` are those of the blocks from first_block on.
+
+    8-bit values: `mixed` holds the even dimensions, `mixed_odd` the others; else mixed_odd is passed through.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    for tile in tl.range(start, stop, num_stages=NUM_STAGES):
+        if IS_LISTED:
+            offsets = _listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+        else:
+            offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+        visible = tile * TILE + tl.arange(0, TILE) < length
+        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, axis=1)
+        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        if values_ptr.dtype.element_ty == tl.float8e4nv:
+            values, odd = _load_even_and_odd(values_ptr, offsets, visible[:, None], HEAD_DIM, q.dtype)
+            mixed_odd = tl.dot(weights.to(q.dtype), odd, mixed_odd * shrink[:, None], input_precision="ieee")
+        else:
+            values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0)
+            values = values.to(q.dtype)
+        mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return mixed, mixed_odd, total, highest
+
+
 @triton.jit(do_not_specialize=["layer", "num_splits"])
 def _paged_decode_kernel(
     q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
     layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, LISTS_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -165,6 +221,8 @@ def _paged_decode_kernel(
     table_ptr = tables_ptr + row * table_stride
     first_tile = split * share
     end_tile = tl.minimum(first_tile + share, num_tiles)
+    first_block = first_tile * TILE // BLOCK_SIZE
+    ids = _listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     if AHEAD > 0:
         # Tables and all keys but the newest were there before the step: only q must be waited for.
         tokens = first_tile * TILE + tl.arange(0, AHEAD)
@@ -190,25 +248,21 @@ def _paged_decode_kernel(
     IS_8_BIT: tl.constexpr = pool_ptr.dtype.element_ty == tl.float8e4nv
     mixed = tl.zeros((PADDED, HEAD_DIM // 2 if IS_8_BIT else HEAD_DIM), tl.float32)
     mixed_odd = mixed  # with 8 bits, `mixed` holds the even dimensions
-    for tile in tl.range(first_tile, end_tile, num_stages=NUM_STAGES):
-        offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
-        visible = tile * TILE + tl.arange(0, TILE) < length
-        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(COMPUTE)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
-        if IS_8_BIT:
-            values, odd = _load_even_and_odd(values_ptr, offsets, visible[:, None], HEAD_DIM, COMPUTE)
-            mixed_odd = tl.dot(weights.to(COMPUTE), odd, mixed_odd * shrink[:, None], input_precision="ieee")
-        else:
-            values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0)
-            values = values.to(COMPUTE)
-        mixed = tl.dot(weights.to(COMPUTE), values, mixed * shrink[:, None], input_precision="ieee")
-        highest = new_highest
+    if LISTS_BLOCKS and BLOCK_SIZE >= TILE:
+        per_block: tl.constexpr = BLOCK_SIZE // TILE
+        for block in tl.range(first_block, tl.cdiv(end_tile * TILE, BLOCK_SIZE), LISTED_BLOCKS):
+            start = tl.maximum(block * per_block, first_tile)
+            stop = tl.minimum((block + LISTED_BLOCKS) * per_block, end_tile)
+            mixed, mixed_odd, total, highest = _attend_tiles(
+                q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, block, start, stop, length,
+                block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+            )  # fmt: skip
+            ids = _listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
+    else:
+        mixed, mixed_odd, total, highest = _attend_tiles(
+            q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, first_tile,
+            end_tile, length, block_stride, scale, False, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+        )  # fmt: skip
 
     if IS_8_BIT:
         mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
@@ -288,14 +342,15 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_STAGES=tuning.num_stages,
         COMPUTE=compute_dtype(q, pool), AHEAD=tokens_ahead(num_rows) if overlaps else 0,
-        LINE=min(128 // pool.itemsize, head_dim), OVERLAPS=overlaps, num_warps=tuning.num_warps, launch_pdl=overlaps,
+        LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=tuning.lists_blocks, OVERLAPS=overlaps,
+        num_warps=tuning.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
         dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
         _combine_kernel[(num_heads, num_rows, head_dim // dims)](
             lengths, out, workspace.outputs, workspace.log_sums, count,
             HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, PADDED_SPLITS=triton.next_power_of_2(count),
-            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+            OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
         )  # fmt: skip
     return out
 

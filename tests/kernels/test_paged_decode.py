@@ -4,11 +4,15 @@ import pytest
 import torch
 
 from kernels.gpu.paged_decode import (
+    FEW_ROWS,
+    FEW_ROWS_FEW_HEADS,
+    LISTED_BLOCKS,
     LONG_TILES,
-    LONG_TILES_FEW_HEADS,
     MANY_PROGRAMS,
     ONE_BYTE,
-    SHORT_TILES,
+    ONE_ROW,
+    ONE_ROW_FEW_HEADS,
+    ONE_WARP,
     DecodeTuning,
     DecodeWorkspace,
     choose_tuning,
@@ -28,6 +32,7 @@ from tests.kernels.helpers import (
 
 LAYER = 1
 SMALL = DecodeTuning(16, 4, 2, 2)
+LISTS_BLOCKS = DecodeTuning(16, 4, 2, 2, lists_blocks=True)
 
 
 def run(
@@ -76,6 +81,19 @@ def test_blocks_larger_and_smaller_than_a_tile(block_size: int, device: torch.de
     run([75], 2, 1, block_size, torch.float32, device, 2)
 
 
+@pytest.mark.parametrize(("block_size", "seq_len", "splits"), [(16, 16 * 64, 1), (16, 16 * 64 + 1, 1), (32, 4200, 2)])
+def test_more_blocks_than_a_program_lists_at_a_time(
+    block_size: int, seq_len: int, splits: int, device: torch.device
+) -> None:
+    """Also where a program's first tile lies inside a block: 4,200 keys are 263 tiles, 132 of them the first's."""
+    assert seq_len // block_size // splits >= LISTED_BLOCKS.value
+    run([seq_len, 40], 2, 1, block_size, torch.float32, device, splits, tuning=LISTS_BLOCKS)
+
+
+def test_shares_that_begin_inside_a_block(device: torch.device) -> None:
+    run([75, 16, 200], 2, 1, 64, torch.float32, device, 3, tuning=LISTS_BLOCKS)
+
+
 def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     seq_lens = [1, 40, 64]
     tables, table = block_tables_for(seq_lens, 16, device)
@@ -99,7 +117,7 @@ def test_padding_rows_get_zeros(device: torch.device) -> None:
     assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, MANY_PROGRAMS, None])
+@pytest.mark.parametrize("tuning", [LONG_TILES, MANY_PROGRAMS, ONE_ROW, FEW_ROWS_FEW_HEADS, ONE_WARP, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1)])
 def test_what_is_chosen_fits(
     tuning: DecodeTuning | None, num_heads: int, num_kv_heads: int, device: torch.device
@@ -107,14 +125,17 @@ def test_what_is_chosen_fits(
     run([1, 40, 75], num_heads, num_kv_heads, 16, HALF_DTYPE, device, None, tuning=tuning)
 
 
-def test_many_programs_take_short_tiles() -> None:
-    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
+def test_settings_go_by_rows_and_heads() -> None:
+    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is ONE_WARP
     assert choose_tuning(256, 8, 2, 2) is choose_tuning(256, 4, 7, 2) is MANY_PROGRAMS
-    assert choose_tuning(1, 4, 7, 2) is LONG_TILES
-    assert choose_tuning(32, 8, 2, 2) is LONG_TILES_FEW_HEADS
+    assert choose_tuning(64, 4, 7, 2) is LONG_TILES
+    assert [choose_tuning(rows, 4, 7, 2) for rows in (1, 2, 32)] == [ONE_ROW, FEW_ROWS, FEW_ROWS]
+    assert [choose_tuning(rows, 8, 2, 2) for rows in (1, 2, 32)] == [
+        ONE_ROW_FEW_HEADS, FEW_ROWS_FEW_HEADS, FEW_ROWS_FEW_HEADS,
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
+@pytest.mark.parametrize("tuning", [LONG_TILES, ONE_WARP, ONE_BYTE])
 def test_more_rows_never_get_more_splits(tuning: DecodeTuning) -> None:
     counts = [num_splits(rows, 4, torch.device("cpu"), tuning) for rows in range(1, 300)]
     assert counts == sorted(counts, reverse=True)
