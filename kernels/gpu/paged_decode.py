@@ -171,7 +171,7 @@ def _attend_tiles(
     IS_LISTED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles [start, stop) to a running softmax. With IS_LISTED, `ids` are those of the blocks from first_block on.
+    """Add tiles [start, stop) to a running softmax. IS_LISTED: `ids` are those of the blocks from first_block on.
 
     8-bit values: `mixed` holds the even dimensions, `mixed_odd` the others; else mixed_odd is passed through.
     """
