@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
+from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv_manager import KVManager
-from engine.kv_memory import DTYPE_NAMES, allocate_pool, check_kv_dtype, host_buffer_over, pool_geometry
+from engine.kv_memory import (
+    DTYPE_NAMES,
+    allocate_pool,
+    check_kv_dtype,
+    context_in_pool,
+    host_buffer_over,
+    pool_geometry,
+)
 from engine.scheduler import Scheduler
 from kvstore.block_pool import BlockPool
 from kvstore.host_tier import HostTier, LocalHostTier
@@ -71,12 +78,8 @@ class EngineParts:
 
 def assemble(config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None) -> EngineParts:
     """Load the model and build its engine. Raises ConfigError with what to do."""
-    try:
+    with explained(LESS_KV):
         return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig())
-    except torch.OutOfMemoryError as error:
-        from engine.gpu.memory import describe_out_of_memory
-
-        raise ConfigError(describe_out_of_memory()) from error
 
 
 def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> EngineParts:
@@ -90,7 +93,8 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> Engin
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
-    loaded = load_model(files, config, device)
+    with explained(SMALLER_WEIGHTS):
+        loaded = load_model(files, config, device)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
@@ -98,6 +102,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> Engin
         one_block = pool_geometry(loaded.config, replace(config, num_gpu_blocks=1), loaded.fingerprint, loaded.dtype)
         config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     host_buffer = None
@@ -162,9 +167,7 @@ def _make_runner(
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 
-        return GpuRunner(
-            loaded, pool, host_buffer, config, gpu, min(max_model_len, pool.shape[0] * config.block_size)
-        )
+        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len)
     from engine.runner import ModelRunner
 
     return ModelRunner(loaded, pool, host_buffer, config)

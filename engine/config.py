@@ -36,7 +36,7 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(
         0, "tokens in one step; 0: 256 on a CPU, 8192 on a GPU", flags=("--chunk-prefill-size",)
     )
-    max_model_len: int = setting(0, "longest sequence; 0: what the model declares")
+    max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
     preemption: str = setting("recompute", "what to do when blocks run out", choices=("recompute", "swap"))
     num_threads: int = setting(0, "CPU threads of the engine; 0: one per core")

@@ -5,6 +5,7 @@ Who owns which block is decided elsewhere (`engine/kv_manager.py`); here are onl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from engine.models.config import ModelConfig
 from kvstore.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
+logger = logging.getLogger(__name__)
 TORCH_DTYPES = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -68,6 +70,28 @@ def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:
             f"--kv-cache-gb {engine_config.kv_cache_gb} holds no block of {geometry.block_bytes / 1e9:.3f} GB"
         )
     return num_blocks
+
+
+def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: EngineConfig) -> int:
+    """The longest sequence that the pool holds, at most `max_model_len`.
+
+    Raises ConfigError when the user asked for more than it holds; what the model declares is cut with a warning.
+    """
+    room = geometry.num_blocks * geometry.block_size
+    if max_model_len <= room:
+        return max_model_len
+    needed = -(-max_model_len // geometry.block_size) * geometry.block_bytes
+    numbers = (
+        f"a sequence of {max_model_len} tokens needs {needed / 1e9:.2f} GB of KV blocks, and there are "
+        f"{geometry.pool_bytes / 1e9:.2f} GB"
+    )
+    if engine_config.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: {numbers}. Choose at most {room}, or more memory for KV blocks "
+            "(--kv-cache-gb, --num-gpu-blocks; on a GPU --gpu-memory-fraction)"
+        )
+    logger.warning("%s: sequences may have %d tokens", numbers, room)
+    return room
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:

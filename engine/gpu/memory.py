@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.gpu.rows import bucket_sizes
+from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
@@ -31,6 +32,7 @@ TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not ma
 DRIVER_BYTES = 1_000_000_000  # context, kernels, libraries; measured 0.7 to 0.9 GB on an H200
 GRAPH_BYTES = 12_000_000  # the driver's share of one decode graph
 GRAPH_SLACK = 1.25  # a graph's memory pool against the peak of the same step without one
+COPY_BYTES = NUM_PIECES * PIECE_BYTES  # of copies to and from host slots; the trials have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class MemoryUse:
     total_bytes: int
     free_bytes: int
     process_bytes: int  # weights and all else that torch holds for this process now
-    peak_bytes: int  # the most that torch held during the largest steps, the trial's blocks not counted
+    peak_bytes: int  # the most that torch holds in the largest steps, KV blocks not counted
     graph_bytes: int
 
 
@@ -108,7 +110,7 @@ def measure(
     for plan in prefill_trials(config, max_model_len):
         runner.run(plan)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device) - pool.nbytes
+    peak = torch.cuda.max_memory_reserved(device) - pool.nbytes + COPY_BYTES
     del pool, runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -118,17 +120,6 @@ def measure(
         total, free, torch.cuda.memory_reserved(device), peak,
         int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES,
     )  # fmt: skip
-
-
-def describe_out_of_memory() -> str:
-    """What to say when the current GPU had no memory left while an engine started."""
-    free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved()
-    return (
-        f"the GPU has too little memory: {_gb(total)} in all, {_gb(own)} held by this worker, {_gb(free)} free. "
-        "Lower --gpu-memory-fraction, --kv-cache-gb, --max-num-batched-tokens or "
-        "--max-num-seqs, stop what else runs on the GPU, or choose a smaller model"
-    )
 
 
 def _gb(num_bytes: int) -> str:

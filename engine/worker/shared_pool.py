@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
-from engine.gpu.memory import describe_out_of_memory
+from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
 from engine.worker.bounce import BounceTransport

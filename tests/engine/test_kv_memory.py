@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.kv_memory import (
     allocate_pool,
     as_bytes,
+    context_in_pool,
     copy_in,
     copy_out,
     host_buffer_over,
@@ -37,6 +38,16 @@ def test_the_number_of_blocks_is_given_or_follows_from_the_memory() -> None:
     assert geometry.pool_bytes <= 1_000_000 < geometry.pool_bytes + geometry.block_bytes
     with pytest.raises(ConfigError, match="--kv-cache-gb"):
         geometry_of(kv_cache_gb=1e-6)
+
+
+def test_a_context_that_blocks_do_not_hold_is_cut_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    geometry = geometry_of(num_gpu_blocks=7)
+    assert context_in_pool(112, geometry, EngineConfig(max_model_len=112)) == 112
+    assert not caplog.text
+    assert context_in_pool(4096, geometry, EngineConfig()) == 112
+    assert "4096 tokens needs 0.00 GB of KV blocks" in caplog.text
+    with pytest.raises(ConfigError, match=r"--max-model-len 113: .* Choose at most 112, or more memory"):
+        context_in_pool(113, geometry, EngineConfig(max_model_len=113))
 
 
 def test_a_pool_over_a_memory_map_shares_its_bytes() -> None:

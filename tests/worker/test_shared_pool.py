@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigError, TransferError
 from engine.worker.shared_pool import SharedPoolMemory
+from kvstore import cuda_memory
 from kvstore.types import BlockId, PeerPool, PoolGeometry
 from tests.kvstore.helpers import GEOMETRY, Owner
 
@@ -59,3 +60,21 @@ def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
             "auto",
             replace(GEOMETRY, num_kv_heads=1, head_dim=1, block_size=1, num_layers=1, dtype="bfloat16"),
         )
+
+
+def test_shareable_memory_that_another_process_took_meanwhile_is_a_message_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(device: int, num_bytes: int) -> None:
+        raise ConfigError(f"{num_bytes} bytes are not free on GPU {device}")
+
+    for name, value in {
+        "init": None, "empty_cache": None, "mem_get_info": (5 * 10**8, 24 * 10**9), "memory_reserved": 23 * 10**9
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(cuda_memory, "can_share", lambda _: True)
+    monkeypatch.setattr(cuda_memory, "create", create)
+    memory = SharedPoolMemory("reader", str(tmp_path), "", 1 << 20, "auto")
+    with pytest.raises(ConfigError, match=r"not free on GPU 0: .* 0\.5 GB free\. Lower --gpu-memory-fraction"):
+        memory.allocate(GEOMETRY, torch.device("cuda", 0))
+    memory.close()
