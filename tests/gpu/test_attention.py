@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.gpu.attention import choose as chooser
-from engine.gpu.attention import contiguous, fa3
+from engine.gpu.attention import contiguous, fa3, flash_attn
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import Facts, choose, open_attention
 from engine.gpu.attention.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
-from engine.gpu.attention.fa3 import FlashAttention3
+from engine.gpu.attention.fa3 import FlashAttention3, FlashPlan, Operator, TablePlan
+from engine.gpu.attention.flash_attn import FlashAttention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool, relative_error
@@ -30,17 +33,39 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 BOUND = 1e-2 if ON_GPU else 1e-5
 BLOCK_SIZE = 64 if ON_GPU else 16
-H200 = Facts(torch.bfloat16, torch.bfloat16, 128, (9, 0), has_fa3=True, has_cudnn=True)
+H200 = Facts(torch.bfloat16, torch.bfloat16, 128, 64, (9, 0), has_fa3=True, has_cudnn=True, flash_attn="4")
+
+
+def attend_pages(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, seq_lens: Tensor, tables: Tensor, max_queries: int | None
+) -> Tensor:
+    """Of packed rows, causal, aligned to a row's last query. K and V: (blocks, block size, KV heads, head_dim)."""
+    out = torch.empty_like(q)
+    places = starts.tolist()
+    assert max_queries == max(b - a for a, b in pairwise(places))
+    assert starts.dtype == seq_lens.dtype == tables.dtype == torch.int32
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        ids = tables[row, : -(-seq_len // k.shape[1])].long()
+        kv = torch.stack([k[ids], v[ids]]).flatten(1, 2)[:, :seq_len].transpose(1, 2)
+        own = slice(*places[row : row + 2])
+        out[own] = attend_sequence(q[own], kv)
+    return out
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, is_causal: bool, num_splits: int,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, page_table: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """What `fa3_fwd.fwd` computes, of the arguments that are used: causal, aligned to the last query of a row."""
+    """What FlashAttention-3's `fwd` computes, of the arguments that are used."""
     assert is_causal
     assert num_splits == 0
     assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
+    if page_table is not None:
+        assert cu_seqlens_q is not None
+        assert seqused_k is not None
+        out.copy_(attend_pages(q, k, v, cu_seqlens_q, seqused_k, page_table, max_seqlen_q))
+        return
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out[0] = attend_sequence(q[0], torch.stack([k[0], v[0]]).transpose(1, 2))
         return
@@ -52,6 +77,29 @@ def flash_forward(
         out[own] = attend_sequence(q[own], torch.stack([k[keys], v[keys]]).transpose(1, 2))
 
 
+def flash_attn_2(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, softmax_scale: float, causal: bool, block_table: Tensor,
+) -> Tensor:  # fmt: skip
+    """`flash_attn.flash_attn_varlen_func` of version 2, of the arguments that are used."""
+    assert causal
+    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
+    seq_lens = cu_seqlens_k.diff()
+    assert max_seqlen_k == int(seq_lens.max())
+    return attend_pages(q, k, v, cu_seqlens_q, seq_lens, block_table, max_seqlen_q)
+
+
+def flash_attn_4(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    page_table: Tensor, softmax_scale: float, causal: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`flash_attn.cute.flash_attn_varlen_func`, of the arguments that are used."""
+    assert causal
+    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
+    assert max_seqlen_k == int(seqused_k.max())
+    return attend_pages(q, k, v, cu_seqlens_q, seqused_k, page_table, max_seqlen_q), None
+
+
 def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAttention:
     """Small prompts go to cuDNN too, so that it is tested on a CPU."""
     if name == "triton":
@@ -60,12 +108,16 @@ def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAtt
         plain = functools.partial(functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         attend = attend_with_cudnn if ON_GPU else plain
         return CudnnAttention(attend, pool, num_heads, pool.dtype, max_tokens, min_tokens=20)
-    forward: Callable[..., Any] = flash_forward
+    if name.startswith("flash-attn"):
+        return FlashAttention(flash_attn.load(name[-1]))
+    operator = Operator(flash_forward, follows_tables=name == "fa3 pages")
     if ON_GPU:
-        if importlib.util.find_spec(fa3.PACKAGE) is None:
-            pytest.skip("fa3-fwd is not installed")
-        forward = fa3.load()
-    return FlashAttention3(forward, pool, num_heads, DTYPE)
+        if not fa3.installed_package():
+            pytest.skip("FlashAttention-3 is not installed")
+        operator = fa3.load()
+        if name == "fa3 pages" and not operator.follows_tables:
+            pytest.skip("this build has no block tables")
+    return FlashAttention3(operator, pool, num_heads, DTYPE)
 
 
 class Step:
@@ -119,6 +171,33 @@ def test_equals_plain_attention(name: str, num_heads: int, num_kv_heads: int, he
     step = Step(num_heads, num_kv_heads, head_dim, query_lens, seq_lens)
     backend = make(name, step.pool, num_heads, sum(query_lens))
     assert backend.name == name
+    assert worst_token(step.run(backend), step.expected) < BOUND
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("version", ["2", "4"])
+def test_the_package_flash_attn_is_called_as_it_documents(
+    version: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_2))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=flash_attn_4))
+    query_lens, seq_lens = ROWS[rows]
+    step = Step(4, 2, 64, query_lens, seq_lens)
+    backend = make(f"flash-attn {version}", step.pool, 4, sum(query_lens))
+    assert worst_token(step.run(backend), step.expected) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "follows", "kind"), [(2, 30, TablePlan), (4, 30, FlashPlan), (2, 31, FlashPlan)]
+)
+def test_few_queries_over_a_cached_context_are_not_gathered_for(
+    num_heads: int, follows: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted with the query heads of a KV head: those many rows read the same K and V."""
+    monkeypatch.setattr(fa3, "MAX_PAGED_HEADS", 60)
+    step = Step(num_heads, 1, 64, [follows, 7], [50, 30])
+    backend = make("fa3 pages", step.pool, num_heads, 64)
+    assert isinstance(backend.plan(step.starts, step.seq_lens, step.block_tables), kind)
     assert worst_token(step.run(backend), step.expected) < BOUND
 
 
@@ -184,6 +263,22 @@ def changed(**facts: Any) -> Facts:
     return Facts(**{**{name: getattr(H200, name) for name in Facts.__slots__}, **facts})
 
 
+@pytest.mark.parametrize(
+    ("files", "version"),
+    [([], ""), (["__init__.py"], "2"), (["cute/__init__.py"], "4"), (["__init__.py", "cute/__init__.py"], "4")],
+)
+def test_versions_of_flash_attn_are_told_apart_without_importing_them(
+    files: Sequence[str], version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cutlass").mkdir()
+    for file in files:
+        path = tmp_path / "flash_attn" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash_attn.installed_version() == version
+
+
 def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
     assert choose("auto", H200) == "fa3"
     assert choose("auto", changed(has_fa3=False)) == "cudnn"
@@ -210,6 +305,11 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
         ("cudnn", {"has_cudnn": False}, "cuDNN"),
         ("cudnn", {"kv_dtype": torch.float8_e4m3fn}, "16-bit"),
         ("cudnn", {"head_dim": 256}, "not 256"),
+        ("flash-attn", {"flash_attn": ""}, "--attention-backend flash-attn is not installed; run: pip install"),
+        ("flash-attn", {"flash_attn": "2"}, "--block-size 256"),
+        ("flash-attn", {"capability": (7, 5)}, "compute capability 8"),
+        ("flash-attn", {"dtype": torch.float32}, "16-bit"),
+        ("flash-attn", {"head_dim": 100}, "not 100"),
     ],
 )
 def test_a_named_backend_that_cannot_work_says_what_to_do(name: str, facts: dict[str, Any], told: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,14 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.attention import fa3
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.fa3 import FlashAttention3
+from engine.gpu.attention.fa3 import FlashAttention3, Operator
 from engine.gpu.config import GpuConfig
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_attention import flash_forward, make
 from tests.gpu.test_engine import PROMPTS, forced_logits, generate, greedy, open_gpu, reference
 
 
-@pytest.mark.parametrize("name", ["fa3", "cudnn"])
+@pytest.mark.parametrize("name", ["fa3", "fa3 pages", "cudnn"])
 def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,8 +28,9 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
         wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
     ) -> PrefillAttention:
         assert wanted == "auto"
-        if name == "fa3":  # in torch on a GPU too: these are float32, which the package does not take
-            return FlashAttention3(flash_forward, pool, num_heads, dtype)
+        if name != "cudnn":  # in torch on a GPU too: these are float32, which the package does not take
+            operator = Operator(flash_forward, follows_tables=name == "fa3 pages")
+            return FlashAttention3(operator, pool, num_heads, dtype)
         if torch.cuda.is_available():
             pytest.skip("cuDNN does not take float32")
         return make(name, pool, num_heads, max_tokens)
@@ -50,8 +50,8 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
 def test_logits_of_chunks_and_cached_prefixes_are_near_those_of_float32(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "fa3" and importlib.util.find_spec(fa3.PACKAGE) is None:
-        pytest.skip("fa3-fwd is not installed")
+    if name == "fa3" and not fa3.installed_package():
+        pytest.skip("FlashAttention-3 is not installed")
     model = save_tiny_model(tmp_path, head_dim=64)
     expected = generate(reference(model), greedy())
     plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))

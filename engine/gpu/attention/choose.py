@@ -1,12 +1,12 @@
 """Which backend attends for prompts: the fastest that is installed and fits, or the one that was asked for.
 
 `choose` is pure. Measured on an H200 (`benchmarks/kernels/bench_attention_backends.py`): FlashAttention-3 is 1.4 to
-5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts.
+5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts. `flash-attn` has
+not been measured.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 
@@ -14,39 +14,45 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.gpu.attention import cudnn, fa3
+from engine.gpu.attention import cudnn, fa3, flash_attn
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 
 logger = logging.getLogger(__name__)
 FA3_REQUIREMENT = "fa3-fwd==0.0.3"
 FA3_HEAD_DIMS = (64, 128)
+FLASH_ATTN_REQUIREMENT = "flash-attn-4"
 HALF_TYPES = (torch.bfloat16, torch.float16)
 BY_SPEED = ("fa3", "cudnn")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the choice depends on. capability: of an NVIDIA GPU, else None."""
+    """What the choice depends on. capability: of an NVIDIA GPU, else None. flash_attn: version, or empty."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
     head_dim: int
+    block_size: int
     capability: tuple[int, int] | None
     has_fa3: bool
     has_cudnn: bool
+    flash_attn: str
 
 
-def facts_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, device: torch.device) -> Facts:
-    """Looks at the device and at what is installed; imports nothing."""
+def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
+    """Looks at the pool, its device and at what is installed; imports nothing."""
+    device = pool.device
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return Facts(
         dtype,
-        kv_dtype,
-        head_dim,
+        pool.dtype,
+        pool.shape[5],
+        pool.shape[4],
         torch.cuda.get_device_capability(device) if is_nvidia else None,
-        importlib.util.find_spec(fa3.PACKAGE) is not None,
+        bool(fa3.installed_package()),
         is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
+        flash_attn.installed_version(),
     )
 
 
@@ -68,6 +74,23 @@ def why_not(name: str, facts: Facts) -> str:
             return "takes 16-bit numbers and KV alone; use triton"
         if facts.head_dim > 128:
             return f"takes heads up to 128, not {facts.head_dim}; use triton"
+    if name == flash_attn.FlashAttention.name:
+        return why_not_flash_attn(facts)
+    return ""
+
+
+def why_not_flash_attn(facts: Facts) -> str:
+    """See `why_not`."""
+    if facts.capability is None or facts.capability[0] < 8:
+        return "needs an NVIDIA GPU of compute capability 8 or more; use triton"
+    if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
+        return "takes 16-bit numbers and KV alone; use triton"
+    if facts.head_dim > 256 or facts.head_dim % 8:
+        return f"takes heads up to 256 in steps of 8, not {facts.head_dim}; use triton"
+    if not facts.flash_attn:
+        return f"is not installed; run: pip install {FLASH_ATTN_REQUIREMENT}"
+    if facts.flash_attn == "2" and facts.block_size % flash_attn.BLOCK_MULTIPLE:
+        return f"in version 2 takes blocks of {flash_attn.BLOCK_MULTIPLE} tokens; use --block-size 256 or triton"
     return ""
 
 
@@ -86,13 +109,16 @@ def open_attention(
     wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
 ) -> PrefillAttention:
     """The backend for one pool. max_tokens: of the largest step. Raises ConfigError."""
-    chosen = choose(wanted, facts_of(dtype, pool.dtype, pool.shape[5], pool.device))
+    facts = facts_of(dtype, pool)
+    chosen = choose(wanted, facts)
     backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])
     try:
         if chosen == "fa3":
             backend = fa3.FlashAttention3(fa3.load(), pool, num_heads, dtype)
         elif chosen == "cudnn":
             backend = cudnn.CudnnAttention(cudnn.attend_with_cudnn, pool, num_heads, dtype, max_tokens)
+        elif chosen == flash_attn.FlashAttention.name:
+            backend = flash_attn.FlashAttention(flash_attn.load(facts.flash_attn))
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape
         if wanted != "auto":
             raise ConfigError(f"--attention-backend {chosen} does not work here: {error}") from error
