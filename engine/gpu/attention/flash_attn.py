@@ -52,7 +52,7 @@ class PagesPlan:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, PagesPlan, float], Tensor]
-"""q (tokens, heads, head_dim), K and V (num_blocks, block_size, KV heads, head_dim) as strided views, scale -> as q"""
+"""q (tokens, heads, head_dim), strided K and V (num_blocks, block_size, KV heads, head_dim), scale -> like q"""
 
 
 def load(version: str) -> Attend:
