@@ -5,7 +5,7 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
 the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
-of its blocks before its loop: an id read inside the loop costs half of the loop's stages. Each split leaves
+of its blocks before its loop, or in it, at the cost of half of the loop's stages. Each split leaves
 its partial output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are
 few, per 32 of its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine
 was tried: 6 us slower at 7 heads a group, because one program then does what 7 can.)
@@ -47,12 +47,9 @@ class DecodeTuning:
     lists_blocks: bool = False
 
 
-ONE_ROW = DecodeTuning(32, 2, 4, 4, lists_blocks=True)
-ONE_ROW_FEW_HEADS = DecodeTuning(32, 2, 6, 2, lists_blocks=True)
-FEW_ROWS = DecodeTuning(32, 2, 6, 2, lists_blocks=True)
-FEW_ROWS_FEW_HEADS = DecodeTuning(64, 4, 4, 2, lists_blocks=True)
 LONG_TILES = DecodeTuning(32, 2, 7, 2)
-ONE_WARP = DecodeTuning(32, 1, 4, 4, lists_blocks=True)  # one warp needs no barriers
+FEW_HEADS = DecodeTuning(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
+SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
 MANY_PROGRAMS = DecodeTuning(32, 1, 4, 4)
 FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
 ONE_BYTE = DecodeTuning(64, 4, 5, 4)
@@ -60,21 +57,25 @@ ONE_BYTE_MANY_ROWS = DecodeTuning(64, 1, 4, 8)
 
 
 def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeTuning:
-    """For K and V of `itemsize` bytes. The fastest in whole captured steps on an H200 at 1k of context."""
+    """For K and V of `itemsize` bytes. The fastest, or within 1% of it, in whole captured steps on an H200 at 1k and
+    32k of context (decision 0087), where the rotation before lets these programs start late, so that they spread.
+
+    Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up to 16 rows: FEW_HEADS 941 | 1746 | 2861,
+    LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 |
+    5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093 | 4862 | 5517 | 6586.
+
+    By the kernel's own benchmark: 256 rows, Qwen2.5-7B and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133
+    and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76,
+    ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
+    """
     if itemsize == 4:
         return FOUR_BYTES
     programs = num_rows * num_kv_heads
     if itemsize == 1:
         return ONE_BYTE_MANY_ROWS if programs >= 512 else ONE_BYTE
-    if programs >= 1024:
-        return MANY_PROGRAMS
     if programs >= 512:
-        return ONE_WARP
-    if num_rows == 1:
-        return ONE_ROW_FEW_HEADS if group <= 4 else ONE_ROW
-    if group <= 4:
-        return FEW_ROWS_FEW_HEADS
-    return LONG_TILES if programs >= 256 else FEW_ROWS
+        return MANY_PROGRAMS if programs >= 1024 else SHORT_TILES
+    return FEW_HEADS if group <= 4 else LONG_TILES
 
 
 class DecodeWorkspace:

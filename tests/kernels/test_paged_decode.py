@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from kernels.gpu.paged_decode import (
-    FEW_ROWS,
-    FEW_ROWS_FEW_HEADS,
+    FEW_HEADS,
     LISTED_BLOCKS,
     LONG_TILES,
     MANY_PROGRAMS,
     ONE_BYTE,
-    ONE_ROW,
-    ONE_ROW_FEW_HEADS,
-    ONE_WARP,
+    SHORT_TILES,
     DecodeTuning,
     DecodeWorkspace,
     choose_tuning,
@@ -117,7 +114,7 @@ def test_padding_rows_get_zeros(device: torch.device) -> None:
     assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, MANY_PROGRAMS, ONE_ROW, FEW_ROWS_FEW_HEADS, ONE_WARP, None])
+@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, MANY_PROGRAMS, FEW_HEADS, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1)])
 def test_what_is_chosen_fits(
     tuning: DecodeTuning | None, num_heads: int, num_kv_heads: int, device: torch.device
@@ -125,17 +122,14 @@ def test_what_is_chosen_fits(
     run([1, 40, 75], num_heads, num_kv_heads, 16, HALF_DTYPE, device, None, tuning=tuning)
 
 
-def test_settings_go_by_rows_and_heads() -> None:
-    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is ONE_WARP
+def test_settings_go_by_programs_and_group() -> None:
+    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
     assert choose_tuning(256, 8, 2, 2) is choose_tuning(256, 4, 7, 2) is MANY_PROGRAMS
-    assert choose_tuning(64, 4, 7, 2) is LONG_TILES
-    assert [choose_tuning(rows, 4, 7, 2) for rows in (1, 2, 32)] == [ONE_ROW, FEW_ROWS, FEW_ROWS]
-    assert [choose_tuning(rows, 8, 2, 2) for rows in (1, 2, 32)] == [
-        ONE_ROW_FEW_HEADS, FEW_ROWS_FEW_HEADS, FEW_ROWS_FEW_HEADS,
-    ]  # fmt: skip
+    assert choose_tuning(1, 4, 7, 2) is choose_tuning(64, 4, 7, 2) is LONG_TILES
+    assert choose_tuning(1, 8, 2, 2) is choose_tuning(63, 8, 4, 2) is FEW_HEADS
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, ONE_WARP, ONE_BYTE])
+@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
 def test_more_rows_never_get_more_splits(tuning: DecodeTuning) -> None:
     counts = [num_splits(rows, 4, torch.device("cpu"), tuning) for rows in range(1, 300)]
     assert counts == sorted(counts, reverse=True)
