@@ -89,9 +89,11 @@ class RankProcess:
         """The rank's reports. Raises UnavailableError when it is gone."""
         while True:
             try:
-                _, body = await read_frame(self._reader)
+                event, body = await read_frame(self._reader)
             except (asyncio.IncompleteReadError, ConnectionError):
                 raise UnavailableError("the engine process is gone") from None
+            if event == Event.FAILED:
+                raise UnavailableError(f"the engine process ends: {body}")
             yield body
 
     def submit(self, name: str, fields: dict[str, Any]) -> None:

@@ -134,8 +134,8 @@ async def _watch(
         await asyncio.wait([frames, stop], timeout=WATCH_INTERVAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if frames.done():
             await server.set_serving(False)
-            logger.error("the engine process is gone: this worker ends")
-            frames.exception()  # UnavailableError, by contract; streams are closed already
+            # UnavailableError, by contract; streams are closed already
+            logger.error("this worker ends: %s", frames.exception())
             return 1
         progresses = time.monotonic() - front.last_frame_time < worker.stall_seconds
         if progresses:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
+from engine.worker.frames import Event, pack
 from engine.worker.rank_process import RankProcess
 
 
@@ -34,3 +35,12 @@ async def test_an_engine_that_ends_while_loading_is_explained(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
     with pytest.raises(ConfigError, match=message):
         await RankProcess.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", str(tmp_path))
+
+
+async def test_an_engine_that_ends_later_is_heard() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(pack([Event.STEP, {"load": 1}]) + pack([Event.FAILED, "told to fail"]))
+    frames = RankProcess(cast(Any, None), reader, cast(Any, None)).frames()
+    assert await anext(frames) == {"load": 1}
+    with pytest.raises(UnavailableError, match="told to fail"):
+        await anext(frames)
