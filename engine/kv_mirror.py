@@ -2,7 +2,8 @@
 
 The pool stays the truth: a row of the mirror is filled from it when a sequence starts to decode, gets each new
 token's K and V as the pool does, and is dropped when the sequence is not in a step or no longer continues what the
-row holds. Sequences of similar length share an arena, whose rows one batched product can read.
+row holds. Sequences of similar length share an arena, whose rows one call of `decode_attention` can read; keys lie
+there with their dimensions as rows, as that function wants them.
 
 Knows requests by their block ids and lengths only. It never holds more than its budget; a sequence that finds no
 room simply has no row.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Request
-from kernels.cpu_attention import mask_source
+from kernels.cpu_attention import KVRows, mask_source
 from kvstore.types import BlockId
 
 MIN_CAPACITY = 128
@@ -33,74 +34,64 @@ def capacity_for(num_tokens: int) -> int:
     return capacity
 
 
+@dataclass(slots=True)
+class LayerViews:
+    """One layer of an arena: to write at (rows, positions), and to read as `decode_attention` does."""
+
+    new_keys: Tensor  # (num_slots, capacity, kv_heads, head_dim)
+    new_values: Tensor
+    keys: Tensor  # (num_slots * kv_heads * head_dim, capacity)
+    values: Tensor  # (num_slots * kv_heads * capacity, head_dim)
+
+
 class Arena:
-    """Rows of one capacity: kv (num_layers, 2, num_rows, kv_heads, capacity, head_dim). Rows may be vacant."""
+    """Rows of one capacity. Rows may be vacant.
+
+    keys: (num_layers, num_slots, kv_heads, head_dim, capacity); values: (.., capacity, head_dim).
+    """
 
     def __init__(self, pool: Tensor, capacity: int) -> None:
         self.capacity = capacity
-        self.rows: list[MirrorRow | None] = []
+        self.rows: list[MirrorRow | None] = [None]  # one for each slot
         _, num_layers, _, kv_heads, _, head_dim = pool.shape
-        self.kv = torch.zeros(num_layers, 2, 1, kv_heads, capacity, head_dim, dtype=pool.dtype)
+        self.keys = torch.zeros(num_layers, 1, kv_heads, head_dim, capacity, dtype=pool.dtype)
+        self.values = torch.zeros(num_layers, 1, kv_heads, capacity, head_dim, dtype=pool.dtype)
         self.mask_source = mask_source(capacity, pool.dtype)
-        self._views: tuple[int, int, list[tuple[Tensor, Tensor, Tensor]]] = (0, 0, [])
+        self.layers = self._layers()
+        self._rows_to_read: tuple[list[int], int, KVRows] | None = None
 
     @property
     def num_slots(self) -> int:
-        return self.kv.shape[2]
-
-    @property
-    def extent(self) -> int:
-        """Rows up to the last occupied one."""
         return len(self.rows)
 
     def grow(self) -> None:
         """Double the rows; content moves along."""
-        wider = torch.zeros(*self.kv.shape[:2], 2 * self.num_slots, *self.kv.shape[3:], dtype=self.kv.dtype)
-        wider[:, :, : self.num_slots] = self.kv
-        self.kv = wider
-        self._views = (0, 0, [])
+        self.rows += [None] * self.num_slots
+        self.keys = torch.cat([self.keys, torch.zeros_like(self.keys)], dim=1)
+        self.values = torch.cat([self.values, torch.zeros_like(self.values)], dim=1)
+        self.layers = self._layers()
 
     def place(self, row: MirrorRow) -> None:
         """Put `row` into the first vacant place. There must be one."""
-        index = self.rows.index(None) if None in self.rows else len(self.rows)
-        assert index < self.num_slots
-        if index == len(self.rows):
-            self.rows.append(row)
-        else:
-            self.rows[index] = row
-        row.arena, row.index = self, index
+        row.arena, row.index = self, self.rows.index(None)
+        self.rows[row.index] = row
 
-    def vacate(self, row: MirrorRow) -> None:
-        self.rows[row.index] = None
-        self._trim()
+    def rows_to_read(self, rows: list[int], num_keys: int, num_heads: int) -> KVRows:
+        """Where `decode_attention` finds the first `num_keys` keys and values of `rows`.
 
-    def compact(self) -> None:
-        """Move last rows into vacant places while more than a quarter of the extent is vacant."""
-        while self.rows.count(None) * 4 > max(len(self.rows), 4):
-            row = self.rows.pop()
-            assert row is not None  # `_trim` keeps the last place occupied
-            old = row.index
-            self.place(row)
-            self.kv[:, :, row.index] = self.kv[:, :, old]
-            self._trim()
-
-    def views(self, num_rows: int, num_keys: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: (num_slots, capacity, 2, kv_heads, head_dim) to write, keys and values to read as
-        (num_rows, kv_heads, num_keys, head_dim).
-
-        Kept while neither number changes, which is for dozens of steps.
+        Kept while neither changes, which is for 16 steps when sequences neither come nor go.
         """
-        if self._views[:2] != (num_rows, num_keys):
-            views = []
-            for layer in self.kv:
-                keys, values = layer[:, :num_rows, :, :num_keys]
-                views.append((layer.permute(1, 3, 0, 2, 4), keys, values))
-            self._views = (num_rows, num_keys, views)
-        return self._views[2]
+        if self._rows_to_read is None or self._rows_to_read[:2] != (rows, num_keys):
+            kv_heads, head_dim = self.keys.shape[2:4]
+            made = KVRows.of(rows, num_heads, kv_heads, head_dim, self.capacity, num_keys)
+            self._rows_to_read = (rows, num_keys, made)
+        return self._rows_to_read[2]
 
-    def _trim(self) -> None:
-        while self.rows and self.rows[-1] is None:
-            self.rows.pop()
+    def _layers(self) -> list[LayerViews]:
+        return [
+            LayerViews(keys.permute(0, 3, 1, 2), values.permute(0, 2, 1, 3), keys.flatten(0, 2), values.flatten(0, 2))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -136,11 +127,6 @@ class KVMirror:
         }
         for request_id in [name for name in self._rows if name not in kept]:
             self._drop(self._rows.pop(request_id))
-        for arena in list(self._arenas.values()):
-            if arena.extent == 0:
-                del self._arenas[arena.capacity]
-            else:
-                arena.compact()
         found: list[MirrorRow | None] = []
         for request, start in zip(requests, starts, strict=True):
             row = self._rows.get(request.request_id) or self._make(request, start)
@@ -170,7 +156,7 @@ class KVMirror:
 
     def _arena_with_room(self, capacity: int) -> Arena | None:
         arena = self._arenas.get(capacity)
-        if arena is not None and (None in arena.rows or arena.extent < arena.num_slots):
+        if arena is not None and None in arena.rows:
             return arena
         used = sum(other.capacity * other.num_slots for other in self._arenas.values())
         needed = capacity if arena is None else capacity * arena.num_slots
@@ -184,18 +170,17 @@ class KVMirror:
 
     def _fill(self, row: MirrorRow, block_ids: list[BlockId], length: int) -> None:
         """Copy from the pool, and clear the rest: what an earlier sequence left there could be NaN."""
-        target = row.arena.kv[:, :, row.index]  # (layers, 2, kv_heads, capacity, head_dim)
+        keys, values = row.arena.keys[:, row.index], row.arena.values[:, row.index]
         for place, block_id in enumerate(block_ids):
             first = place * self._block_size
-            count = min(self._block_size, length - first)
-            target[:, :, :, first : first + count] = self._pool[block_id, :, :, :, :count]
-        target[:, :, :, length:] = 0
+            last = min(first + self._block_size, length)
+            held_keys, held_values = self._pool[block_id, :, :, :, : last - first].unbind(1)
+            keys[..., first:last] = held_keys.transpose(-1, -2)
+            values[:, :, first:last] = held_values
+        keys[..., length:] = 0
+        values[:, :, length:] = 0
 
     def _drop(self, row: MirrorRow) -> None:
-        row.arena.vacate(row)
-
-
-def padded_rows(num_rows: int) -> int:
-    """Number of rows to compute: few distinct values, at most a quarter more than asked for."""
-    step = 1 if num_rows <= 8 else 2 if num_rows <= 16 else 4 if num_rows <= 32 else 8
-    return -(-num_rows // step) * step
+        row.arena.rows[row.index] = None
+        if not any(row.arena.rows):
+            del self._arenas[row.arena.capacity]

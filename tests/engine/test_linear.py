@@ -1,0 +1,30 @@
+"""Dense maps of a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.layers.linear import Linear, PackedLinear, dense_linear
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_weight_is_the_same_map(num_rows: int, has_bias: bool) -> None:
+    weight = torch.randn(48, 32).bfloat16()
+    bias = torch.randn(48).bfloat16() if has_bias else None
+    x = torch.randn(num_rows, 32).bfloat16()
+    packed = dense_linear(weight.clone(), bias)
+    assert isinstance(packed, PackedLinear)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(packed(x).double(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_other_types_stay_plain() -> None:
+    assert isinstance(dense_linear(torch.randn(48, 32), None), Linear)
