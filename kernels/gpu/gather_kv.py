@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
+
 TILE = 64  # tokens a program copies for one head: 16 KB at head_dim 128
 
 
@@ -27,6 +29,7 @@ def gather_tiles(seq_lens: Sequence[int], tile: int = TILE) -> list[tuple[int, i
     return tiles
 
 
+@FastLaunch
 @triton.jit(do_not_specialize=["layer"])
 def _gather_kv_kernel(
     pool_ptr, tables_ptr, tiles_ptr, out_ptr, layer, table_stride, block_stride, layer_stride, head_stride,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
 MAX_SPLITS = 128
@@ -202,6 +203,7 @@ def _attend_tiles(
     return mixed, mixed_odd, total, highest
 
 
+@FastLaunch
 @triton.jit(do_not_specialize=["layer", "num_splits"])
 def _paged_decode_kernel(
     q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
@@ -280,6 +282,7 @@ def _paged_decode_kernel(
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
 
 
+@FastLaunch
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, num_splits,

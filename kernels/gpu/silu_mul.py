@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
 
 
+@FastLaunch
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     wait_for_predecessor(OVERLAPS)
