@@ -16,67 +16,20 @@ Reference: `attend_sequence` of `kernels/paged_attention.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.decode_tuning import DecodeTuning, choose_tuning, num_splits, tokens_ahead
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
-MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """tile: keys per step of a program's loop. num_stages: of its pipeline, the step that computes among them.
-    programs_per_sm: how many programs a multiprocessor gets when rows and heads alone are too few.
-    lists_blocks: the ids of a program's blocks are read before its loop and all stages hold keys and values; else
-    half of the stages wait for ids, which takes half the shared memory, so that more programs fit.
-    """
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    lists_blocks: bool = False
-
-
-LONG_TILES = DecodeTuning(32, 2, 7, 2)
-FEW_HEADS = DecodeTuning(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
-SHORT_TILES = DecodeTuning(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
-MANY_PROGRAMS = DecodeTuning(32, 1, 4, 4)
-FOUR_BYTES = DecodeTuning(32, 2, 4, 2)
-ONE_BYTE = DecodeTuning(64, 4, 5, 4)
-ONE_BYTE_MANY_ROWS = DecodeTuning(64, 1, 4, 8)
-
-
-def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeTuning:
-    """For K and V of `itemsize` bytes. The fastest, or within 1% of it, in whole captured steps on an H200 at 1k and
-    32k of context (decision 0087), where the rotation before lets these programs start late, so that they spread.
-
-    Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up to 16 rows: FEW_HEADS 941 | 1746 | 2861,
-    LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 |
-    5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093 | 4862 | 5517 | 6586.
-
-    By the kernel's own benchmark: 256 rows, Qwen2.5-7B and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133
-    and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76,
-    ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
-    """
-    if itemsize == 4:
-        return FOUR_BYTES
-    programs = num_rows * num_kv_heads
-    if itemsize == 1:
-        return ONE_BYTE_MANY_ROWS if programs >= 512 else ONE_BYTE
-    if programs >= 512:
-        return MANY_PROGRAMS if programs >= 1024 else SHORT_TILES
-    return FEW_HEADS if group <= 4 else LONG_TILES
 
 
 class DecodeWorkspace:
@@ -103,23 +56,8 @@ def padded_group(group: int) -> int:
     return max(16, 1 << (group - 1).bit_length())
 
 
-def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, tuning: DecodeTuning) -> int:
-    """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(MAX_SPLITS, tuning.programs_per_sm * num_sms // (num_rows * num_kv_heads)))
-
-
-def tokens_ahead(num_rows: int) -> int:
-    """Keys that a program asks for while the kernel before still runs; more take bandwidth from that kernel.
-
-    A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys 986 | 1149 | 1895, with all
-    of 1k 1000 | 1183 | 2043.
-    """
-    return 32 if num_rows <= 32 else 0
-
-
 @triton.jit
-def _tile_offsets(
+def tile_offsets(
     table_ptr, first_token, length, block_stride,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +83,7 @@ def _listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
 def _listed_offsets(
     ids, first_block, first_token, block_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """`_tile_offsets` of a tile inside one block, whose id is among `ids`."""
+    """`tile_offsets` of a tile inside one block, whose id is among `ids`."""
     place = first_token // BLOCK_SIZE - first_block
     block = tl.sum(tl.where(tl.arange(0, LISTED_BLOCKS) == place, ids, 0), axis=0).to(tl.int64)
     return block * block_stride + (first_token % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
@@ -182,7 +120,7 @@ def _attend_tiles(
         if IS_LISTED:
             offsets = _listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         else:
-            offsets = _tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+            offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         visible = tile * TILE + tl.arange(0, TILE) < length
         keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
@@ -356,53 +294,4 @@ def paged_decode(
             HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, PADDED_SPLITS=triton.next_power_of_2(count),
             OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
         )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["layer"])
-def _simple_decode_kernel(
-    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr,
-    layer, q_stride, table_stride, block_stride, layer_stride, scale,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    dims = tl.arange(0, HEAD_DIM)
-    q = tl.load(q_ptr + row * q_stride + head * HEAD_DIM + dims).to(tl.float32)
-    keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + (head // GROUP) * (BLOCK_SIZE * HEAD_DIM)
-    values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
-    highest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    mixed = tl.zeros((HEAD_DIM,), tl.float32)
-    for first in range(0, length, BLOCK_SIZE):
-        offsets = _tile_offsets(
-            tables_ptr + row * table_stride, first, length, block_stride, BLOCK_SIZE, BLOCK_SIZE, HEAD_DIM
-        )
-        visible = first + tl.arange(0, BLOCK_SIZE) < length
-        keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(tl.float32)
-        scores = tl.where(visible, tl.sum(keys * q[None, :], axis=1) * scale, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=0))
-        weights = tl.exp2(scores - new_highest)
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=0)
-        values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0)
-        mixed = mixed * shrink + tl.sum(values.to(tl.float32) * weights[:, None], axis=0)
-        highest = new_highest
-    mixed = mixed / tl.where(total > 0, total, 1.0)
-    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    tl.store(out_ptr + (row * num_heads + head) * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
-
-
-def simple_decode(q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor) -> Tensor:
-    """One program per query head walks the whole sequence: what splitting is measured against."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
-    _simple_decode_kernel[(num_heads, num_rows)](
-        q, pool, block_tables, lengths, out,
-        layer, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1), LOG2_E / math.sqrt(head_dim),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        num_warps=4,
-    )  # fmt: skip
     return out

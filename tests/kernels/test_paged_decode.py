@@ -3,20 +3,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.paged_decode import (
+from kernels.gpu.decode_tuning import (
     FEW_HEADS,
-    LISTED_BLOCKS,
     LONG_TILES,
     MANY_PROGRAMS,
     ONE_BYTE,
     SHORT_TILES,
     DecodeTuning,
-    DecodeWorkspace,
     choose_tuning,
     num_splits,
-    paged_decode,
-    simple_decode,
 )
+from kernels.gpu.paged_decode import LISTED_BLOCKS, DecodeWorkspace, paged_decode
+from kernels.gpu.simple_decode import simple_decode
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -125,8 +123,8 @@ def test_what_is_chosen_fits(
 def test_settings_go_by_programs_and_group() -> None:
     assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
     assert choose_tuning(256, 8, 2, 2) is choose_tuning(256, 4, 7, 2) is MANY_PROGRAMS
-    assert choose_tuning(1, 4, 7, 2) is choose_tuning(64, 4, 7, 2) is LONG_TILES
-    assert choose_tuning(1, 8, 2, 2) is choose_tuning(63, 8, 4, 2) is FEW_HEADS
+    assert choose_tuning(1, 4, 7, 2) is choose_tuning(64, 4, 7, 2) is choose_tuning(34, 8, 4, 2) is LONG_TILES
+    assert choose_tuning(1, 8, 2, 2) is choose_tuning(33, 8, 4, 2) is FEW_HEADS
 
 
 @pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
