@@ -1,5 +1,8 @@
 """paged_decode: read bandwidth of K and V, against the measured one and the kernel without splits.
 
+Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
+still running when those of attention come decides where these find room (decision 0087).
+
 `--sweep` tries tile sizes, warps, stages and splits; the defaults in `paged_decode` come from it.
 """
 
@@ -12,14 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.paged_decode import (
-    MAX_SPLITS,
-    DecodeTuning,
-    DecodeWorkspace,
-    num_splits,
-    paged_decode,
-    simple_decode,
-)
+from kernels.gpu.decode_tuning import MAX_SPLITS, DecodeTuning, num_splits
+from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
+from kernels.gpu.rope import rope_and_write_kv
+from kernels.gpu.simple_decode import simple_decode
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {
@@ -45,7 +44,11 @@ class Case:
         self.pool = torch.empty(
             blocks, self.num_layers, 2, num_kv_heads, block_size, head_dim, dtype=torch.bfloat16, device="cuda"
         ).normal_().to(kv_dtype)  # fmt: skip
-        self.q = torch.randn(rows, num_heads, head_dim, device="cuda").bfloat16()
+        self.qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim, device="cuda").bfloat16()
+        self.q = self.qkv[:, :num_heads]
+        self.angles = torch.tensor([1.0, 0.0]).repeat_interleave(head_dim).view(1, 2, head_dim).cuda().bfloat16()
+        self.zeros = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        self.slots = self.zeros - 1
         self.table = torch.randperm(blocks, device="cuda").view(rows, -1).int()
         self.lengths = torch.full((rows,), length, dtype=torch.int32, device="cuda")
         self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device)
@@ -54,7 +57,17 @@ class Case:
         self.workspace.log_sums = torch.empty(most, device="cuda")
 
     def seconds(self, tuning: DecodeTuning | None = None, splits: int | None = None) -> float:
-        return graph_seconds([functools.partial(self.run, layer, tuning, splits) for layer in range(self.num_layers)])
+        layers = range(self.num_layers)
+        both = graph_seconds([functools.partial(self.rotate_and_run, layer, tuning, splits) for layer in layers])
+        return both - graph_seconds([functools.partial(self.rotate, layer) for layer in layers])
+
+    def rotate(self, layer: int) -> None:
+        """By nothing, and without storing K and V."""
+        rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
+
+    def rotate_and_run(self, layer: int, tuning: DecodeTuning | None, splits: int | None) -> Tensor:
+        self.rotate(layer)
+        return self.run(layer, tuning, splits)
 
     def run(self, layer: int, tuning: DecodeTuning | None, splits: int | None) -> Tensor:
         return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace, tuning, splits)
@@ -96,6 +109,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
+    parser.add_argument("--only", default="", help="part of a shape's name: 1x32768")
     options = parser.parse_args()
     models = [options.model] if options.model else list(MODELS)
     read = read_bandwidth()
@@ -104,6 +118,8 @@ def main() -> None:
         return
     for model in models:
         for rows, length in SHAPES:
+            if options.only not in f"{rows}x{length}":
+                continue
             case = Case(*MODELS[model], rows, length, options.block_size, KV_DTYPES[options.kv_dtype])
             seconds = case.seconds()
             rate = case.bytes_per_call / seconds

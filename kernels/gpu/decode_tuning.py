@@ -37,11 +37,11 @@ def choose_tuning(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -
     """For K and V of `itemsize` bytes. The fastest, or within 1% of it, in whole captured steps on an H200 at 1k and
     32k of context (decision 0087), where the rotation before lets these programs start late, so that they spread.
 
-    Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up to 32 rows: FEW_HEADS 941 | 1746 | 2861,
+    Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up to 16 rows: FEW_HEADS 941 | 1746 | 2861,
     LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 |
-    5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093 | 4862 | 5517 | 6586. With more programs than
-    two to a multiprocessor, FEW_HEADS takes two rounds: Qwen3-0.6B at 40 and 48 rows 2352 | 2452, LONG_TILES
-    1968 | 2198.
+    5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093 | 4862 | 5517 | 6586. More programs than two
+    to a multiprocessor come in two rounds with FEW_HEADS: Qwen3-0.6B at 40 | 48 rows 2352 | 2452, LONG_TILES 1968 |
+    2198.
 
     By the kernel's own benchmark: 256 rows, Qwen2.5-7B and Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133
     and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k | 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu.paged_decode import LOG2_E, _tile_offsets, compute_dtype
+from kernels.gpu.paged_decode import LOG2_E, compute_dtype, tile_offsets
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
 WAVES = 3  # large tiles are for launches with so many programs a multiprocessor
@@ -107,7 +107,7 @@ def _attend_tile(
     """Add keys [first_key, end_key) to a tile's running softmax; without MASKED all rows see all of them."""
     dims = tl.arange(0, HEAD_DIM)
     for first in tl.range(first_key, end_key, TILE_N, num_stages=NUM_STAGES):
-        offsets = _tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, HEAD_DIM)
+        offsets = tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, HEAD_DIM)
         keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if MASKED:
