@@ -19,10 +19,11 @@ from torch.nn import functional
 
 from engine.gpu import rounded
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
-from engine.gpu.few_rows import FewRowLayers
 from engine.gpu.linear import FewRows, fused_row, takes_fused_rows
+from engine.gpu.preloaded import PreloadedLayers
 from engine.layers.decoder import DecoderModel
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
+from kernels.gpu.preloaded_gemm import FEW_ROWS
 from kernels.gpu.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
 from kernels.gpu.rope import rope_and_write_kv
 
@@ -59,7 +60,7 @@ class FusedForward:
         self.attention = attention
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
-        self._few_rows = FewRowLayers(model, pool.device)
+        self._preloaded = PreloadedLayers(model)
         self._is_rounded = rounded.takes(model)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
@@ -70,10 +71,10 @@ class FusedForward:
         num_tokens = inputs.token_ids.shape[0]
         if self._is_rounded:
             return rounded.hidden(model, inputs.token_ids, partial(self._rotate_and_attend, inputs=inputs))
+        if inputs.prefill is None and self._preloaded.takes(num_tokens):
+            return self._preloaded.hidden(inputs.token_ids, partial(self._add_rotate_and_attend, inputs=inputs))
         if num_tokens == 1 and inputs.prefill is None and self._takes_fused_rows:
             return self._hidden_of_one(inputs)
-        if inputs.prefill is None and self._few_rows.takes(num_tokens):
-            return self._few_rows.hidden(inputs.token_ids, partial(self._rotate_and_attend, inputs=inputs))
         linear = self._linear
         residual, x = embed_rms_norm(inputs.token_ids, model.embedding, model.layers[0].attention_norm, eps)
         for index, layer in enumerate(model.layers):
@@ -114,6 +115,15 @@ class FusedForward:
         qk_norm, eps = self._model.layers[layer].qk_norm, self._model.config.rms_norm_eps
         rope_and_write_kv(qkv, self._model.rotary, inputs.positions, inputs.slots, qk_norm, eps, self._pool, layer)
         return self._attend(layer, qkv, inputs)
+
+    def _add_rotate_and_attend(self, layer: int, parts: Tensor, inputs: GpuInputs) -> Tensor:
+        """The same of q, k and v in parts (num_parts, tokens, heads + 2 KV heads, head_dim), `PreloadedLayers`'."""
+        qk_norm, eps = self._model.layers[layer].qk_norm, self._model.config.rms_norm_eps
+        rope_and_write_kv(
+            parts, self._model.rotary, inputs.positions, inputs.slots, qk_norm, eps, self._pool, layer,
+            spreads_next=parts.shape[1] > FEW_ROWS,
+        )  # fmt: skip
+        return self._attend(layer, parts[0], inputs)
 
     def _attend(self, layer: int, qkv: Tensor, inputs: GpuInputs) -> Tensor:
         q = qkv[:, : self._model.config.num_heads]

@@ -36,6 +36,24 @@ def wait_for_predecessor(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def let_successor_start(OVERLAPS: tl.constexpr):
+    """The first half of `wait_for_predecessor`."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_first(OVERLAPS: tl.constexpr):
+    """The second half of `wait_for_predecessor`.
+
+    Done before `let_successor_start`, the next kernel's programs come when the kernels before have left. Those that
+    come while others fill some multiprocessors all go to the rest, and stay there.
+    """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def prefetch(pointers, ENABLED: tl.constexpr):
     """Ask for the lines of `pointers` to be brought into the L2 cache; for weights, before the wait."""
     if ENABLED:

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.fast_launch import FastLaunch
+from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
@@ -56,13 +57,14 @@ def as_stored(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@FastLaunch
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _rope_kernel(
     qkv_ptr, table_ptr, positions_ptr, slots_ptr, norm_ptr, pool_ptr,
     num_tokens, layer, token_stride, block_stride, layer_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, STREAMS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, STREAMS: tl.constexpr, OVERLAPS: tl.constexpr, SPREADS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     # What will not be found in the L2 cache again should not push other things out of it.
@@ -81,10 +83,18 @@ def _rope_kernel(
     cos = tl.load(row).to(tl.float32)
     sin = tl.load(row + HEAD_DIM + HALF).to(tl.float32)
 
-    wait_for_predecessor(OVERLAPS)
+    if SPREADS:
+        wait_first(OVERLAPS)
+        let_successor_start(OVERLAPS)
+    else:
+        wait_for_predecessor(OVERLAPS)
     source = qkv_ptr + (tokens * token_stride)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
     first = tl.load(source, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
     second = tl.load(source + HALF, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        other = source + part * (num_tokens * token_stride)
+        first += tl.load(other, mask=exists, other=0.0).to(tl.float32)
+        second += tl.load(other + HALF, mask=exists, other=0.0).to(tl.float32)
     x, y = first, second
     if HAS_NORM:
         square = tl.sum(x * x, axis=2) + tl.sum(y * y, axis=2)
@@ -109,19 +119,22 @@ def _rope_kernel(
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int, keeps_k: bool = True, tuning: RopeTuning | None = None,
+    pool: Tensor, layer: int, keeps_k: bool = True, tuning: RopeTuning | None = None, spreads_next: bool = True,
 ) -> None:  # fmt: skip
     """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
 
-    qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two.
+    qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two. Or parts
+        of it (num_parts, ...), whose sum is taken: the first then holds the result.
     table: (num_positions, 2, head_dim), cosines and signed sines: the halves of a row hold the same numbers but for
         the sines' sign, and one of each is read. positions: int (num_tokens,).
     slots: int (num_tokens,): block id * block_size + offset in the block; negative: nothing is stored.
     qk_norm: (num_heads + num_kv_heads, head_dim) or None.
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
+    spreads_next: the programs of the next kernel, attention, come when all kernels before this one have left, and so
+        spread evenly. Early they would hide their start, but stay where they find room (decision 0080).
     positions, slots and table are inputs of the step: they are read before the kernel before has ended.
     """
-    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_tokens, num_all_heads, head_dim = qkv.shape[-3:]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     if head_dim & (head_dim - 1) or pool.shape[5] != head_dim:
         raise ValueError(f"head_dim {head_dim} must be a power of two and the pool's, {pool.shape[5]}")
@@ -133,11 +146,12 @@ def rope_and_write_kv(
     heads = min(chosen.heads, triton.next_power_of_2(num_all_heads))
     _rope_kernel[(triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
-        num_tokens, layer, qkv.stride(0), pool.stride(0), pool.stride(1), eps,
+        num_tokens, layer, qkv.stride(-3), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, HAS_NORM=qk_norm is not None, KEEPS_K=keeps_k, TOKENS=chosen.tokens, HEADS=heads,
-        STREAMS=qkv.nbytes > STREAMED_BYTES,
-        OVERLAPS=overlaps_launches(qkv), num_warps=chosen.num_warps, launch_pdl=overlaps_launches(qkv),
+        BLOCK_SIZE=block_size, NUM_PARTS=qkv.shape[0] if qkv.dim() == 4 else 1, HAS_NORM=qk_norm is not None,
+        KEEPS_K=keeps_k, TOKENS=chosen.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
+        OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=chosen.num_warps,
+        launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""Small models' own way through a decode step against the plain one, on equal inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.gpu.attention.choose import open_attention
+from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.preloaded import PreloadedLayers
+from engine.loader import load_model
+from tests.gpu.models import save_tiny_model
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+BLOCK_SIZE, LENGTH = 16, 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@torch.inference_mode()
+def test_hidden_states_and_kv_equal_those_of_the_plain_way(
+    rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(
+        str(folder), device=DEVICE.type, dtype="bfloat16" if ON_GPU else "float16", quant_mode="none"
+    ).resolved(DEVICE.type)
+    loaded = load_model(resolve_model(str(folder)), config, DEVICE)
+    model = loaded.config
+    tables = torch.randperm(2 * rows, device=DEVICE).view(rows, 2).int()
+    positions = torch.full((rows,), LENGTH - 1, dtype=torch.int32, device=DEVICE)
+    inputs = GpuInputs(
+        torch.arange(rows, device=DEVICE), positions, tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE, tables,
+        positions + 1,
+    )  # fmt: skip
+    shape = (2 * rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+    before = torch.randn(shape, device=DEVICE).to(loaded.dtype)
+    results = []
+    for takes in (True, False):
+        pool = before.clone()
+        attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
+        forward = FusedForward(loaded.model, pool, rows, attention)
+        if not takes:
+            monkeypatch.setattr(PreloadedLayers, "_takes", lambda self, num_rows: False)
+            forward = FusedForward(loaded.model, pool, rows, attention)
+        else:
+            assert PreloadedLayers(loaded.model).takes(rows)
+        results.append((forward.hidden(inputs).float(), pool.float()))
+    (hidden, pool), (plain_hidden, plain_pool) = results
+    assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
+    assert float((pool - plain_pool).norm() / plain_pool.norm()) < 5e-3
+    assert not torch.equal(pool, before.float())
+
+
+def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
+    config = EngineConfig(str(folder), device="cpu", dtype="float32", quant_mode="none").resolved("cpu")
+    layers = PreloadedLayers(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
+    assert not layers.takes(2)  # weights of 4 bytes

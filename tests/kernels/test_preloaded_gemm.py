@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.gpu.preloaded_gemm import PreloadedConfig, choose_preloaded, preloaded_linear
+from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (80, 72)])
+@pytest.mark.parametrize("config", [PreloadedConfig(32), PreloadedConfig(32, 2), PreloadedConfig(32, 4, 3)])
+def test_parts_add_up_to_the_reference(
+    rows: int, n: int, k: int, config: PreloadedConfig, device: torch.device
+) -> None:
+    x = torch.randn(rows, k + 8, device=device).to(HALF_DTYPE)[:, :k]
+    weight = torch.randn(n, k, device=device).to(HALF_DTYPE)
+    bias = torch.randn(n, device=device).to(HALF_DTYPE)
+    for added in (None, bias):
+        parts = preloaded_linear(x, weight, added, config)
+        assert parts.shape == (config.num_parts(k), rows, n)
+        expected = functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        assert relative_error(parts.double().sum(0), expected) < BFLOAT16_BOUND
+
+
+@pytest.mark.parametrize("config", [PreloadedConfig(32, 2), PreloadedConfig(64, 2, 2)])
+def test_a_row_is_the_same_in_any_company(config: PreloadedConfig, device: torch.device) -> None:
+    x, weight = torch.randn(9, 128, device=device).to(HALF_DTYPE), torch.randn(96, 128, device=device).to(HALF_DTYPE)
+    assert torch.equal(
+        preloaded_linear(x, weight, None, config)[:, 3:4], preloaded_linear(x[3:4], weight, None, config)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 4096, 1024), (32, 1024, 3072), (64, 6144, 1024), (64, 4096, 64)])
+def test_what_is_chosen_covers_all_columns_once(rows: int, n: int, k: int) -> None:
+    config = choose_preloaded(rows, n, k)
+    assert config is not None
+    width = config.chunk * config.num_chunks
+    assert (config.num_parts(k) - 1) * width < k <= config.num_parts(k) * width
+    assert 1 <= config.depth <= config.num_chunks
+
+
+def test_what_gains_nothing_is_left_alone() -> None:
+    assert choose_preloaded(65, 4096, 1024) is None
+    assert choose_preloaded(64, 12288, 2048) is None
+    assert choose_preloaded(1, 37888, 3584) is None
+    assert choose_preloaded(1, 4096, 1023) is None  # rows of the weight would not be aligned
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    x, weight = torch.randn(65, 64, device=device), torch.randn(96, 64, device=device)
+    with pytest.raises(ValueError, match="too many"):
+        preloaded_linear(x, weight, None, PreloadedConfig(32))
+    with pytest.raises(ValueError, match="contiguous"):
+        preloaded_linear(x[:2, :48], weight[:, :48], None, PreloadedConfig(32))
+    with pytest.raises(ValueError, match="multiple of 8"):
+        preloaded_linear(x[:2, :60], weight[:, :60].contiguous(), None, PreloadedConfig(32))
