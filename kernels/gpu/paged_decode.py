@@ -6,9 +6,9 @@ The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
 the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
 of its blocks before its loop, or in it, at the cost of half of the loop's stages. Each split leaves its partial
-output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are few, per 32 of
-its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine was tried: 6 us
-slower at 7 heads a group, because one program then does what 7 can.)
+output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are few, per 32
+of its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine was tried:
+6 us slower at 7 heads a group, because one program then does what 7 can.)
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """

@@ -110,13 +110,15 @@ def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAtt
         return CudnnAttention(attend, pool, num_heads, pool.dtype, max_tokens, min_tokens=20)
     if name.startswith("flash-attn"):
         return FlashAttention(flash_attn.load(name[-1]))
-    operator = Operator(flash_forward, follows_tables=name == "fa3 pages")
+    operator = Operator(flash_forward, follows_tables=True)
     if ON_GPU:
         if not fa3.installed_package():
             pytest.skip("FlashAttention-3 is not installed")
         operator = fa3.load()
-        if name == "fa3 pages" and not operator.follows_tables:
-            pytest.skip("this build has no block tables")
+    if name == "fa3":
+        operator = Operator(operator.forward, follows_tables=False)
+    elif not operator.follows_tables:
+        pytest.skip("this build has no block tables")
     return FlashAttention3(operator, pool, num_heads, DTYPE)
 
 
