@@ -1,4 +1,4 @@
-"""gated_linear against cuBLAS followed by `silu_mul`: read bandwidth of the weight at 8 to 64 rows."""
+"""gated_linear against cuBLAS followed by `silu_mul`: read bandwidth of the weight at 8 to 64 rows, where it is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def main() -> None:
         weights = [torch.randn(2 * n, k, device="cuda").bfloat16() for _ in range(num_input_sets(4 * n * k))]
         for rows in ROWS:
             config = choose_gated(rows, n, torch.bfloat16)
-            assert config is not None
+            if config is None:
+                continue
             x = torch.randn(rows, k, device="cuda").bfloat16()
             apart = graph_seconds([functools.partial(plain, x, weight) for weight in weights])
             seconds = graph_seconds([functools.partial(gated_linear, x, weight, None, config) for weight in weights])
