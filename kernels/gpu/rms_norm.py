@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 
+@FastLaunch
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, n, x_stride, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -39,6 +41,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@FastLaunch
 @triton.jit
 def _embed_norm_kernel(
     token_ids_ptr, embedding_ptr, weight_ptr, residual_ptr, out_ptr, n, eps, BLOCK: tl.constexpr,
