@@ -1,4 +1,4 @@
-"""gated_linear against cuBLAS followed by `silu_mul`: read bandwidth of the weight at 8 to 64 rows, where it is used."""
+"""gated_linear against cuBLAS followed by `silu_mul`: read bandwidth of the weight where it is used."""
 
 from __future__ import annotations
 
