@@ -15,8 +15,13 @@ import torch
 from engine.models.config import ModelConfig
 from kvstore.types import DTYPE_BYTES
 
-# One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32.
-WEIGHT_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
+# One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32, in checkpoints mostly each 128.
+MODE_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
+PACKED_BYTES = {
+    "gptq-4bit": 0.53125, "awq-4bit": 0.53125, "gptq-8bit": 1.0, "fp8-blocks": 1.0, "fp8-weights": 1.0,
+    "w4a8": 0.53125, "w4a16": 0.53125, "w8a8": 1.0, "w8a16": 1.0, "fp8": 1.0, "fp8a16": 1.0,
+}  # fmt: skip
+COMPRESSED_TENSORS = "compressed-tensors-"  # before names of schemes, joined by "+"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,19 @@ def num_weights(config: ModelConfig) -> int:
     return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
 
 
+def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:
+    """Of all products. quantization: a mode or a checkpoint's label; those keep the output projection plain, mostly.
+
+    Of a checkpoint with several schemes, the smallest counts: the floor stays below what must be read.
+    """
+    plain = DTYPE_BYTES[dtype]
+    if quantization in MODE_BYTES or quantization == "none":
+        return num_weights(config) * MODE_BYTES.get(quantization, plain)
+    schemes = quantization.removeprefix(COMPRESSED_TENSORS).split("+")
+    head = config.vocab_size * config.hidden_size
+    return (num_weights(config) - head) * min(PACKED_BYTES[scheme] for scheme in schemes) + head * plain
+
+
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.num_layers * 2 * config.kv_size * DTYPE_BYTES[dtype]
 
@@ -54,9 +72,8 @@ def decode_floor_seconds(
     kv_dtype: str = "",
 ) -> float:  # fmt: skip
     """One step: all weights once, and the KV of every sequence. kv_dtype: of the cache, when it is not `dtype`."""
-    weight_bytes = num_weights(config) * WEIGHT_BYTES.get(quant_mode, DTYPE_BYTES[dtype])
     kv_bytes = batch * mean_context * kv_bytes_per_token(config, kv_dtype or dtype)
-    return (weight_bytes + kv_bytes) / peaks.read_bytes_per_second
+    return (weight_bytes(config, dtype, quant_mode) + kv_bytes) / peaks.read_bytes_per_second
 
 
 def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) -> float:

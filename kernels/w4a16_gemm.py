@@ -2,9 +2,10 @@
 
     w_nk = (c_nk - 8) s_ng + z_ng,  g = k / group_size;      y = x w^T + b
 
-Eight codes share an int32. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a row: code
-i of a chunk's word j is column i C / 8 + j, in bits 4 i and up. So the codes of neighbouring words in one place are
-neighbouring columns, of one group. Checkpoints that say w = (c - zero) s have z = (8 - zero) s.
+Four codes share an int16. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a row: code i
+of a chunk's word j is column i C / 4 + j, in bits 4 i and up. So the codes of neighbouring words in one place are
+neighbouring columns, and a word's four places are a quarter of a chunk apart. Checkpoints that say w = (c - zero) s
+have z = (8 - zero) s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class PackedW4:
-    """words: int32 (out, in / 8). scales_and_zeros: (out, in / group_size, 2), bfloat16 or float16."""
+    """words: int16 (out, in / 4). scales_and_zeros: (out, in / group_size, 2), bfloat16 or float16."""
 
     words: Tensor
     scales_and_zeros: Tensor
@@ -29,7 +30,7 @@ class PackedW4:
 
     @property
     def num_columns(self) -> int:
-        return self.words.shape[1] * 8
+        return self.words.shape[1] * 4
 
     @property
     def chunk(self) -> int:
@@ -57,17 +58,17 @@ def pack_w4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = t
         raise ValueError(f"groups of {group_size} columns are not supported: 16, 32, 64, 128 or multiples of those")
     pair = pair.repeat_interleave(group_size // stored, dim=1)
     chunk = chunk_of(num_columns)
-    places = codes.view(num_rows, num_columns // chunk, 8, chunk // 8)
-    words = torch.zeros(num_rows, num_columns // chunk, chunk // 8, dtype=torch.int32, device=codes.device)
-    for place in range(8):  # one of eight at a time: little extra memory
-        words |= places[:, :, place].to(torch.int32) << 4 * place
+    places = codes.view(num_rows, num_columns // chunk, 4, chunk // 4)
+    words = torch.zeros(num_rows, num_columns // chunk, chunk // 4, dtype=torch.int16, device=codes.device)
+    for place in range(4):  # one of four at a time: little extra memory
+        words |= places[:, :, place].to(torch.int16) << 4 * place
     return PackedW4(words.flatten(1), pair.contiguous(), stored)
 
 
 def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     """(out, in), computed in float32 and rounded once."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.words.device)
-    words = packed.words.view(len(packed.words), -1, 1, packed.chunk // 8)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=packed.words.device)
+    words = packed.words.view(len(packed.words), -1, 1, packed.chunk // 4)
     codes = (words >> shifts[:, None]) & 15
     groups = codes.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
     scales, zeros = packed.scales_and_zeros.float().unbind(-1)

@@ -16,21 +16,24 @@ from benchmarks.kernels.quantized import ROWS, SHAPES
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
 from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
-from kernels.gpu.w4a16_gemm import W4Config, choose, w4a16_linear
+from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, choose, w4a16_linear
 from kernels.w4a16_gemm import pack_w4
 
 GROUP = 128
 ONE_ROW_CONFIGS = [
     W4Config(*option)
     for option in (
-        (16, 4, 5), (16, 4, 7), (16, 8, 4), (16, 4, 5, 1), (16, 4, 5, 2), (16, 4, 5, 0, 16), (32, 4, 5), (32, 4, 3),
-        (32, 4, 5, 1), (32, 4, 5, 0, 16), (32, 2, 5), (32, 8, 3), (64, 4, 4), (64, 2, 5), (16, 8, 4, 1),
+        (32, 4, 3), (32, 4, 3, 0, 16), (32, 4, 3, 1, 16), (64, 4, 3), (64, 4, 3, 0, 16), (16, 16, 2), (16, 16, 3),
+        (16, 16, 3, 1), (16, 16, 3, 0, 16), (32, 16, 2), (32, 8, 3, 0, 16), (16, 4, 3, 4),
     )
 ]  # fmt: skip
 ROWS_CONFIGS = [
     W4Config(*option)
-    for option in ((16, 4, 3), (16, 8, 2), (32, 4, 3), (32, 4, 2), (32, 8, 2), (16, 4, 4), (32, 4, 3, 1), (64, 4, 2))
-]
+    for option in (
+        (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 8, 2), (64, 2, 3), (32, 8, 3), (64, 8, 2), (16, 8, 3), (16, 4, 2),
+        (32, 4, 2), (16, 8, 2), (32, 4, 3, 1),
+    )
+]  # fmt: skip
 
 
 def measure(name: str, rows_to_try: Sequence[int], sweeps: bool, read: float, workspace: SmallMWorkspace) -> None:
@@ -54,7 +57,7 @@ def measure(name: str, rows_to_try: Sequence[int], sweeps: bool, read: float, wo
                 [functools.partial(small_m_linear, x, weight, None, workspace, config_bf16) for weight in plain]
             )
         settings: list[W4Config | None] = [choose(rows, n, k)]
-        if sweeps and rows <= 64:
+        if sweeps and rows <= MAX_ROWS:
             settings += ONE_ROW_CONFIGS if rows == 1 else ROWS_CONFIGS
         results = []
         for config in settings:

@@ -118,7 +118,12 @@ def _several_rows_kernel(
     share = tl.cdiv(num_steps, SPLIT_K)
     ahead = tl.minimum(split * share * BLOCK_K + tl.arange(0, 8) * LINE, K - 1)
     prefetch(weight_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + ahead[None, :], PREFETCHES)
+    column_scales = tl.load(scales_ptr + columns, mask=columns < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     wait_for_predecessor(OVERLAPS)
+    if HAS_X_SCALES:
+        row_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
     IS_INT: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_INT else tl.float32)
     for step in tl.range(split * share, tl.minimum(split * share + share, num_steps), num_stages=NUM_STAGES):
@@ -152,11 +157,11 @@ def _several_rows_kernel(
                     base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0, cache_modifier=".cg"
                 )
     if is_last:
-        y = total.to(tl.float32) * tl.load(scales_ptr + columns, mask=columns < N, other=0.0)[:, None]
+        y = total.to(tl.float32) * column_scales
         if HAS_X_SCALES:
-            y *= tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
+            y *= row_scales
         if HAS_BIAS:
-            y += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+            y += bias
         outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
         tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=exists)
 

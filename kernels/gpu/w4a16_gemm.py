@@ -1,13 +1,14 @@
 """Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-Up to 64 rows of bfloat16: a code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two
+Up to 32 rows of bfloat16: a code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two
 of them cost a shift and a logical operation and go to the matrix units as they are, place by place of the words; what
 128 and the offset add is a multiple of the sum of x, which the matrix units compute as well. Per group
 
     y += s (sum_k (128 + c_k) x_k) + (z - 136 s) sum_k x_k
 
 in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
-meet at the end. Many rows, other types, and rows that are no multiple of 128: the weight is written out, for cuBLAS.
+meet at the end. Many rows, other types, groups below 32, and rows that are no multiple of 128: the weight is written
+out, for cuBLAS.
 """
 
 from __future__ import annotations
@@ -23,28 +24,20 @@ from torch.nn import functional
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
-MAX_ROWS = 64  # above, writing the weight out costs less than it saves
-WORDS = tl.constexpr(MAX_CHUNK // 8)  # of a chunk
-LINE = tl.constexpr(32)  # words of a line of the L2 cache
-# Of two words, the eight pairs of codes that share a place, each as two bfloat16 128 + c.
+MAX_ROWS = 32  # gate and up of Qwen2.5-7B at 64 rows: 144 us, as long as writing the weight out takes
+WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
+MIN_GROUP = WORDS.value  # the codes of neighbouring words in one place share a scale
+LINE = tl.constexpr(64)  # words of a line of the L2 cache
+# Of two words, the pairs of codes in the four places, each as two bfloat16 128 + c.
 CODES = tl.constexpr("""{
-    .reg .b32 lo, hi, t;
-    prmt.b32 lo, $8, $9, 0x5410;
-    prmt.b32 hi, $8, $9, 0x7632;
-    lop3.b32 $0, lo, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, lo, 4;
+    .reg .b32 t;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    shr.u32 t, $4, 4;
     lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, lo, 8;
+    shr.u32 t, $4, 8;
     lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, lo, 12;
+    shr.u32 t, $4, 12;
     lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 $4, hi, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, hi, 4;
-    lop3.b32 $5, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, hi, 8;
-    lop3.b32 $6, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, hi, 12;
-    lop3.b32 $7, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
 
 
@@ -66,76 +59,133 @@ def choose(num_rows: int, n: int, k: int) -> W4Config | None:
     """For a weight (n, k) on an H200. None: the weight is written out."""
     if num_rows > MAX_ROWS or k % MAX_CHUNK:
         return None
-    return W4Config(32 if n > k and num_rows <= 16 else 16)
+    if num_rows > 8:
+        return W4Config(32, 4, 2)
+    if num_rows > 1:
+        return W4Config(64 if n > k else 32, 4, 3)
+    if n > 2 * k:
+        return W4Config(32, 4, 3)
+    return W4Config(16, 16, 2) if k > 8192 else W4Config(16, 4, 3, ahead=4)
 
 
 @triton.jit
 def codes_plus_128(words):
-    """Of the eight places, bfloat16."""
+    """Of the four places, bfloat16."""
     return tl.inline_asm_elementwise(
-        CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
-        dtype=(
-            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-        ),
-        is_pure=True, pack=2,
+        CODES, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
+        pack=2,
     )  # fmt: skip
 
 
 @triton.jit
 def plain_codes(words):
-    """Of the eight places, float32: the interpreter knows no assembly."""
+    """Of the four places, float32: the interpreter knows no assembly."""
     codes = ()
-    for place in tl.static_range(8):
+    for place in tl.static_range(4):
         codes = codes + (((words >> 4 * place) & 15).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return codes
 
 
 @triton.jit
-def _add_step(
-    total, words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Adds the products of one chunk a warp."""
-    BIAS: tl.constexpr = 136.0 if COMPILED else 8.0
+def scaled(pairs, products, sums, BIAS: tl.constexpr):
+    """Scales and offsets of a group, applied to sums over it of codes + BIAS times x, and of x."""
+    scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
+    zero = (pairs & -65536).to(tl.float32, bitcast=True)
+    return scale * products + (zero - BIAS * scale) * sums
+
+
+@triton.jit
+def _by_place(x):
+    """(chunks, 4, words) -> four (chunks, words, 1)."""
+    even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[2], 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0[:, :, None], x1[:, :, None], x2[:, :, None], x3[:, :, None]
+
+
+@triton.jit
+def _one_row_step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
+    """Products of one row and one chunk a warp (chunks, columns, 1). One load of x serves all places."""
+    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    place = tl.arange(0, 4)[None, :, None]
+    x = _by_place(tl.load(x_at + place * WORDS, mask=has_x, other=0.0).to(OPERAND))
+    codes = codes_plus_128(words) if COMPILED else plain_codes(words)
+    ones = tl.full(words.shape, 1.0, OPERAND)
+    PLACES: tl.constexpr = GROUP // WORDS  # of a group
+    none = tl.zeros((words.shape[0], words.shape[1], 1), tl.float32)
+    total = none
+    for group in tl.static_range(4 // PLACES):
+        sums = none
+        products = none
+        for own in tl.static_range(group * PLACES, (group + 1) * PLACES):
+            products = tl.dot(codes[own], x[own], products, input_precision="ieee")
+            sums = tl.dot(ones, x[own], sums, input_precision="ieee")
+        pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
+        total += scaled(pairs, products, sums, 136.0 if COMPILED else 8.0)
+    return total
+
+
+@triton.jit
+def _rows_step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
+    """Products of several rows and one chunk a warp (chunks, columns, rows)."""
     OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
     codes = codes_plus_128(words) if COMPILED else plain_codes(words)
     ones = tl.full(words.shape, 1.0, OPERAND)
     PLACES: tl.constexpr = GROUP // WORDS  # of a group
-    for group in tl.static_range(8 // PLACES):
-        pairs = tl.load(pair_at + group, mask=has_pair, other=0)
-        sums = tl.zeros(total.shape, tl.float32)
-        products = tl.zeros(total.shape, tl.float32)
+    none = tl.zeros((words.shape[0], words.shape[1], x_at.shape[1]), tl.float32)
+    total = none
+    for group in tl.static_range(4 // PLACES):
+        sums = none
+        products = none
         for place in tl.static_range(group * PLACES, (group + 1) * PLACES):
             x = tl.permute(tl.load(x_at + place * WORDS, mask=has_x, other=0.0), (0, 2, 1)).to(OPERAND)
             products = tl.dot(codes[place], x, products, input_precision="ieee")
             sums = tl.dot(ones, x, sums, input_precision="ieee")
-        scale = (pairs << 16).to(tl.float32, bitcast=True)[:, :, None]  # bfloat16 is the upper half of a float32
-        zero = (pairs & -65536).to(tl.float32, bitcast=True)[:, :, None]
-        total += scale * products + (zero - BIAS * scale) * sums
+        pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
+        total += scaled(pairs, products, sums, 136.0 if COMPILED else 8.0)
+    return total
+
+
+@triton.jit
+def _step(
+    words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, ONE_ROW: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    if ONE_ROW:
+        total = _one_row_step(words, x_at, pair_at, has_x, has_pair, GROUP, COMPILED)
+    else:
+        total = _rows_step(words, x_at, pair_at, has_x, has_pair, GROUP, COMPILED)
     return total
 
 
 @triton.jit
 def _few_rows_kernel(
-    x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, M, N, K, x_stride,
+    x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, M, N, num_chunks, x_stride,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = 8 * WORDS
+    ONE_ROW: tl.constexpr = BLOCK_M == 1
+    CHUNK: tl.constexpr = 4 * WORDS
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     rows = tl.arange(0, BLOCK_M)
     own = tl.arange(0, CHUNKS)
-    num_chunks = K // CHUNK
-    word_rows = words_ptr + columns.to(tl.int64)[None, :, None] * (K // 8)
+    num_words = num_chunks * WORDS  # in this form the compiler knows that rows start at 16 bytes
+    word_rows = words_ptr + columns.to(tl.int64)[None, :, None] * num_words
     word_at = word_rows + (own * WORDS)[:, None, None] + tl.arange(0, WORDS)[None, None, :]
-    pair_at = pairs_ptr + columns.to(tl.int64)[None, :] * (K // GROUP) + (own * (CHUNK // GROUP))[:, None]
+    pair_at = (
+        pairs_ptr
+        + columns.to(tl.int64)[None, :] * (num_chunks * (CHUNK // GROUP))
+        + (own * (CHUNK // GROUP))[:, None]
+    )
     x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + (own * CHUNK)[:, None, None]
     x_at = x_at + tl.arange(0, WORDS)[None, None, :]
     has_row = (rows < M)[None, :, None]
     if PREFETCHED > 0:
-        lines = tl.minimum(AHEAD * CHUNKS * WORDS + tl.arange(0, PREFETCHED) * LINE, K // 8 - 1)
-        prefetch(words_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * (K // 8) + lines[None, :], OVERLAPS)
+        lines = tl.minimum(AHEAD * CHUNKS * WORDS + tl.arange(0, PREFETCHED) * LINE, num_words - 1)
+        prefetch(
+            words_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * num_words + lines[None, :], OVERLAPS
+        )
     if HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
     ahead = ()
@@ -146,9 +196,9 @@ def _few_rows_kernel(
     total = tl.zeros((CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.static_range(AHEAD):
         exists = step * CHUNKS + own < num_chunks
-        total = _add_step(
-            total, ahead[step], x_at + step * CHUNKS * CHUNK, pair_at + step * CHUNKS * (CHUNK // GROUP),
-            has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, COMPILED,
+        total += _step(
+            ahead[step], x_at + step * CHUNKS * CHUNK, pair_at + step * CHUNKS * (CHUNK // GROUP),
+            has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, ONE_ROW, COMPILED,
         )  # fmt: skip
     for first in tl.range(AHEAD * CHUNKS, num_chunks, CHUNKS, num_stages=NUM_STAGES):
         exists = first + own < num_chunks
@@ -158,8 +208,8 @@ def _few_rows_kernel(
         else:
             words = tl.load(word_at + first * WORDS, mask=exists[:, None, None] & inside[None, :, None], other=0)
             has_x, has_pair = has_row & exists[:, None, None], inside[None, :] & exists[:, None]
-        total = _add_step(
-            total, words, x_at + first * CHUNK, pair_at + first * (CHUNK // GROUP), has_x, has_pair, GROUP, COMPILED
+        total += _step(
+            words, x_at + first * CHUNK, pair_at + first * (CHUNK // GROUP), has_x, has_pair, GROUP, ONE_ROW, COMPILED
         )
     y = tl.sum(total, axis=0)
     if HAS_BIAS:
@@ -176,16 +226,16 @@ def _dequantize_kernel(
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_words
-    words = tl.load(words_ptr + row * num_words + at, mask=inside, other=0)
-    first = at // PER_CHUNK * (8 * PER_CHUNK) + at % PER_CHUNK
-    for place in tl.static_range(8):
+    words = tl.load(words_ptr + row * num_words + at, mask=inside, other=0).to(tl.int32)
+    first = at // PER_CHUNK * (4 * PER_CHUNK) + at % PER_CHUNK
+    for place in tl.static_range(4):
         column = first + place * PER_CHUNK
-        pairs = tl.load(pairs_ptr + row * (num_words * 8 // GROUP) + column // GROUP, mask=inside, other=0)
+        pairs = tl.load(pairs_ptr + row * (num_words * 4 // GROUP) + column // GROUP, mask=inside, other=0)
         scale = (pairs << 16).to(tl.float32, bitcast=True)
         zero = (pairs & -65536).to(tl.float32, bitcast=True)
         code = (((words >> 4 * place) & 15) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + c
         weight = (code - 8388616.0) * scale + zero
-        tl.store(out_ptr + row * num_words * 8 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + row * num_words * 4 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config | None = None) -> Tensor:
@@ -193,7 +243,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Con
     num_rows, k = x.shape
     n = packed.words.shape[0]
     config = config or choose(num_rows, n, k)
-    if config is None or x.dtype != torch.bfloat16:
+    if config is None or x.dtype != torch.bfloat16 or packed.group_size < MIN_GROUP:
         return functional.linear(x, dequantize(packed, x.dtype), bias)
     if num_rows > MAX_ROWS or k % MAX_CHUNK:
         raise ValueError(f"{num_rows} rows of {k} are too many or no multiple of {MAX_CHUNK} columns")
@@ -202,7 +252,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Con
     num_steps, rest = divmod(k // MAX_CHUNK, config.num_warps)
     _few_rows_kernel[(triton.cdiv(n, config.block_n),)](
         x, packed.words, packed.scales_and_zeros.view(torch.int32), x if bias is None else bias, out,
-        num_rows, n, k, x.stride(0),
+        num_rows, n, k // MAX_CHUNK, x.stride(0),
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0 and not rest,
         BLOCK_M=1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n,
         CHUNKS=config.num_warps, AHEAD=min(config.ahead, num_steps), PREFETCHED=config.prefetched if overlaps else 0,
@@ -215,10 +265,10 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Con
 def dequantize(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     """(out, in), for products of many rows."""
     n, num_words = packed.words.shape
-    out = torch.empty(n, num_words * 8, dtype=dtype, device=packed.words.device)
+    out = torch.empty(n, num_words * 4, dtype=dtype, device=packed.words.device)
     block = 256
     _dequantize_kernel[(triton.cdiv(num_words, block), n)](
         packed.words, packed.scales_and_zeros.view(torch.int32), out, num_words, GROUP=packed.group_size,
-        PER_CHUNK=packed.chunk // 8, BLOCK=block, num_warps=4,
+        PER_CHUNK=packed.chunk // 4, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

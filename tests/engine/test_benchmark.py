@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import engine as benchmark
-from benchmarks.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds
+from benchmarks.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds, weight_bytes
 from engine.loader.random_weights import DRY_RUN_CONFIG
 
 ARGS = ["--model", "dry-run", "--batch", "1,3", "--input", "20", "--output", "5", "--prefill", "40", "--json"]
@@ -42,3 +42,16 @@ def test_floors_count_what_a_step_reads() -> None:
     assert found == pytest.approx((weights * 4 + 3 * 10 * kv_bytes) / 1e9)
     products = 2 * (weights - 320 * 64) * 10
     assert prefill_floor_seconds(DRY_RUN_CONFIG, 10, peaks) == pytest.approx((products + 4 * 2 * 64 * 55) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("label", "inner", "head"),
+    [
+        ("none", 2, 2), ("w8a8", 1, 1), ("int4-weight", 0.625, 0.625), ("gptq-4bit", 0.53125, 2), ("fp8-blocks", 1, 2),
+        ("compressed-tensors-w4a16", 0.53125, 2), ("compressed-tensors-w4a16+w8a16", 0.53125, 2),
+    ],
+)  # fmt: skip
+def test_floors_know_what_checkpoints_hold(label: str, inner: float, head: float) -> None:
+    head_weights = 320 * 64
+    expected = (num_weights(DRY_RUN_CONFIG) - head_weights) * inner + head_weights * head
+    assert weight_bytes(DRY_RUN_CONFIG, "bfloat16", label) == expected

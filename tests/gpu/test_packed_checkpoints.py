@@ -50,10 +50,11 @@ ONE_LAYER = TinyModel("Qwen2", {**SIZES, "num_hidden_layers": 1})
 
 
 def check(results: list[Tensor], exact: Tensor, name: str) -> None:
-    rounds_inputs = "e4m3" in MAPS[name] or name == "compressed-int8"
+    """Rounding inputs to e4m3 alone moves single rows of these models by up to 0.25, to int8 by up to 0.04."""
+    bound = 0.3 if "e4m3" in MAPS[name] else 0.06
     assert len(results) == len(exact)
     for result, expected in zip(results, exact, strict=True):
-        assert float((result - expected).norm() / expected.norm()) < (0.12 if rounds_inputs else 0.06)
+        assert float((result - expected).norm() / expected.norm()) < bound
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -25,7 +25,7 @@ def test_packing_keeps_every_weight(group: int, device: torch.device) -> None:
     packed = pack_w4(codes, scales, zeros)
     torch.testing.assert_close(dequantize_w4(packed, torch.float32), expected)
     assert packed.group_size <= 128
-    assert packed.words.shape == (5, 48)
+    assert packed.words.shape == (5, 96)
 
 
 def test_what_cannot_be_packed_is_refused(device: torch.device) -> None:
@@ -42,7 +42,7 @@ def test_writing_weights_out(group: int, device: torch.device) -> None:
     torch.testing.assert_close(dequantize(packed, torch.float16), dequantize_w4(packed, torch.float16))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("rows", [1, 3, 19])
 @pytest.mark.parametrize(("n", "k", "group"), [(48, 256, 128), (37, 384, 32), (37, 96, 32)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -68,14 +68,13 @@ def test_activations_far_from_zero(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "dtype"), [(65, 128, torch.float32), (3, 64, torch.float32), (1, 128, torch.float16)]
+    ("rows", "k", "dtype"), [(33, 128, torch.bfloat16), (3, 64, torch.float32), (1, 128, torch.float16)]
 )
 def test_others_go_through_the_plain_product(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     packed = pack_w4(*random_codes(48, k, 32, device))
     x = torch.randn(rows, k, device=device).to(dtype)
-    assert relative_error(w4a16_linear(x, packed, None), reference(x, packed)) < (
-        1e-6 if dtype == torch.float32 else 2e-3
-    )
+    bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
+    assert relative_error(w4a16_linear(x, packed, None), reference(x.float(), packed)) < bound
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
