@@ -14,7 +14,15 @@ from torch import Tensor
 
 from engine.batch import StepBatch
 from engine.kv_mirror import KVMirror, LayerViews, MirrorRow
-from kernels.cpu_attention import KEY_STEP, KVRows, chunk_attention, decode_attention, key_mask, padded_len
+from kernels.cpu_attention import (
+    KEY_STEP,
+    KVRows,
+    causal_corner,
+    chunk_attention,
+    decode_attention,
+    key_mask,
+    padded_len,
+)
 from kernels.paged_attention import write_kv
 
 MIRROR_TO_POOL_BYTES = 2  # the mirror may take this many times the pool's memory
@@ -68,6 +76,7 @@ class CpuAttention:
         self._pool = pool
         self._num_heads = num_heads
         self._scale = 1.0 / math.sqrt(self._head_dim)
+        self._corner = causal_corner(num_heads // self._kv_heads, pool.dtype)
         self._mirror = KVMirror(pool, MIRROR_TO_POOL_BYTES * num_blocks * self._block_size)
 
     def prepare(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
@@ -107,8 +116,8 @@ class CpuAttention:
             assert group.batch_rows is not None  # else the group was the whole step
             out[group.batch_rows] = self._attend_group(layer, q[group.batch_rows], kv[group.batch_rows], group)
         for chunk in metadata.chunks:
-            gathered = self._gather(layer, chunk)
-            out[chunk.start : chunk.stop] = chunk_attention(q[chunk.start : chunk.stop], gathered, chunk.seq_len)
+            tokens, gathered = slice(chunk.start, chunk.stop), self._gather(layer, chunk)
+            out[tokens] = chunk_attention(q[tokens], gathered, chunk.seq_len, self._corner)
         return out.flatten(1)
 
     def _group_of(self, members: list[tuple[int, MirrorRow]], batch: StepBatch, inputs: Tensor) -> DecodeGroup:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 QUERY_BLOCK = 128
 KEY_STEP = 16  # single queries: values are read in such steps, so that what says which ones lasts for as many tokens
+MAX_PADDING = 255  # of `padded_len`
 MINUS_INFINITY = float("-inf")
 
 
@@ -96,18 +97,21 @@ def _weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) 
     return sums
 
 
-def causal_corner(num_queries: int, num_padding: int, group: int, dtype: torch.dtype) -> Tensor:
-    """(num_queries * group, num_queries + num_padding): the mask over the keys of the queries themselves."""
-    query = torch.arange(num_queries).repeat_interleave(group)
-    hidden = torch.arange(num_queries + num_padding)[None, :] > query[:, None]
+def causal_corner(group: int, dtype: torch.dtype) -> Tensor:
+    """(QUERY_BLOCK * group, QUERY_BLOCK + MAX_PADDING): the mask over the keys of a block of queries themselves.
+
+    Of fewer queries and less padding, its upper left part.
+    """
+    query = torch.arange(QUERY_BLOCK).repeat_interleave(group)
+    hidden = torch.arange(QUERY_BLOCK + MAX_PADDING)[None, :] > query[:, None]
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, MINUS_INFINITY)
 
 
-def chunk_attention(q: Tensor, kv: Tensor, seq_len: int) -> Tensor:
+def chunk_attention(q: Tensor, kv: Tensor, seq_len: int, corner: Tensor) -> Tensor:
     """Causal attention of a sequence's last queries.
 
-    q: (num_queries, num_heads, head_dim); kv: (2, kv_heads, padded_len(seq_len) or more, head_dim).
-    Returns (num_queries, num_heads, head_dim).
+    q: (num_queries, num_heads, head_dim); kv: (2, kv_heads, padded_len(seq_len) or more, head_dim);
+    corner: `causal_corner` of the heads that share a KV head. Returns (num_queries, num_heads, head_dim).
     """
     num_queries, num_heads, head_dim = q.shape
     kv_heads = kv.shape[1]
@@ -121,8 +125,7 @@ def chunk_attention(q: Tensor, kv: Tensor, seq_len: int) -> Tensor:
         block = q[first : first + count].view(count, kv_heads, group, head_dim).transpose(0, 1)
         block = block.reshape(kv_heads, count * group, head_dim)
         scores = torch.baddbmm(q.new_empty(1), block, kv[0, :, :num_keys].transpose(1, 2), beta=0, alpha=scale)
-        corner = causal_corner(count, num_keys - num_visible, group, q.dtype)
-        scores[:, :, num_visible - count :].add_(corner)
+        scores[:, :, num_visible - count :].add_(corner[: count * group, : num_keys - num_visible + count])
         mixed = torch.bmm(torch.softmax(scores, dim=-1), kv[1, :, :num_keys])
         target = out[first : first + count].view(count, kv_heads, group, head_dim)
         target.copy_(mixed.view(kv_heads, count, group, head_dim).transpose(0, 1))
