@@ -5,13 +5,6 @@ rows: a tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N o
 multiprocessor a tile, so K can be split: each split leaves float32 partial sums, and the last one to finish (a
 counter per tile) adds them in the order of the splits. The result does not depend on timing, nor on padding rows.
 
-Around a norm of the residual r, with weight w, the same kernel computes
-
-    r += x W^T + b, also leaving r w and sums of squares of r by tiles     (`small_m_add`)
-    (r w) W^T / sqrt(mean(r^2) + eps) + b                                  (`small_m_linear` with `normed`)
-
-which is norm and product, because scaling a row commutes with the product.
-
 `choose` says which shapes win by measurement; everything else belongs to cuBLAS. Reference: `functional.linear`.
 """
 
@@ -130,13 +123,11 @@ def _gemv_kernel(
     tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit
 def _small_m_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, norm_ptr, scaled_ptr, squares_ptr,
-    M, N, K, x_stride, num_parts, eps,
-    HAS_BIAS: tl.constexpr, SCALES: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCHES: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCHES: tl.constexpr,
 ):  # fmt: skip
     tile_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -178,72 +169,17 @@ def _small_m_kernel(
                     base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0.0, cache_modifier=".cg"
                 )
     if is_last:
-        out = rows[None, :] * N + columns[:, None]
-        if SCALES:
-            parts = tl.arange(0, PARTS)
-            squares = tl.load(
-                squares_ptr + rows[:, None] * num_parts + parts[None, :],
-                mask=has_row & (parts < num_parts)[None, :], other=0.0,
-            )  # fmt: skip
-            total *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[None, :]
         if HAS_BIAS:
             total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-        if ADDS:
-            total += tl.load(out_ptr + out, mask=exists, other=0.0).to(tl.float32)
-            rounded = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-            norm = tl.load(norm_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-            tl.store(scaled_ptr + out, (rounded * norm[:, None]).to(scaled_ptr.dtype.element_ty), mask=exists)
-            squares = tl.sum(tl.where(exists, rounded * rounded, 0.0), axis=0)
-            tl.store(squares_ptr + rows * tl.num_programs(0) + tile_n, squares, mask=rows < M)
-        tl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=exists)
-
-
-@dataclass(slots=True)
-class Residual:
-    """The residual of a step's rows, and what the product behind its next norm needs.
-
-    value: (rows, hidden). scaled: the same times the norm's weight. squares: float32, (rows, num_parts) places in
-    use: sums of squares of parts of each row.
-    """
-
-    value: Tensor
-    scaled: Tensor
-    squares: Tensor
-    num_parts: int = 0
+        tl.store(out_ptr + rows[None, :] * N + columns[:, None], total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def small_m_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SmallMWorkspace, config: SmallMConfig,
-    normed: Residual | None = None, eps: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out).
-
-    normed: x is its `scaled`, and the result is that of the normed residual, since scaling a row commutes with the
-    product. Not with a configuration for one row.
-    """
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SmallMWorkspace, config: SmallMConfig
+) -> Tensor:
+    """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out)."""
     if config.is_gemv:
         return gemv(x, weight, bias, config)
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, out, workspace, config, normed, eps, None)
-    return out
-
-
-def small_m_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Residual, next_norm: Tensor, workspace: SmallMWorkspace,
-    config: SmallMConfig,
-) -> None:  # fmt: skip
-    """Adds x W^T + b to the residual in place; next_norm (hidden,): weight of the norm that it goes through next."""
-    num_tiles = triton.cdiv(weight.shape[0], config.block_n)
-    if x.shape[0] * num_tiles > residual.squares.numel():
-        raise ValueError(f"no place for {num_tiles} sums of squares of {x.shape[0]} rows")
-    _launch(x, weight, bias, residual.value, workspace, config, residual, 0.0, next_norm)
-    residual.num_parts = num_tiles
-
-
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, workspace: SmallMWorkspace, config: SmallMConfig,
-    residual: Residual | None, eps: float, next_norm: Tensor | None,
-) -> None:  # fmt: skip
     num_rows, k = x.shape
     n = weight.shape[0]
     if num_rows > MAX_ROWS:
@@ -257,18 +193,15 @@ def _launch(
     if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
         raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
     overlaps = overlaps_launches(x)
-    scales = residual is not None and next_norm is None
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     _small_m_kernel[(num_tiles, config.split_k)](
         x, weight, bias if bias is not None else x, out, workspace.partials, workspace.counters,
-        next_norm if next_norm is not None else x, residual.scaled if residual is not None else x,
-        residual.squares if residual is not None else x,
-        num_rows, n, k, x.stride(0), residual.num_parts if residual is not None else 0, eps,
-        HAS_BIAS=bias is not None, SCALES=scales, ADDS=next_norm is not None,
-        PARTS=triton.next_power_of_2(residual.num_parts) if residual is not None and scales else 1,
-        EVEN=even, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_rows, n, k, x.stride(0),
+        HAS_BIAS=bias is not None, EVEN=even, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
         PREFETCHES=overlaps and weight.numel() <= MAX_PREFETCHED, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
+    return out
 
 
 def gemv(

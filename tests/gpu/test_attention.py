@@ -335,3 +335,13 @@ def test_a_package_that_does_not_load_is_an_error_only_when_it_was_asked_for(
     assert "undefined symbol" in caplog.text
     with pytest.raises(ConfigError, match="fa3 does not work here: undefined symbol"):
         open_attention("fa3", pool, 4, torch.bfloat16, 64)
+
+
+def test_memory_that_a_backend_lacks_is_no_reason_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 512 MiB")
+
+    monkeypatch.setattr(chooser, "facts_of", lambda *_: H200)
+    monkeypatch.setattr(fa3, "load", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        open_attention("auto", torch.zeros(1, 1, 2, 2, 16, 64), 4, torch.bfloat16, 64)

@@ -7,12 +7,10 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.small_m_gemm import (
-    Residual,
     SmallMConfig,
     SmallMWorkspace,
     choose,
     gemv,
-    small_m_add,
     small_m_linear,
 )
 from kernels.rms_norm import rms_norm
@@ -75,28 +73,6 @@ def test_one_row_with_norm_gate_and_residual(
     out = gemv(x, weight, None, GEMV, norm, 1e-6, residual if adds else None, is_gated)
     assert relative_error(out, expected) < 1e-5
     assert (out.data_ptr() == residual.data_ptr()) == adds
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("rows", [1, 5, 33])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
-def test_a_residual_is_added_to_and_normed_in_the_products_around_it(
-    config: SmallMConfig, rows: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    hidden, k, n, bound = 72, 40, 37, 1e-5 if dtype == torch.float32 else 2 * BFLOAT16_BOUND
-    value, x = (torch.randn(rows, size, device=device).to(dtype) for size in (hidden, k))
-    down, up = (torch.randn(*size, device=device).to(dtype) for size in ((hidden, k), (n, hidden)))
-    bias, norm = torch.randn(n, device=device).to(dtype), (1 + torch.randn(hidden, device=device) / 4).to(dtype)
-    expected = value.float() + functional.linear(x.float(), down.float())
-    residual = Residual(value, torch.empty_like(value), torch.full((rows * 5,), float("nan"), device=device))
-    workspace = SmallMWorkspace(device)
-    small_m_add(x, down, None, residual, norm, workspace, config)
-    assert relative_error(residual.value, expected) < bound
-    normed = rms_norm(residual.value.float(), norm.float(), 1e-6)
-    out = small_m_linear(residual.scaled, up, bias, workspace, config, residual, 1e-6)
-    assert relative_error(out, functional.linear(normed, up.float(), bias.float())) < bound
-    with pytest.raises(ValueError, match="no place"):
-        small_m_add(x, down, None, residual, norm, workspace, SmallMConfig(8, 32))
 
 
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:

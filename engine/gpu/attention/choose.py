@@ -119,6 +119,8 @@ def open_attention(
             backend = cudnn.CudnnAttention(cudnn.attend_with_cudnn, pool, num_heads, dtype, max_tokens)
         elif chosen == flash_attn.FlashAttention.name:
             backend = flash_attn.FlashAttention(flash_attn.load(facts.flash_attn))
+    except torch.OutOfMemoryError:
+        raise  # a RuntimeError, but another backend is no answer to it
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape
         if wanted != "auto":
             raise ConfigError(f"--attention-backend {chosen} does not work here: {error}") from error
