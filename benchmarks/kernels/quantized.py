@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
 from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, several_rows
+from kernels.gpu.few_codes import MAX_FEW_ROWS, FewConfig, few_rows
 from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
@@ -34,6 +35,13 @@ FEW_ROWS_CONFIGS = [
     for option in (
         (64, 256, 1, 4, 4), (64, 256, 2, 4, 4), (64, 256, 4, 4, 4), (64, 128, 1, 4, 6), (64, 128, 2, 4, 6),
         (64, 512, 1, 4, 3), (64, 512, 2, 4, 3), (128, 128, 1, 4, 5), (128, 128, 2, 4, 5),
+    )
+]  # fmt: skip
+CODES_CONFIGS = [
+    FewConfig(*option)
+    for option in (
+        (16, 128, 4, 4), (16, 128, 4, 6), (16, 128, 4, 3, 4), (16, 128, 4, 3, 6), (16, 128, 4, 8, 2), (16, 256, 4, 4),
+        (16, 128, 2, 5, 1), (32, 128, 4, 4), (16, 256, 8, 3),
     )
 ]  # fmt: skip
 MANY_ROWS_CONFIGS = [
@@ -94,6 +102,12 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
                 label = f"{row.block_n}x{row.block_k} w{row.num_warps} s{row.num_stages}"
                 call = functools.partial(_one_row, x, row)
                 _measure(label, call, weights, results)
+        if rows <= MAX_FEW_ROWS and x_scales is not None:
+            for option in CODES_CONFIGS:
+                label = (
+                    f"few {option.block_n}x{option.block_k} w{option.num_warps} s{option.num_stages} a{option.ahead}"
+                )
+                _measure(label, functools.partial(_few, codes, x_scales, option), weights, results)
         few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if rows <= 64 else []
         for config in few + MANY_ROWS_CONFIGS * (rows > 64):
             label = (
@@ -137,6 +151,10 @@ def _several(
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
     return several_rows(codes, x_scales, weight, scales, None, torch.bfloat16, workspace, config)
+
+
+def _few(codes: Tensor, x_scales: Tensor, config: FewConfig, weight: Tensor, scales: Tensor) -> Tensor:
+    return few_rows(codes, x_scales, weight, scales, None, torch.bfloat16, config)
 
 
 def _rest(config: RowsConfig) -> tuple[int, int, int, int, int]:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from engine.layers.linear import Linear
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import choose_row, one_row
+from kernels.gpu.eight_bit import choose_row, codes_product, one_row
 from kernels.gpu.few_codes import choose_few, few_rows_gated
 from kernels.gpu.fp8_gemm import fp8_product
 from kernels.gpu.rounding import known_codes, quantize_rows, silu_codes
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4a16_gemm import w4a16_linear
-from kernels.gpu.w8a8_gemm import w8a8_product, w8a16_linear
+from kernels.gpu.w8a8_gemm import w8a16_linear
 from kernels.w4a16_gemm import PackedW4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit products; others stay plain
@@ -98,7 +98,7 @@ class W8A8Linear(RoundedLinear):
     __slots__ = ()
 
     def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return w8a8_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+        return codes_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class Fp8Linear(RoundedLinear):

@@ -3,7 +3,8 @@
     y_mn = a_m s_n sum_k codes_mk w_nk + b_n                      `several_rows`, from codes or from plain x (a_m = 1)
     y_n = s_n sum_k x_k w_nk + b_n                                `one_row` of plain x, with norm, gate and residual
 
-Few rows of codes go through `kernels/gpu/few_codes.py`; `kernels/gpu/rounding.py` makes codes.
+`codes_product` chooses between `several_rows` and, for few rows of codes, `kernels/gpu/few_codes.py`;
+`kernels/gpu/rounding.py` makes codes.
 References: `kernels/w8a8_gemm.py`, `kernels/fp8_gemm.py`, `kernels/rms_norm.py`, `kernels/silu_mul.py`.
 """
 
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.few_codes import gated
+from kernels.gpu.few_codes import choose_few, few_rows, gated
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
 
@@ -182,6 +183,18 @@ def choose_rows(num_rows: int, n: int, k: int) -> RowsConfig:
     if num_rows <= 512 or n * num_rows < 1 << 24:
         return RowsConfig(128, 64, 128, 1, num_warps=4, num_stages=4)
     return RowsConfig(128, 256, 128, 1, num_warps=8, num_stages=3)
+
+
+def codes_product(
+    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    workspace: SmallMWorkspace,
+) -> Tensor:  # fmt: skip
+    """codes (rows, in), columns of stride 1; weight (out, in) of their type; a scale a row each. Returns (rows, out)."""
+    num_rows, (n, k) = codes.shape[0], weight.shape
+    few = choose_few(num_rows, n, k)
+    if few is not None:
+        return few_rows(codes, x_scales, weight, scales, bias, dtype, few)
+    return several_rows(codes, x_scales, weight, scales, bias, dtype, workspace, choose_rows(num_rows, n, k))
 
 
 def one_row(

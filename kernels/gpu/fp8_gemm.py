@@ -1,6 +1,6 @@
 """Linear maps over e4m3 weights and activations on a GPU.
 
-Up to some rows our kernel (`kernels/gpu/eight_bit.py`), which reads W fast; beyond, torch's. Formula and reference:
+Up to some rows our kernels (`kernels/gpu/eight_bit.py`), which read W fast; beyond, torch's. Formula and reference:
 `kernels/fp8_gemm.py`.
 """
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import choose_rows, several_rows
-from kernels.gpu.few_codes import choose_few, few_rows
+from kernels.gpu.eight_bit import codes_product
 from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
@@ -23,17 +22,12 @@ def fp8_product(
     workspace: SmallMWorkspace,
 ) -> Tensor:  # fmt: skip
     """codes e4m3 (rows, in) with x_scales (rows,); weight e4m3 (out, in) with scales (out,). Returns (rows, out)."""
-    num_rows, (n, k) = codes.shape[0], weight.shape
-    if num_rows > MAX_OWN_ROWS and n % 16 == 0 and dtype == torch.bfloat16:
+    if codes.shape[0] > MAX_OWN_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
         y: Tensor = torch._scaled_mm(
             codes, weight.t(), x_scales[:, None], scales[None, :], out_dtype=dtype, use_fast_accum=True
         )
         return y if bias is None else y.add_(bias)
-    few = choose_few(num_rows, n, k)
-    if few is not None:
-        return few_rows(codes, x_scales, weight, scales, bias, dtype, few)
-    config = choose_rows(num_rows, n, k)
-    return several_rows(codes, x_scales, weight, scales, bias, dtype, workspace, config)
+    return codes_product(codes, x_scales, weight, scales, bias, dtype, workspace)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:

@@ -50,7 +50,6 @@ def to_codes(x, largest, MAX: tl.constexpr, COMPILED: tl.constexpr):
     return codes
 
 
-
 @triton.jit
 def _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
     """Round a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which products pass on."""
@@ -165,12 +164,13 @@ def known_codes(x: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     """x (rows, n), contiguous; maxima float32 (rows, parts), the largest of each row among them. Codes and scales."""
     (num_rows, n), num_parts = x.shape, maxima.shape[1]
     codes, scales = _empty_codes(num_rows, n, dtype, x.device)
-    overlaps = overlaps_launches(x)
-    _known_codes_kernel[(triton.cdiv(n, KNOWN_BLOCK), num_rows)](
-        x, maxima, codes, scales, n, num_parts, MAX=code_max(codes), BLOCK=KNOWN_BLOCK,
-        PARTS=triton.next_power_of_2(num_parts), OVERLAPS=overlaps, COMPILED=codes.is_cuda, num_warps=4,
-        launch_pdl=overlaps,
-    )  # fmt: skip
+    if num_rows:
+        overlaps = overlaps_launches(x)
+        _known_codes_kernel[(triton.cdiv(n, KNOWN_BLOCK), num_rows)](
+            x, maxima, codes, scales, n, num_parts, MAX=code_max(codes), BLOCK=KNOWN_BLOCK,
+            PARTS=triton.next_power_of_2(num_parts), OVERLAPS=overlaps, COMPILED=codes.is_cuda, num_warps=4,
+            launch_pdl=overlaps,
+        )  # fmt: skip
     return codes, scales
 
 

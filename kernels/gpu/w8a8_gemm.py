@@ -11,27 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.gpu.eight_bit import choose_row, choose_rows, one_row, several_rows
-from kernels.gpu.few_codes import choose_few, few_rows
+from kernels.gpu.eight_bit import choose_row, choose_rows, codes_product, one_row, several_rows
 from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 
-def w8a8_product(
-    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SmallMWorkspace,
-) -> Tensor:  # fmt: skip
-    """codes int8 (rows, in) with x_scales (rows,); weight int8 (out, in) with scales (out,). Returns (rows, out)."""
-    few = choose_few(codes.shape[0], *weight.shape)
-    if few is not None:
-        return few_rows(codes, x_scales, weight, scales, bias, dtype, few)
-    config = choose_rows(codes.shape[0], *weight.shape)
-    return several_rows(codes, x_scales, weight, scales, bias, dtype, workspace, config)
-
-
 def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight int8 (out, in); scales float32 (out,). Returns (rows, out)."""
-    return w8a8_product(*quantize_rows(x, torch.int8), weight, scales, bias, x.dtype, workspace)
+    return codes_product(*quantize_rows(x, torch.int8), weight, scales, bias, x.dtype, workspace)
 
 
 def w8a16_linear(
