@@ -103,11 +103,9 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
                 call = functools.partial(_one_row, x, row)
                 _measure(label, call, weights, results)
         if rows <= MAX_FEW_ROWS and x_scales is not None:
-            for option in CODES_CONFIGS:
-                label = (
-                    f"few {option.block_n}x{option.block_k} w{option.num_warps} s{option.num_stages} a{option.ahead}"
-                )
-                _measure(label, functools.partial(_few, codes, x_scales, option), weights, results)
+            for few_config in CODES_CONFIGS:
+                label = str(few_config).replace("FewConfig", "few ")
+                _measure(label, functools.partial(_few, codes, x_scales, few_config), weights, results)
         few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if rows <= 64 else []
         for config in few + MANY_ROWS_CONFIGS * (rows > 64):
             label = (
