@@ -189,7 +189,7 @@ def codes_product(
     codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     workspace: SmallMWorkspace,
 ) -> Tensor:  # fmt: skip
-    """codes (rows, in), columns of stride 1; weight (out, in) of their type; both with scales by row -> (rows, out)."""
+    """codes (rows, in), columns of stride 1; weight (out, in) of their type; scales by row. Returns (rows, out)."""
     num_rows, (n, k) = codes.shape[0], weight.shape
     few = choose_few(num_rows, n, k)
     if few is not None:
