@@ -54,10 +54,7 @@ class Quantizer:
 
     def finish(self, model: DecoderModel) -> None:
         """Replace the output projection, when all layers are done."""
-        is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
-        head = model.lm_head = self._convert(model.lm_head, is_head=True)
-        if is_tied and isinstance(head, Int8Linear):  # keep one copy
-            model.embedding = head.weight
+        model.lm_head = self._convert(model.lm_head, is_head=True)
 
     def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
         assert isinstance(linear, Linear)
