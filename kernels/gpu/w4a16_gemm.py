@@ -25,6 +25,7 @@ from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 MAX_ROWS = 32  # gate and up of Qwen2.5-7B at 64 rows: 144 us, as long as writing the weight out takes
+LONG = 8192  # columns: too many to read before the wait
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
 MIN_GROUP = WORDS.value  # the codes of neighbouring words in one place share a scale
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
@@ -56,7 +57,7 @@ class W4Config:
 
 
 def choose(num_rows: int, n: int, k: int) -> W4Config | None:
-    """For a weight (n, k) on an H200. None: the weight is written out."""
+    """For a weight (n, k) on an H200. None: the weight is written out. At 9 to 32 rows not measured."""
     if num_rows > MAX_ROWS or k % MAX_CHUNK:
         return None
     if num_rows > 8:
@@ -65,7 +66,7 @@ def choose(num_rows: int, n: int, k: int) -> W4Config | None:
         return W4Config(64 if n > k else 32, 4, 3)
     if n > 2 * k:
         return W4Config(32, 4, 3)
-    return W4Config(16, 16, 2) if k > 8192 else W4Config(16, 4, 3, ahead=4)
+    return W4Config(16, 16, 2) if k > LONG else W4Config(16, 4, 3, ahead=4)
 
 
 @triton.jit
@@ -95,8 +96,9 @@ def scaled(pairs, products, sums, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _by_place(x):
-    """(chunks, 4, words) -> four (chunks, words, 1)."""
+def _places_of_one_row(x_at, has_x):
+    """x of the four places, each (chunks, words, 1): one load for all."""
+    x = tl.load(x_at + (tl.arange(0, 4) * WORDS)[None, :, None], mask=has_x, other=0.0)
     even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[2], 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -104,56 +106,35 @@ def _by_place(x):
 
 
 @triton.jit
-def _one_row_step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
-    """Products of one row and one chunk a warp (chunks, columns, 1). One load of x serves all places."""
-    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
-    place = tl.arange(0, 4)[None, :, None]
-    x = _by_place(tl.load(x_at + place * WORDS, mask=has_x, other=0.0).to(OPERAND))
-    codes = codes_plus_128(words) if COMPILED else plain_codes(words)
-    ones = tl.full(words.shape, 1.0, OPERAND)
-    PLACES: tl.constexpr = GROUP // WORDS  # of a group
-    none = tl.zeros((words.shape[0], words.shape[1], 1), tl.float32)
-    total = none
-    for group in tl.static_range(4 // PLACES):
-        sums = none
-        products = none
-        for own in tl.static_range(group * PLACES, (group + 1) * PLACES):
-            products = tl.dot(codes[own], x[own], products, input_precision="ieee")
-            sums = tl.dot(ones, x[own], sums, input_precision="ieee")
-        pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
-        total += scaled(pairs, products, sums, 136.0 if COMPILED else 8.0)
-    return total
+def _places_of_rows(x_at, has_x):
+    """The same of several rows, each (chunks, words, rows)."""
+    x0 = tl.load(x_at, mask=has_x, other=0.0)
+    x1 = tl.load(x_at + WORDS, mask=has_x, other=0.0)
+    x2 = tl.load(x_at + 2 * WORDS, mask=has_x, other=0.0)
+    x3 = tl.load(x_at + 3 * WORDS, mask=has_x, other=0.0)
+    return (
+        tl.permute(x0, (0, 2, 1)), tl.permute(x1, (0, 2, 1)), tl.permute(x2, (0, 2, 1)), tl.permute(x3, (0, 2, 1)),
+    )  # fmt: skip
 
 
 @triton.jit
-def _rows_step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
-    """Products of several rows and one chunk a warp (chunks, columns, rows)."""
+def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
+    """Products of one chunk a warp (chunks, columns, rows)."""
     OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    PLACES: tl.constexpr = GROUP // WORDS  # of a group
+    x = _places_of_one_row(x_at, has_x) if x_at.shape[1] == 1 else _places_of_rows(x_at, has_x)
     codes = codes_plus_128(words) if COMPILED else plain_codes(words)
     ones = tl.full(words.shape, 1.0, OPERAND)
-    PLACES: tl.constexpr = GROUP // WORDS  # of a group
     none = tl.zeros((words.shape[0], words.shape[1], x_at.shape[1]), tl.float32)
     total = none
     for group in tl.static_range(4 // PLACES):
         sums = none
         products = none
         for place in tl.static_range(group * PLACES, (group + 1) * PLACES):
-            x = tl.permute(tl.load(x_at + place * WORDS, mask=has_x, other=0.0), (0, 2, 1)).to(OPERAND)
-            products = tl.dot(codes[place], x, products, input_precision="ieee")
-            sums = tl.dot(ones, x, sums, input_precision="ieee")
+            products = tl.dot(codes[place], x[place].to(OPERAND), products, input_precision="ieee")
+            sums = tl.dot(ones, x[place].to(OPERAND), sums, input_precision="ieee")
         pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
         total += scaled(pairs, products, sums, 136.0 if COMPILED else 8.0)
-    return total
-
-
-@triton.jit
-def _step(
-    words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, ONE_ROW: tl.constexpr, COMPILED: tl.constexpr
-):  # fmt: skip
-    if ONE_ROW:
-        total = _one_row_step(words, x_at, pair_at, has_x, has_pair, GROUP, COMPILED)
-    else:
-        total = _rows_step(words, x_at, pair_at, has_x, has_pair, GROUP, COMPILED)
     return total
 
 
@@ -164,7 +145,6 @@ def _few_rows_kernel(
     CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    ONE_ROW: tl.constexpr = BLOCK_M == 1
     CHUNK: tl.constexpr = 4 * WORDS
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
@@ -198,7 +178,7 @@ def _few_rows_kernel(
         exists = step * CHUNKS + own < num_chunks
         total += _step(
             ahead[step], x_at + step * CHUNKS * CHUNK, pair_at + step * CHUNKS * (CHUNK // GROUP),
-            has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, ONE_ROW, COMPILED,
+            has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, COMPILED,
         )  # fmt: skip
     for first in tl.range(AHEAD * CHUNKS, num_chunks, CHUNKS, num_stages=NUM_STAGES):
         exists = first + own < num_chunks
@@ -209,7 +189,7 @@ def _few_rows_kernel(
             words = tl.load(word_at + first * WORDS, mask=exists[:, None, None] & inside[None, :, None], other=0)
             has_x, has_pair = has_row & exists[:, None, None], inside[None, :] & exists[:, None]
         total += _step(
-            words, x_at + first * CHUNK, pair_at + first * (CHUNK // GROUP), has_x, has_pair, GROUP, ONE_ROW, COMPILED
+            words, x_at + first * CHUNK, pair_at + first * (CHUNK // GROUP), has_x, has_pair, GROUP, COMPILED
         )
     y = tl.sum(total, axis=0)
     if HAS_BIAS:
