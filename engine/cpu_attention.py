@@ -33,9 +33,8 @@ class DecodeGroup:
     """Decode rows whose KV lies in one arena."""
 
     batch_rows: Tensor | None  # (n,) which of the step's tokens they are; None: all, in order
-    arena_rows: Tensor  # (n,) where their KV lies
-    positions: Tensor  # (n,) of the new tokens
     rows: KVRows
+    places: Tensor  # (n, 2, kv_heads, head_dim) where the new tokens' KV goes
     mask: Tensor  # (n, 1, num_keys)
     layers: list[LayerViews]
 
@@ -124,14 +123,14 @@ class CpuAttention:
         arena = members[0][1].arena
         lengths = [row.length for _, row in members]
         num_keys = min(-(-max(lengths) // KEY_STEP) * KEY_STEP, arena.capacity)
-        arena_rows = [row.index for _, row in members]
         is_whole_step = len(members) == batch.num_tokens
         batch_rows = None if is_whole_step else torch.tensor([index for index, _ in members])
+        positions = inputs[1] if batch_rows is None else inputs[1][batch_rows]
+        rows = arena.some_rows([row.index for _, row in members], num_keys, self._num_heads)
         return DecodeGroup(
             batch_rows,
-            torch.tensor(arena_rows),
-            inputs[1] if batch_rows is None else inputs[1][batch_rows],
-            arena.rows_to_read(arena_rows, num_keys, self._num_heads),
+            rows.to_read,
+            rows.places_of(positions),
             key_mask(arena.mask_source, lengths, num_keys),
             arena.layers,
         )
@@ -148,9 +147,7 @@ class CpuAttention:
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (n, num_heads, head_dim)."""
         views = group.layers[layer]
-        place = (group.arena_rows, group.positions)
-        views.new_keys.index_put_(place, kv[:, 0])
-        views.new_values.index_put_(place, kv[:, 1])
+        views.all.put_(group.places, kv)
         return decode_attention(q, views.keys, views.values, group.rows, group.mask, self._scale)
 
     def _write_chunks(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:

@@ -36,29 +36,40 @@ def capacity_for(num_tokens: int) -> int:
 
 @dataclass(slots=True)
 class LayerViews:
-    """One layer of an arena: to write at (rows, positions), and to read as `decode_attention` does."""
+    """One layer of an arena: to write at `ArenaRows.places_of`, and to read as `decode_attention` does."""
 
-    new_keys: Tensor  # (num_slots, capacity, kv_heads, head_dim)
-    new_values: Tensor
+    all: Tensor  # flat: keys, then values
     keys: Tensor  # (num_slots * kv_heads * head_dim, capacity)
     values: Tensor  # (num_slots * kv_heads * capacity, head_dim)
+
+
+@dataclass(slots=True)
+class ArenaRows:
+    """Some rows of an arena: what to read of them, and where a token's K and V go."""
+
+    to_read: KVRows
+    first_places: Tensor  # (n, 2, kv_heads, head_dim) in `LayerViews.all`, of each row's first token
+    steps: Tensor  # (2, 1, 1) to the next token's
+
+    def places_of(self, positions: Tensor) -> Tensor:
+        """positions (n,), one in each row -> (n, 2, kv_heads, head_dim)."""
+        return torch.addcmul(self.first_places, positions[:, None, None, None], self.steps)
 
 
 class Arena:
     """Rows of one capacity. Rows may be vacant.
 
-    keys: (num_layers, num_slots, kv_heads, head_dim, capacity); values: (.., capacity, head_dim).
+    keys: (num_layers, num_slots, kv_heads, head_dim, capacity); values: (.., capacity, head_dim). Both lie in one
+    tensor per layer, so that one operation writes both.
     """
 
     def __init__(self, pool: Tensor, capacity: int) -> None:
         self.capacity = capacity
         self.rows: list[MirrorRow | None] = [None]  # one for each slot
         _, num_layers, _, kv_heads, _, head_dim = pool.shape
-        self.keys = torch.zeros(num_layers, 1, kv_heads, head_dim, capacity, dtype=pool.dtype)
-        self.values = torch.zeros(num_layers, 1, kv_heads, capacity, head_dim, dtype=pool.dtype)
+        self._allocate(num_layers, kv_heads, head_dim, pool.dtype)
         self.mask_source = mask_source(capacity, pool.dtype)
-        self.layers = self._layers()
-        self._rows_to_read: tuple[list[int], int, KVRows] | None = None
+        self._last_rows: tuple[list[int], int, ArenaRows] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -66,31 +77,41 @@ class Arena:
 
     def grow(self) -> None:
         """Double the rows; content moves along."""
-        self.rows += [None] * self.num_slots
-        self.keys = torch.cat([self.keys, torch.zeros_like(self.keys)], dim=1)
-        self.values = torch.cat([self.values, torch.zeros_like(self.values)], dim=1)
-        self.layers = self._layers()
+        keys, values, old_slots = self.keys, self.values, self.num_slots
+        self.rows += [None] * old_slots
+        self._allocate(keys.shape[0], keys.shape[2], keys.shape[3], keys.dtype)
+        self.keys[:, :old_slots], self.values[:, :old_slots] = keys, values
+        self._last_rows = None
 
     def place(self, row: MirrorRow) -> None:
         """Put `row` into the first vacant place. There must be one."""
         row.arena, row.index = self, self.rows.index(None)
         self.rows[row.index] = row
 
-    def rows_to_read(self, rows: list[int], num_keys: int, num_heads: int) -> KVRows:
-        """Where `decode_attention` finds the first `num_keys` keys and values of `rows`.
+    def some_rows(self, rows: list[int], num_keys: int, num_heads: int) -> ArenaRows:
+        """To read the first `num_keys` tokens of `rows` and to write to any.
 
         Kept while neither changes, which is for 16 steps when sequences neither come nor go.
         """
-        if self._rows_to_read is None or self._rows_to_read[:2] != (rows, num_keys):
-            kv_heads, head_dim = self.keys.shape[2:4]
-            made = KVRows.of(rows, num_heads, kv_heads, head_dim, self.capacity, num_keys)
-            self._rows_to_read = (rows, num_keys, made)
-        return self._rows_to_read[2]
+        if self._last_rows is None or self._last_rows[:2] != (rows, num_keys):
+            kv_heads, head_dim, capacity = self.keys.shape[2:]
+            to_read = KVRows.of(rows, num_heads, kv_heads, head_dim, capacity, num_keys)
+            heads = torch.tensor(rows)[:, None] * kv_heads + torch.arange(kv_heads)  # (n, kv_heads)
+            dims = torch.arange(head_dim)
+            starts = heads[:, :, None] * head_dim * capacity
+            first_places = torch.stack([starts + dims * capacity, self.values[0].numel() + starts + dims], dim=1)
+            steps = torch.tensor([1, head_dim])[:, None, None]
+            self._last_rows = (rows, num_keys, ArenaRows(to_read, first_places, steps))
+        return self._last_rows[2]
 
-    def _layers(self) -> list[LayerViews]:
-        return [
-            LayerViews(keys.permute(0, 3, 1, 2), values.permute(0, 2, 1, 3), keys.flatten(0, 2), values.flatten(0, 2))
-            for keys, values in zip(self.keys, self.values, strict=True)
+    def _allocate(self, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Zeros for all slots."""
+        num_slots, capacity = self.num_slots, self.capacity
+        kv = torch.zeros(num_layers, 2, num_slots * kv_heads * head_dim * capacity, dtype=dtype)
+        self.keys = kv[:, 0].view(num_layers, num_slots, kv_heads, head_dim, capacity)
+        self.values = kv[:, 1].view(num_layers, num_slots, kv_heads, capacity, head_dim)
+        self.layers = [
+            LayerViews(layer.view(-1), layer[0].view(-1, capacity), layer[1].view(-1, head_dim)) for layer in kv
         ]
 
 
