@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 import engine.loader.load
-import engine.quantize
+import engine.loader.quantize
 from benchmarks.engine import main
 from engine.gpu.quantized import W4A16Linear
 from engine.layers.linear import Linear, LinearMap
@@ -26,7 +26,7 @@ GROUP = 128
 CODES_STD = 4.6  # of codes from 0 to 15 that are all as likely
 
 
-class RandomInt4(engine.quantize.GpuMaps):
+class RandomInt4(engine.loader.quantize.GpuMaps):
     """Every map of so many rows and columns."""
 
     def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearMap:
@@ -38,6 +38,6 @@ class RandomInt4(engine.quantize.GpuMaps):
 
 
 if __name__ == "__main__":
-    engine.quantize.GpuMaps = RandomInt4  # type: ignore[misc]
+    engine.loader.quantize.GpuMaps = RandomInt4  # type: ignore[misc]
     engine.loader.load.resolve_quant_mode = lambda *_: "int4-weight"
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Linear maps: plain, and with quantized or reordered weights on a CPU.
 
-A model is built with `Linear`; `engine/quantize.py` swaps what it wants for other maps with the same call.
+A model is built with `Linear`; `engine/loader/quantize.py` swaps what it wants for other maps with the same call.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeight
 from engine.loader.gguf_int4 import Int4Rows
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_maps import can_keep_packed, packed_names, place_packed_maps
+from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import (
@@ -35,7 +36,6 @@ from engine.models.config import (
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.quantization import quantization_from_hf
-from engine.quantize import Quantizer
 
 logger = logging.getLogger(__name__)
 GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units

@@ -23,8 +23,8 @@ from engine.layers.decoder import DecoderModel
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearMap
 from engine.layers.reordered import Reordered
 from engine.loader.packed_checkpoint import PackedWeights
+from engine.loader.quantize import INT4_ROW_MULTIPLE, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
-from engine.quantize import INT4_ROW_MULTIPLE, to_int8
 
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit product
 

@@ -18,7 +18,7 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear, LinearMap
-from engine.quantize import Quantizer
+from engine.loader.quantize import Quantizer
 from engine.request import SamplingParams
 from kernels.fp8_gemm import FP8_DTYPE, fp8_linear, quantize_rows_fp8
 from kernels.gpu.small_m_gemm import SmallMWorkspace

@@ -12,7 +12,7 @@ import torch
 from common.model_files import ModelFiles
 from engine.layers.linear import Int4Linear, Int8Linear, Linear
 from engine.loader.gguf_int4 import int4_rows
-from engine.quantize import to_int4
+from engine.loader.quantize import to_int4
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf_files import write_gguf
 from tests.engine.loader.test_gguf import WIDE

@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
 from engine.loader.fingerprint import fingerprint
 from engine.loader.load import resolve_quant_mode
+from engine.loader.quantize import to_int8
 from engine.loader.random_weights import RandomWeights
-from engine.quantize import to_int8
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
 

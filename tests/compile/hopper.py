@@ -1,0 +1,94 @@
+"""Compiles for an H200 what would be launched there, on a machine without a GPU.
+
+Triton needs no GPU to compile, only to launch. So tensors are `meta` ones, of real sizes and without memory, the
+driver is one that names the H200's architecture, and a launch ends behind `ptxas`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import kernels.gpu
+
+CAPABILITY = (9, 0)
+NUM_SMS = 132
+SHARED_BYTES = 232_448  # the most that a program may have
+DEVICE_INDEX = 99  # nobody else's: what is compiled for a device is kept by its index
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """spilled: bytes of a thread's registers that went to memory."""
+
+    name: str
+    shared_bytes: int
+    registers: int
+    spilled: int
+
+
+class Driver:
+    """As much of Triton's driver as compiling asks for."""
+
+    utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES})
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+
+    def get_current_device(self) -> int:
+        return DEVICE_INDEX
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def install(patch: pytest.MonkeyPatch) -> list[Compiled]:
+    """From now on launches only compile. Returns the list that takes what was compiled, each variant once."""
+    found: dict[str, Compiled] = {}
+    compiled: list[Compiled] = []
+
+    def at_grid(self: Any, grid: Any) -> Any:
+        def compile_only(*args: Any, **constants: Any) -> None:
+            kernel = self.run(*args, grid=grid, warmup=True, **constants)
+            if kernel.hash not in found:
+                found[kernel.hash] = resources(kernel)
+                compiled.append(found[kernel.hash])
+
+        return compile_only
+
+    patch.setattr(driver, "_active", Driver())
+    patch.setattr(JITFunction, "__getitem__", at_grid)
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: CAPABILITY)
+    patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=NUM_SMS))
+    for found_module in pkgutil.iter_modules(kernels.gpu.__path__):
+        module = importlib.import_module(f"kernels.gpu.{found_module.name}")
+        if hasattr(module, "overlaps_launches"):
+            patch.setattr(module, "overlaps_launches", lambda _: True)
+    return compiled
+
+
+def resources(kernel: Any) -> Compiled:
+    """What `cuobjdump`, which comes with Triton, says of a kernel's machine code."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return Compiled(
+        kernel.metadata.name, kernel.metadata.shared, usage["REG"], usage["STACK"] + usage["LOCAL"]
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Every kernel that models of real sizes launch on an H200 compiles for it, fits it, and keeps its registers.
+
+Through the interpreter a kernel's numbers are tested; what is wrong only for the compiler, or too large for the chip,
+would first be seen on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.model_files import resolve_model
+from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.draw import DeviceSampler
+from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.quantized import W4A16Linear
+from engine.layers.decoder import DecoderModel
+from engine.loader.quantize import Quantizer
+from engine.models.config import config_from_hf, read_hf_config
+from engine.models.families import family_of
+from kernels.gpu.gather_kv import gather_kv
+from kernels.gpu.kv_copy import copy_blocks, digest_blocks
+from kernels.w4a16_gemm import PackedW4
+from tests.compile import hopper
+from tests.compile.hopper import SHARED_BYTES, Compiled
+
+META = torch.device("meta")
+CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS, MAX_ROWS = 64, 1024, 64, 256
+DECODE_ROWS = (1, 8, 40, 64, 256)
+PROMPTS = ([8192], [100, 900, 40])
+
+
+class Weights:
+    """Tensors of the right shapes."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[Compiled]]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield hopper.install(patch)
+
+
+def one_layer(name: str, quant_mode: str) -> DecoderModel:
+    files = resolve_model(str(CONFIGS / name))
+    raw = read_hf_config(files.path)
+    config = replace(config_from_hf(raw), num_layers=1)
+    quantizer = Quantizer(quant_mode, {}, on_gpu=True)
+    model = family_of(config.architecture).build(config, Weights(), quantizer.convert_layer)
+    quantizer.finish(model)
+    return model
+
+
+def forward_over(model: DecoderModel, kv_dtype: torch.dtype) -> FusedForward:
+    config = model.config
+    shape = (NUM_BLOCKS, 1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    pool = torch.empty(shape, dtype=kv_dtype, device=META)
+    return FusedForward(model, pool, MAX_ROWS, PagedAttention(config.num_heads, config.num_kv_heads))
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def decode_inputs(rows: int) -> GpuInputs:
+    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), ints(rows, MAX_BLOCKS), ints(rows))
+
+
+def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
+    starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
+    plan = forward.attention.plan(starts, lengths, tables)
+    total = starts[-1]
+    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(total), ints(0, MAX_BLOCKS), ints(0), plan)
+
+
+# Bytes that a kernel may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
+SPILLS = {"_paged_prefill_kernel": 320}
+
+
+def check(compiled: list[Compiled], *names: str) -> None:
+    assert {*names} <= {kernel.name for kernel in compiled}, compiled
+    for kernel in compiled:
+        assert kernel.shared_bytes <= SHARED_BYTES, kernel
+        assert kernel.spilled <= SPILLS.get(kernel.name, 0), kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "quant_mode", "kv_dtype", "products"),
+    [
+        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_small_m_kernel", "_gated_kernel"]),
+        ("qwen3-0.6b", "none", torch.bfloat16, ["_preloaded_kernel"]),
+        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_small_m_kernel"]),
+        ("qwen2.5-7b", "fp8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
+        ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
+        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_one_row_kernel", "_several_rows_kernel"]),
+    ],
+)
+def test_steps(
+    name: str, quant_mode: str, kv_dtype: torch.dtype, products: list[str], compiled: list[Compiled]
+) -> None:
+    forward = forward_over(one_layer(name, quant_mode), kv_dtype)
+    for rows in DECODE_ROWS:
+        forward.logits(forward.hidden(decode_inputs(rows)))
+    for lengths in PROMPTS:
+        forward.hidden(prompt_inputs(forward, lengths))
+    check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *products)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_products_of_4_bits(rows: int, compiled: list[Compiled]) -> None:
+    n, k, group = 37888, 3584, 128
+    scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
+    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None)
+    linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
+    check(compiled, "_few_rows_kernel")
+
+
+def test_sampling(compiled: list[Compiled]) -> None:
+    sampler = DeviceSampler(MAX_ROWS, 152_064, META)
+    logits = torch.empty(64, 152_064, dtype=torch.bfloat16, device=META)
+    sampler.draw(logits, slice(64), ints(64), ints(64, dtype=torch.int64))
+    check(compiled, "_chunk_kernel", "_finish_kernel")
+
+
+def test_copies_of_blocks(compiled: list[Compiled]) -> None:
+    words = 64 * 1024 * 28 // 8
+    pool, ids = ints(NUM_BLOCKS, words, dtype=torch.int64), ints(16)
+    copy_blocks(pool, ids, pool, ids, ints(2, words, dtype=torch.int64))
+    digest_blocks(pool, ids, ints(2, words, dtype=torch.int64))
+    layers = torch.empty(NUM_BLOCKS, 1, 2, 4, BLOCK_SIZE, 128, dtype=torch.bfloat16, device=META)
+    gather_kv(layers, 0, ints(4, MAX_BLOCKS), ints(9, 4), torch.empty(2, 4, 4096, 128, device=META))
+    check(compiled, "_kv_copy_kernel", "_gather_kv_kernel")
