@@ -17,6 +17,7 @@ from kvstore.types import DTYPE_BYTES
 
 # One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32, in checkpoints mostly each 128.
 MODE_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
+HEAD_BYTES = {"int4-weight": 1.0}  # of the output projection, where it is kept otherwise
 PACKED_BYTES = {
     "gptq-4bit": 0.53125, "awq-4bit": 0.53125, "gptq-8bit": 1.0, "fp8-blocks": 1.0, "fp8-weights": 1.0,
     "w4a8": 0.53125, "w4a16": 0.53125, "w8a8": 1.0, "w8a16": 1.0, "fp8": 1.0, "fp8a16": 1.0,
@@ -56,11 +57,13 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:
     Of a checkpoint with several schemes, the smallest counts: the floor stays below what must be read.
     """
     plain = DTYPE_BYTES[dtype]
-    if quantization in MODE_BYTES or quantization == "none":
-        return num_weights(config) * MODE_BYTES.get(quantization, plain)
-    schemes = quantization.removeprefix(COMPRESSED_TENSORS).split("+")
     head = config.vocab_size * config.hidden_size
-    return (num_weights(config) - head) * min(PACKED_BYTES[scheme] for scheme in schemes) + head * plain
+    inner = num_weights(config) - head
+    if quantization in MODE_BYTES or quantization == "none":
+        each = MODE_BYTES.get(quantization, plain)
+        return inner * each + head * HEAD_BYTES.get(quantization, each)
+    schemes = quantization.removeprefix(COMPRESSED_TENSORS).split("+")
+    return inner * min(PACKED_BYTES[scheme] for scheme in schemes) + head * plain
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:

@@ -31,6 +31,7 @@ from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from engine.layers.decoder import DecoderModel
 from engine.layers.linear import Linear, LinearMap
+from engine.loader.gguf_int4 import rounded_int4
 from engine.loader.load import load_model
 from kernels.fp8_gemm import fp8_linear, quantize_rows_fp8
 from kernels.w4a16_gemm import pack_w4, w4a16_linear
@@ -48,7 +49,6 @@ QUESTIONS = (
     "Summarize the story of Romeo and Juliet.",
     "How does a refrigerator work?",
 )
-GROUP = 32
 Rounded = Callable[[Tensor], Tensor]
 
 
@@ -82,12 +82,9 @@ def int8_weight(linear: Linear) -> LinearMap:
 
 
 def int4_weight(linear: Linear) -> LinearMap:
-    """Rounded to nearest between the extremes of each group: what a file without calibration would hold."""
-    groups = linear.weight.float().view(linear.weight.shape[0], -1, GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scales = ((high - low) / 15).clamp_min(1e-12)
-    codes = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(1)
-    packed = pack_w4(codes, scales, low + 8 * scales)
+    """What a file without calibration would hold."""
+    rows = rounded_int4(linear.weight)
+    packed = pack_w4(rows.codes, rows.scales, rows.zeros)
     return lambda x: w4a16_linear(x, packed, linear.bias)
 
 

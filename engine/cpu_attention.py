@@ -147,7 +147,7 @@ class CpuAttention:
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (n, num_heads, head_dim)."""
         views = group.layers[layer]
-        views.all.put_(group.places, kv)
+        views.flat.put_(group.places, kv)
         return decode_attention(q, views.keys, views.values, group.rows, group.mask, self._scale)
 
     def _write_chunks(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:

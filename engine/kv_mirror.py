@@ -38,7 +38,7 @@ def capacity_for(num_tokens: int) -> int:
 class LayerViews:
     """One layer of an arena: to write at `ArenaRows.places_of`, and to read as `decode_attention` does."""
 
-    all: Tensor  # flat: keys, then values
+    flat: Tensor  # keys, then values
     keys: Tensor  # (num_slots * kv_heads * head_dim, capacity)
     values: Tensor  # (num_slots * kv_heads * capacity, head_dim)
 
@@ -48,7 +48,7 @@ class ArenaRows:
     """Some rows of an arena: what to read of them, and where a token's K and V go."""
 
     to_read: KVRows
-    first_places: Tensor  # (n, 2, kv_heads, head_dim) in `LayerViews.all`, of each row's first token
+    first_places: Tensor  # (n, 2, kv_heads, head_dim) in `LayerViews.flat`, of each row's first token
     steps: Tensor  # (2, 1, 1) to the next token's
 
     def places_of(self, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Q4_0 and Q4_1 blocks of GGUF files as codes, scales and offsets, so that 4-bit weights can stay 4-bit.
+"""4-bit weights as codes, scales and offsets: Q4_0 and Q4_1 blocks of GGUF files as they are, others rounded.
 
 A block is 32 weights of one row. Q4_0: float16 d, then 16 bytes of codes; w = d (code - 8). Q4_1: float16 d and m,
 then the codes; w = d code + m. Byte i holds code i in its low half and code i + 16 in its high half.
@@ -44,3 +44,13 @@ def int4_rows(raw: Tensor, type_id: int) -> Int4Rows:
     scales = halves[..., 0]
     zeros = halves[..., 1] + 8 * scales if type_id == Q4_1 else torch.zeros_like(scales)
     return Int4Rows(codes, scales.bfloat16(), zeros.bfloat16())
+
+
+def rounded_int4(weight: Tensor) -> Int4Rows:
+    """weight (rows, columns), columns a multiple of 32: to the nearest of 16 steps between a group's extremes."""
+    groups = weight.float().view(weight.shape[0], -1, GROUP_SIZE)
+    low, high = groups.aminmax(dim=-1)
+    scales = ((high - low) / 15).clamp_min(1e-12).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    steps = (groups - zeros.float()[..., None]) / scales.float()[..., None]
+    return Int4Rows((steps.round() + 8).clamp(0, 15).to(torch.uint8).flatten(1), scales, zeros)

@@ -97,8 +97,6 @@ def resolve_quant_mode(
         return wanted
     if dtype != torch.bfloat16:
         raise ConfigError(f"--quant-mode {wanted} needs --dtype bfloat16; use --quant-mode none")
-    if wanted == "int4-weight" and not has_int4:
-        raise ConfigError("--quant-mode int4-weight needs a GGUF file with Q4_0 or Q4_1 weights; use int8-weight")
     if wanted in GPU_CAPABILITIES:
         if device.type == "cpu":
             raise ConfigError(f"--quant-mode {wanted} needs a GPU; on a CPU use int8-weight")
@@ -154,12 +152,12 @@ def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, d
 def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device) -> DecoderModel:
     """Weights are plain, or made so, and rounded to `quant_mode` layer by layer."""
     weights = source.weights
-    int4: dict[str, Int4Rows] = {}
-    if isinstance(weights, GgufWeights):
-        weights.keep_int4 = quant_mode == "int4-weight"
+    int4: dict[str, Int4Rows] | None = None
+    if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
+        weights.keep_int4 = True
         int4 = weights.int4
     _checked_skeleton(source)
-    folds = engine_config.kv_cache_dtype == "fp8" and quant_mode != "int4-weight"  # those keep the file's numbers
+    folds = engine_config.kv_cache_dtype == "fp8" and int4 is None  # those keep the file's numbers
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
 
     def finish_layer(layer: DecoderLayer) -> None:

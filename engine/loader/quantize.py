@@ -4,7 +4,8 @@ A `Quantizer` is called for every layer as soon as its weights are there, so tha
 are in memory. What a mode means on a CPU and on a GPU:
 
     int8-weight   Int8Linear     W8A16Linear
-    int4-weight   Int4Linear     W4A16Linear, for weights that are 4-bit in the file; int8-weight for others
+    int4-weight   Int4Linear     W4A16Linear, of a file's own 4-bit weights alone if most of it are, else of all but
+                                 the output projection; int8-weight for others
     w8a8                         W8A8Linear
     fp8                          Fp8Linear, and W8A8Linear for the output projection
 """
@@ -19,7 +20,7 @@ import torch
 from common.errors import ConfigError
 from engine.layers.decoder import DecoderLayer, DecoderModel
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearMap, quantize_int8
-from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows
+from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows, rounded_int4
 from kernels.w4a16_gemm import pack_w4
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
 class Quantizer:
     """Converts maps to those of `quant_mode`; `none` leaves them as they are.
 
-    int4: weights that are 4-bit already, by name; taken out as they are used.
+    int4: weights that are 4-bit already, by name; taken out as they are used. None: nothing is, so all may be rounded.
     """
 
-    def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows], on_gpu: bool) -> None:
+    def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows] | None, on_gpu: bool) -> None:
         self._mode = quant_mode
         self._int4 = int4
         self._gpu = GpuMaps(quant_mode) if on_gpu and quant_mode != "none" else None
@@ -60,14 +61,24 @@ class Quantizer:
         assert isinstance(linear, Linear)
         if self._mode == "none":
             return linear
-        parts = []
-        if self._mode == "int4-weight" and linear.names and all(name in self._int4 for name in linear.names):
-            parts = [self._int4.pop(name) for name in linear.names]
+        parts = [] if self._mode != "int4-weight" else self._int4_parts(linear, is_head)
         if self._gpu is not None:
             return self._gpu.convert(linear, parts, is_head)
         if parts and linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0:
             return to_int4(linear, parts)
         return to_int8(linear)
+
+    def _int4_parts(self, linear: Linear, is_head: bool) -> list[Int4Rows]:
+        """The file's 4-bit rows that `linear` was made of, or all of it rounded; empty when it is to be int8."""
+        if self._int4 is not None:
+            known = linear.names and all(name in self._int4 for name in linear.names)
+            return [self._int4.pop(name) for name in linear.names] if known else []
+        if is_head or linear.weight.shape[1] % GROUP_SIZE:
+            return []
+        rows = rounded_int4(linear.weight)
+        if self._gpu is None:
+            linear.weight = rows.dequantize(linear.weight.dtype)  # many rows are multiplied by it
+        return [rows]
 
 
 class GpuMaps:

@@ -47,7 +47,7 @@ def test_floors_count_what_a_step_reads() -> None:
 @pytest.mark.parametrize(
     ("label", "inner", "head"),
     [
-        ("none", 2, 2), ("w8a8", 1, 1), ("int4-weight", 0.625, 0.625), ("gptq-4bit", 0.53125, 2), ("fp8-blocks", 1, 2),
+        ("none", 2, 2), ("w8a8", 1, 1), ("int4-weight", 0.625, 1), ("gptq-4bit", 0.53125, 2), ("fp8-blocks", 1, 2),
         ("compressed-tensors-w4a16", 0.53125, 2), ("compressed-tensors-w4a16+w8a16", 0.53125, 2),
     ],
 )  # fmt: skip
