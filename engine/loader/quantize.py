@@ -33,7 +33,8 @@ INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
 class Quantizer:
     """Converts maps to those of `quant_mode`; `none` leaves them as they are.
 
-    int4: weights that are 4-bit already, by name; taken out as they are used. None: nothing is, so all may be rounded.
+    int4: weights that are 4-bit already, by name; taken out as they are used. None: there are none, so others are
+        rounded.
     """
 
     def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows] | None, on_gpu: bool) -> None:
