@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import engine as benchmark
+from benchmarks import gpu_table
 from benchmarks.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds, weight_bytes
 from engine.loader.random_weights import DRY_RUN_CONFIG
 
@@ -55,3 +57,18 @@ def test_floors_know_what_checkpoints_hold(label: str, inner: float, head: float
     head_weights = 320 * 64
     expected = (num_weights(DRY_RUN_CONFIG) - head_weights) * inner + head_weights * head
     assert weight_bytes(DRY_RUN_CONFIG, "bfloat16", label) == expected
+
+
+def test_a_table_shows_what_was_measured_and_what_was_not() -> None:
+    figures: list[dict[str, Any]] = [
+        {"batch": 8, "tok_s": 1912.4, "full_batch_tok_s": 1920.0, "fraction_of_floor": 0.806},
+        {"batch": 256, "tok_s": 22325.0, "full_batch_tok_s": 23715.2, "fraction_of_floor": 0.61},
+        {"prefill": 8192, "prefill_s": 0.1914, "tok_s": 42000.0},
+        {"offline": 256, "tok_s": 13201.9},
+    ]
+    row = gpu_table.table_row("qwen2.5-7b:fp8", figures)
+    assert row == (
+        "| qwen2.5-7b:fp8 | - | 1,912 | - | 22,325 | 23,715 | - / 191.4 / - | 13,202 | - / 81% / - / 61% |"
+    )
+    assert row.count("|") == gpu_table.header().splitlines()[0].count("|")
+    assert gpu_table.table_row("x", []).count("-") == 13
