@@ -6,7 +6,7 @@ belong to which sequence, only the attention backend knows; it gets its metadata
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,14 +117,14 @@ def _build_layer(config: ModelConfig, weights: WeightSource, prefix: str) -> Dec
         full_names = tuple(f"{prefix}{name}.weight" for name, _ in names)
         if len(names) == 1:
             return Linear(parts[0], biases[0] if bias else None, full_names)
-        return Linear(torch.cat(parts), torch.cat(biases) if bias else None, full_names)
+        return Linear(_joined(parts), _joined(biases) if bias else None, full_names)
 
     qkv_names = [("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)]
     qk_norm = None
     if config.qk_norm:
         q_norm = weights.take(f"{prefix}self_attn.q_norm.weight", (config.head_dim,))
         k_norm = weights.take(f"{prefix}self_attn.k_norm.weight", (config.head_dim,))
-        qk_norm = torch.cat([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
+        qk_norm = _joined([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
     return DecoderLayer(
         attention_norm=weights.take(f"{prefix}input_layernorm.weight", (hidden,)),
         qkv=fused(qkv_names, hidden, config.attention_bias),
@@ -134,3 +134,10 @@ def _build_layer(config: ModelConfig, weights: WeightSource, prefix: str) -> Dec
         gate_up=fused([("mlp.gate_proj", inner), ("mlp.up_proj", inner)], hidden, config.mlp_bias),
         down=fused([("mlp.down_proj", hidden)], inner, config.mlp_bias),
     )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts. Without storage nothing is computed: the first operation on "meta" imports for 2 s."""
+    if parts[0].device.type == "meta":
+        return torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], device="meta")
+    return torch.cat(list(parts))
