@@ -76,7 +76,6 @@ def place_packed_maps(model: DecoderModel, weights: PackedWeights, dtype: torch.
     """
     maker = _maker(dtype, device)
     kinds: Counter[str] = Counter()
-    is_tied = isinstance(model.lm_head, Linear) and model.lm_head.weight is model.embedding
 
     def convert(linear: LinearMap) -> LinearMap:
         assert isinstance(linear, Linear)
@@ -90,8 +89,6 @@ def place_packed_maps(model: DecoderModel, weights: PackedWeights, dtype: torch.
         return made
 
     model.replace_linear_maps(convert)
-    if is_tied and isinstance(model.lm_head, Int8Linear):  # keep one copy
-        model.embedding = model.lm_head.weight
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 

@@ -122,7 +122,7 @@ def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...
     assert relative_error(result, exact) < 0.1
     head = loaded.model.lm_head
     assert isinstance(head, Int8Linear)
-    assert torch.equal(loaded.model.embedding, head.weight)
+    assert 0 < relative_error(head.weight, loaded.model.embedding) < 0.02  # the embedding itself is not rounded
 
 
 def test_maps_stay_fused_and_packed(tmp_path: Path) -> None:
