@@ -139,5 +139,6 @@ def _build_layer(config: ModelConfig, weights: WeightSource, prefix: str) -> Dec
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Rows of all parts. Without storage nothing is computed: the first operation on "meta" imports for 2 s."""
     if parts[0].device.type == "meta":
-        return torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], device="meta")
+        rows = sum(part.shape[0] for part in parts)
+        return torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, device="meta")
     return torch.cat(list(parts))
