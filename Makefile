@@ -23,7 +23,7 @@ INTERPRETED := $(wildcard tests/kernels tests/gpu)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(INTERPRETED)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)  # they use one core each
 	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED))
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
