@@ -84,3 +84,31 @@ def test_guards_are_not_asserts() -> None:
     )
     result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "refused", result.stderr
+
+
+IMPORT_EACH = """
+import importlib, os, sys
+import fastapi, grpc, grpc.aio, httpx, numpy, prometheus_client, pydantic, torch, triton, uvicorn  # once: what takes long
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_every_module_can_be_the_first_one_imported() -> None:
+    """No circle that happens to work because others come first."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SHIPPED
+        if path.name != "__main__.py" and path.relative_to(ROOT).parts[0] in ("engine", "kvstore", "router")
+    ]
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_EACH, *names]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
