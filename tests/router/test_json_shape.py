@@ -15,7 +15,7 @@ from router.json_shape import Shape, shape_of
 
 TEXTS = st.text(st.sampled_from('a":[{,\\\n\u00e9'), max_size=8)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | TEXTS,
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXTS,  # beyond these orjson reads floats
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
