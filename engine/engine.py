@@ -183,7 +183,7 @@ class Engine:
             return self._runner.run(plan)
         except DeviceLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - whatever it was, the rows that do not cause it go on
             self._note_failure(plan)
             if len(plan.rows) == 1:
                 return _failed(plan.rows, error)

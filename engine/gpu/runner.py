@@ -98,7 +98,7 @@ class GpuRunner:
         wait_out, wait_in = self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)
         try:
             result = self._launch_rows(plan.rows)
-        except Exception:
+        except Exception:  # the caller runs the rows again, but not the copies: they must have ended
             wait_out()
             wait_in()
             raise

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.few_codes import choose_few, few_rows, gated
+from kernels.gpu.few_codes import choose_few, few_rows
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
 
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
@@ -91,7 +92,7 @@ def _one_row_kernel(
         up = tl.sum(total_up, axis=1) * (scale * tl.load(scales_ptr + N + columns, mask=inside, other=0.0))
         if HAS_BIAS:
             up += tl.load(bias_ptr + N + columns, mask=inside, other=0.0).to(tl.float32)
-        y = gated(y, up)
+        y = silu_times(y, up)
     if ADDS:
         y += tl.load(out_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + columns, y.to(out_ptr.dtype.element_ty), mask=inside)

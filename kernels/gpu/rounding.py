@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fp8_gemm import FP8_DTYPE, FP8_MAX
-from kernels.gpu.few_codes import gated
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.silu_mul import silu_times
 from kernels.w8a8_gemm import INT8_MAX
 
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
@@ -102,7 +102,7 @@ def _silu_codes_kernel(
     ks = tl.arange(0, BLOCK)
     gate = tl.load(gate_up_ptr + row * 2 * K + ks, mask=ks < K, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * K + K + ks, mask=ks < K, other=0.0)
-    value = gated(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
+    value = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
     _store_codes(value.to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 

@@ -16,6 +16,13 @@ from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
 
 
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate) * up, of float32."""
+    small = tl.exp(-tl.abs(gate))  # never overflows
+    return gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
+
+
 @FastLaunch
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
@@ -25,8 +32,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, OVERLAPS: tl.
     inside = columns < n
     gate = tl.load(gate_up_ptr + row * 2 * n + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * n + n + columns, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # never overflows
-    value = gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
+    value = silu_times(gate, up)
     tl.store(out_ptr + row * n + columns, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 

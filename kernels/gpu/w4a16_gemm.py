@@ -141,7 +141,7 @@ def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: 
 
 
 @triton.jit
-def _few_rows_kernel(
+def _w4_rows_kernel(
     x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, M, N, num_chunks, x_stride,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -232,7 +232,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Con
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
     num_steps, rest = divmod(k // MAX_CHUNK, config.num_warps)
-    _few_rows_kernel[(triton.cdiv(n, config.block_n),)](
+    _w4_rows_kernel[(triton.cdiv(n, config.block_n),)](
         x, packed.words, packed.scales_and_zeros.view(torch.int32), x if bias is None else bias, out,
         num_rows, n, k // MAX_CHUNK, x.stride(0),
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0 and not rest,

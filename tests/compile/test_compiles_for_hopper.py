@@ -84,7 +84,7 @@ def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
 # `w4a16_gemm`: at 8 rows, with groups of 32.
-SPILLS = {"_paged_prefill_kernel": 320, "_few_rows_kernel": 48}
+SPILLS = {"_paged_prefill_kernel": 320, "_w4_rows_kernel": 48}
 
 
 def check(compiled: list[Compiled], *names: str) -> None:
@@ -103,7 +103,7 @@ def check(compiled: list[Compiled], *names: str) -> None:
         ("qwen2.5-7b", "fp8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
         ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
         ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_one_row_kernel", "_several_rows_kernel"]),
-        ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_few_rows_kernel", "_dequantize_kernel"]),
+        ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
     ],
 )
 def test_steps(
@@ -123,7 +123,7 @@ def test_products_of_4_bits(rows: int, compiled: list[Compiled]) -> None:
     scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
     linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None)
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
-    check(compiled, "_few_rows_kernel")
+    check(compiled, "_w4_rows_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:

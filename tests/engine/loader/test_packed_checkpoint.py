@@ -193,9 +193,10 @@ def test_biases_of_zeros_that_nobody_needs_are_left_out(tmp_path: Path) -> None:
 
 def test_scales_of_inputs_and_of_the_kv_cache_are_left_out(tmp_path: Path) -> None:
     write(FORMATS["fp8-tensor"], tmp_path / "m")
-    scales = {f"{UP}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    expected, _ = logits(tmp_path / "m", 20)
+    scales = {f"{UP}.input_scale": torch.full((1,), 3.0), "model.layers.0.self_attn.k_scale": torch.full((1,), 3.0)}
     edit(tmp_path / "m", lambda tensors: tensors.update(scales))
-    load(tmp_path / "m")
+    assert torch.equal(logits(tmp_path / "m", 20)[0], expected)
 
 
 def edit(path: Path, change: Callable[[Tensors], object]) -> None:
