@@ -74,15 +74,9 @@ def addresses(ports: Sequence[int]) -> str:
     return ",".join(f"{LOOPBACK}:{port}" for port in ports)
 
 
-def threads_per_worker(num_threads: int, num_cores: int, num_workers: int) -> int:
-    """CPU threads of each engine: what the user asked for, else an equal share, at least one."""
-    return num_threads or max(1, num_cores // num_workers)
-
-
 def plan_cluster(
     config: ClusterConfig,
     run_dir: Path,
-    num_cores: int,
     env: Mapping[str, str],
     token: str,
     gpus: Sequence[str] = (),
@@ -93,9 +87,6 @@ def plan_cluster(
     """
     secrets = {"cluster_token": token, "api_key": config.router.api_key}
     agent_socket = run_dir / "agent.sock"
-    engine = dataclasses.replace(
-        config.engine, num_threads=threads_per_worker(config.engine.num_threads, num_cores, config.num_workers)
-    )
 
     def spec(
         name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
@@ -122,7 +113,7 @@ def plan_cluster(
             )
             health = f"{LOOPBACK}:{port}"
             stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
-            settings = [worker, engine, gpu]
+            settings = [worker, config.engine, gpu]
             services.append(spec(worker.worker_id, f"{role}_service", settings, health, visible, **stages))
     router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host

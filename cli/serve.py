@@ -118,7 +118,6 @@ def run(argv: Sequence[str]) -> int:
         specs = plan_cluster(
             config,
             run_dir=run_dir,
-            num_cores=len(os.sched_getaffinity(0)),
             env=os.environ,
             token=config.worker.cluster_token or secrets.token_hex(16),
             gpus=visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(config.engine.device) else (),

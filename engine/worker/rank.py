@@ -14,6 +14,7 @@ from typing import Any
 from common.errors import MiniInferError, TransferError
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
+from engine.worker.cores import SharedCores
 from engine.worker.exchange import KvExchange
 from engine.worker.frames import Event, FrameSocket, Op
 from engine.worker.mover import KvMover, LoadResult
@@ -54,6 +55,7 @@ class Rank:
         exchange: KvExchange,
         mover: KvMover,
         lease_seconds: float,
+        cores: SharedCores | None = None,
     ):
         self._link = link
         self._engine = parts.engine
@@ -62,6 +64,7 @@ class Rank:
         self._exchange = exchange
         self._mover = mover
         self._lease_seconds = lease_seconds
+        self._cores = cores
         self._leases = LeaseTable(epoch)
         self._open: dict[RequestId, OpenRequest] = {}
         self._report_next = Report()
@@ -80,6 +83,8 @@ class Rank:
             began = time.monotonic()
             self._apply_loads(began)
             self._expire(began)
+            if self._cores is not None:
+                self._cores.adjust(self._engine.has_work())
             num_steps = self._engine.num_steps
             outputs = self._engine.step()
             self._start_loads(began)

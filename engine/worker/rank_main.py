@@ -9,13 +9,17 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from common.errors import MiniInferError
+import torch
+
+from common.errors import ConfigError, MiniInferError
 from common.logging import setup_logging
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
+from engine.worker.cores import SharedCores
 from engine.worker.frames import Event, FrameSocket
 from engine.worker.mover import KvMover
 from engine.worker.rank import Rank
@@ -55,7 +59,11 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
         int(start["kv_staging_gb"] * 1e9),
         start["kv_transport"],
     )
+    cores = None if config.num_threads else _shared_cores(start["run_dir"])
     parts = assemble(config, memory, GpuConfig(**start["gpu"]))
+    if cores is not None and parts.device != "cpu":
+        cores.close()
+        cores = None
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     exchange = memory.exchange(parts.engine.scheduler.kv.pool)
@@ -90,7 +98,17 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
             },
         ]
     )
-    return Rank(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"])
+    return Rank(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"], cores)
+
+
+def _shared_cores(run_dir: str) -> SharedCores:
+    """With what loading may use taken: it computes too. Raises ConfigError."""
+    try:
+        cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}") from None
+    cores.adjust(has_work=True)
+    return cores
 
 
 if __name__ == "__main__":

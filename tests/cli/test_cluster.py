@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster import ServeConfig, plan_cluster, threads_per_worker
+from cli.cluster import ServeConfig, plan_cluster
 from cli.gpus import visible_gpus
 from cli.serve import parse_config, ready_message
 from common.errors import ConfigError
@@ -13,9 +13,9 @@ from tests.deploy.settings import parse
 RUN_DIR = Path("/run/x")
 
 
-def plan(*flags, env=None, cores=8, gpus=()):
+def plan(*flags, env=None, gpus=()):
     config = parse_config(flags, env or {})
-    specs = plan_cluster(config, RUN_DIR, cores, env or {}, token="secret", gpus=gpus)
+    specs = plan_cluster(config, RUN_DIR, env or {}, token="secret", gpus=gpus)
     return config, {spec.name: spec for spec in specs}
 
 
@@ -109,12 +109,10 @@ def test_secrets_travel_by_environment_only():
     assert settings(specs["router"])["api_key"] == "sesame"
 
 
-def test_cores_are_shared_out():
-    assert threads_per_worker(0, 8, 2) == 4
-    assert threads_per_worker(0, 2, 4) == 1
-    assert threads_per_worker(3, 8, 4) == 3
-    _, specs = plan("--decode=3", cores=8)
-    assert settings(specs["decode-0"])["num_threads"] == 2
+@pytest.mark.parametrize(("flags", "threads"), [([], 0), (["--num-threads=3"], 3)])
+def test_workers_share_cores_unless_told_how_many(flags, threads):
+    _, specs = plan("--decode=3", *flags)
+    assert [settings(specs[name])["num_threads"] for name in ("prefill-0", "decode-0", "decode-2")] == [threads] * 3
 
 
 @pytest.mark.parametrize(
