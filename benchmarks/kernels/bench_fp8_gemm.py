@@ -23,7 +23,7 @@ def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     )
 
 
-KIND = EightBit("fp8_gemm", FP8_DTYPE, True, fp8_linear, scaled_mm)
+KIND = EightBit("fp8_gemm", FP8_DTYPE, 1, fp8_linear, scaled_mm)
 
 
 def main() -> None:

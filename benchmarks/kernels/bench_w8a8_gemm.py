@@ -22,8 +22,8 @@ def int_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 KINDS = (
-    EightBit("w8a8_gemm", torch.int8, True, w8a8_linear, int_mm),
-    EightBit("w8a16_gemm", torch.int8, False, w8a16_linear, None),
+    EightBit("w8a8_gemm", torch.int8, 1, w8a8_linear, int_mm),
+    EightBit("w8a16_gemm", torch.int8, 2, w8a16_linear, None),
 )
 
 

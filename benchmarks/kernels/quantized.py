@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
-from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, several_rows
+from kernels.gpu.eight_bit import RowsConfig, several_rows
 from kernels.gpu.few_codes import MAX_FEW_ROWS, FewConfig, few_rows
 from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
@@ -23,13 +23,6 @@ SHAPES = {
     "qwen3-0.6b o": (1024, 2048), "qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072),
 }  # fmt: skip
 ROWS = (1, 8, 64, 256, 2048)
-ONE_ROW_CONFIGS = [
-    RowConfig(*option)
-    for option in (
-        (8, 512, 1, 3), (8, 512, 1, 1), (16, 512, 2, 3), (16, 512, 4, 3), (8, 512, 2, 3), (4, 512, 1, 3),
-        (8, 256, 1, 4), (4, 512, 1, 1), (16, 512, 1, 1),
-    )
-]  # fmt: skip
 FEW_ROWS_CONFIGS = [
     RowsConfig(0, *option)
     for option in (
@@ -60,7 +53,7 @@ class EightBit:
 
     name: str
     dtype: torch.dtype
-    rounds_activations: bool
+    digits: int  # of activations
     product: Product
     library: Callable[[Tensor, Tensor, Tensor], object] | None  # of x, weight, scales; rounds x too
 
@@ -94,20 +87,15 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
     weights = kind.weights(n, k)
     for rows in rows_to_try:
         x = torch.randn(rows, k, device="cuda").bfloat16()
-        codes, x_scales = quantize_rows(x, kind.dtype) if kind.rounds_activations else (x, None)
+        codes, x_scales = quantize_rows(x, kind.dtype, kind.digits)
+        num_codes = codes.shape[0]
         results: list[tuple[float, str]] = []
-
-        if rows == 1 and not kind.rounds_activations:
-            for row in ONE_ROW_CONFIGS:
-                label = f"{row.block_n}x{row.block_k} w{row.num_warps} s{row.num_stages}"
-                call = functools.partial(_one_row, x, row)
-                _measure(label, call, weights, results)
-        if rows <= MAX_FEW_ROWS and x_scales is not None:
+        if num_codes <= MAX_FEW_ROWS:
             for few_config in CODES_CONFIGS:
                 label = str(few_config).replace("FewConfig", "few ")
                 _measure(label, functools.partial(_few, codes, x_scales, few_config), weights, results)
-        few = [RowsConfig(max(16, rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if rows <= 64 else []
-        for config in few + MANY_ROWS_CONFIGS * (rows > 64):
+        few = [RowsConfig(max(16, num_codes), *_rest(c)) for c in FEW_ROWS_CONFIGS] if num_codes <= 64 else []
+        for config in few + MANY_ROWS_CONFIGS * (num_codes > 64):
             label = (
                 f"{config.block_m}x{config.block_n}x{config.block_k}/{config.split_k} w{config.num_warps} "
                 f"s{config.num_stages}"
@@ -116,17 +104,13 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
             _measure(label, call, weights, results)
         if kind.library is not None and rows > 16:
             _measure("library with rounding", functools.partial(kind.library, x), weights, results)
-            _measure("rounding", functools.partial(_round, x, kind.dtype), weights, results)
+        _measure("as served, with rounding", functools.partial(_serve, kind, x, workspace), weights, results)
         results.sort()
         report(
             f"{kind.name} sweep", f"{name} [{rows},{n},{k}]", best=" | ".join(label for _, label in results[:4]),
             worst=results[-1][1], of_read=n * k / results[0][0] / read,
             tflops=2 * rows * n * k / results[0][0] / 1e12,
         )  # fmt: skip
-
-
-def _one_row(x: Tensor, config: RowConfig, weight: Tensor, scales: Tensor) -> Tensor:
-    return one_row(x, weight, scales, None, config)
 
 
 def _measure(
@@ -140,12 +124,12 @@ def _measure(
         report("skipped", label, why=str(error)[:80])
 
 
-def _round(x: Tensor, dtype: torch.dtype, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return quantize_rows(x, dtype)
+def _serve(kind: EightBit, x: Tensor, workspace: SmallMWorkspace, weight: Tensor, scales: Tensor) -> Tensor:
+    return kind.product(x, weight, scales, None, workspace)
 
 
 def _several(
-    codes: Tensor, x_scales: Tensor | None, config: RowsConfig, workspace: SmallMWorkspace, weight: Tensor,
+    codes: Tensor, x_scales: Tensor, config: RowsConfig, workspace: SmallMWorkspace, weight: Tensor,
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
     return several_rows(codes, x_scales, weight, scales, None, torch.bfloat16, workspace, config)

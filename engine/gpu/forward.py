@@ -61,7 +61,7 @@ class FusedForward:
         self._linear = FewRows(pool.device)
         self._takes_fused_rows = takes_fused_rows(model)
         self._preloaded = PreloadedLayers(model)
-        self._is_rounded = rounded.takes(model)
+        self._max_rounded = rounded.max_rows(model)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
@@ -69,7 +69,7 @@ class FusedForward:
         config = model.config
         eps = config.rms_norm_eps
         num_tokens = inputs.token_ids.shape[0]
-        if self._is_rounded:
+        if num_tokens <= self._max_rounded:
             return rounded.hidden(model, inputs.token_ids, partial(self._rotate_and_attend, inputs=inputs))
         if inputs.prefill is None and self._preloaded.takes(num_tokens):
             return self._preloaded.hidden(inputs.token_ids, partial(self._add_rotate_and_attend, inputs=inputs))

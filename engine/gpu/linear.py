@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.gpu.quantized import W8A16Linear
 from engine.layers.decoder import DecoderModel
 from engine.layers.linear import Linear, LinearMap
 from kernels.gpu.gated_gemm import choose_gated, gated_linear
@@ -42,9 +41,9 @@ class FewRows:
 
 
 def takes_fused_rows(model: DecoderModel) -> bool:
-    """Whether a single row can go through `fused_row`: plain weights or int8 ones everywhere."""
+    """Whether a single row can go through `fused_row`: plain weights everywhere."""
     return all(
-        type(linear) is Linear or isinstance(linear, W8A16Linear)
+        type(linear) is Linear
         for layer in model.layers
         for linear in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
     )
@@ -55,7 +54,5 @@ def fused_row(
     is_gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """`gemv` of one row: norm before, gate or residual behind the product."""
-    if isinstance(linear, W8A16Linear):
-        return linear.row(x, norm, eps, added_to, is_gated)
     assert type(linear) is Linear
     return gemv(x, linear.weight, linear.bias, FUSED_GEMV, norm, eps, added_to, is_gated)

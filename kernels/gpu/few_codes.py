@@ -1,6 +1,9 @@
-"""Products of a few rows of codes with 8-bit weights, int8 and e4m3 alike: what a decode step does at one to 16 rows.
+"""Products of one to 16 rows of codes with 8-bit weights, int8 and e4m3 alike: what decode steps of few rows do.
 
-    y_mn = a_m s_n sum_k codes_mk w_nk + b_n                       `few_rows`
+A row of x may be two rows of codes (`kernels/gpu/rounding.py`): c_mk is then 256 h_mk + l_mk, and the sums of h and
+of l are joined at the end.
+
+    y_mn = a_m s_n sum_k c_mk w_nk + b_n                           `few_rows`
     h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| by tiles   `few_rows_gated`
 
 A program owns few columns of y and all of K: its warps take different parts of a step's K, whose sums meet at the
@@ -45,10 +48,20 @@ class FewConfig:
 
 
 @triton.jit
+def join_digits(sums, DIGITS: tl.constexpr):
+    """Sums of codes (columns, rows of codes) -> float32 (columns, rows): of pairs, 256 of the first and the other."""
+    joined = sums.to(tl.float32)
+    if DIGITS == 2:
+        high, low = tl.split(tl.reshape(joined, (sums.shape[0], sums.shape[1] // 2, 2)))
+        joined = high * 256.0 + low
+    return joined
+
+
+@triton.jit
 def _few_rows_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, maxima_ptr, M, N, K, x_stride,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, DIGITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
     NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = PARTS * BLOCK_K
@@ -60,11 +73,12 @@ def _few_rows_kernel(
     if GATED:  # rows N and on of the weight belong to `up`
         columns = own + places % BLOCK_N + places // BLOCK_N * N
         inside = own + places % BLOCK_N < N
-    rows = tl.arange(0, BLOCK_M)
-    has_row = (rows < M)[None, :, None]
+    code_rows = tl.arange(0, BLOCK_M)
+    has_row = (code_rows < M * DIGITS)[None, :, None]
+    rows = tl.arange(0, BLOCK_M // DIGITS)
     at = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight_ptr + columns.to(tl.int64)[None, :, None] * K + at[:, None, :]
-    x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + at[:, None, :]
+    x_at = x_ptr + code_rows.to(tl.int64)[None, :, None] * x_stride + at[:, None, :]
     if PREFETCHED > 0:
         lines = tl.minimum(AHEAD * STEP + tl.arange(0, PREFETCHED) * LINE, K - 1)
         first_row = weight_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * K
@@ -96,12 +110,12 @@ def _few_rows_kernel(
             weight = tl.load(weight_at + first, mask=inside[None, :, None] & in_row, other=0.0)
             x = tl.load(x_at + first, mask=has_row & in_row, other=0.0)
         total = tl.dot(weight, tl.permute(x, (0, 2, 1)), total, out_dtype=SUM)
-    y = tl.sum(total, axis=0).to(tl.float32) * scales * x_scales
+    y = join_digits(tl.sum(total, axis=0), DIGITS) * scales * x_scales
     if HAS_BIAS:
         y += bias
     if GATED:  # rounded in between, as where gate and up are a product of their own
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M // DIGITS)), (1, 2, 0)))
         y = silu_times(gate, up)
     outputs = own + tl.arange(0, BLOCK_N)
     exists = (outputs < N)[:, None] & (rows < M)[None, :]
@@ -114,7 +128,7 @@ def _few_rows_kernel(
 
 
 def choose_few(num_rows: int, n: int, k: int, is_gated: bool = False) -> FewConfig | None:
-    """For a weight (n, k), or (2 n, k) with a gate, on an H200. None: `several_rows`.
+    """For rows of codes and a weight (n, k), or (2 n, k) with a gate, on an H200. None: `several_rows`.
 
     Whole captured steps of Qwen2.5-7B in fp8, us: one row 2,553 with `several_rows` alone and 2,231 with these, 8
     rows 2,726 and 2,471. At 16 rows gate and up are faster apart (2,849 and 2,886).
@@ -134,8 +148,8 @@ def few_rows(
     codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     config: FewConfig,
 ) -> Tensor:  # fmt: skip
-    """codes (rows <= 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
-    out = torch.empty(codes.shape[0], weight.shape[0], dtype=dtype, device=codes.device)
+    """codes (up to 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
+    out = torch.empty(x_scales.shape[0], weight.shape[0], dtype=dtype, device=codes.device)
     _launch(codes, x_scales, weight, scales, bias, out, None, config)
     return out
 
@@ -146,8 +160,9 @@ def few_rows_gated(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """weight (2 n, in), the gate's rows first -> (rows, n), and its largest magnitudes, float32 (rows, tiles)."""
     n = weight.shape[0] // 2
-    out = torch.empty(codes.shape[0], n, dtype=dtype, device=codes.device)
-    maxima = torch.empty(codes.shape[0], triton.cdiv(n, config.block_n), dtype=torch.float32, device=codes.device)
+    num_rows = x_scales.shape[0]
+    out = torch.empty(num_rows, n, dtype=dtype, device=codes.device)
+    maxima = torch.empty(num_rows, triton.cdiv(n, config.block_n), dtype=torch.float32, device=codes.device)
     _launch(codes, x_scales, weight, scales, bias, out, maxima, config)
     return out, maxima
 
@@ -156,10 +171,10 @@ def _launch(
     codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
     maxima: Tensor | None, config: FewConfig,
 ) -> None:  # fmt: skip
-    num_rows, k = codes.shape
-    n = out.shape[1]
-    if num_rows > MAX_FEW_ROWS:
-        raise ValueError(f"{num_rows} rows are too many")
+    num_codes, k = codes.shape
+    num_rows, n = out.shape
+    if num_codes > MAX_FEW_ROWS:
+        raise ValueError(f"{num_codes} rows of codes are too many")
     if not weight.is_contiguous():
         raise ValueError("the weight must be contiguous")
     overlaps = overlaps_launches(codes)
@@ -168,7 +183,8 @@ def _launch(
         codes, x_scales, weight, scales, scales if bias is None else bias, out, scales if maxima is None else maxima,
         num_rows, n, k, codes.stride(0),
         HAS_BIAS=bias is not None, GATED=maxima is not None, EVEN=n % config.block_n == 0 and k % step == 0,
-        BLOCK_M=8 if num_rows <= 8 else 16, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PARTS=config.num_warps,
-        AHEAD=min(config.ahead, k // step), PREFETCHED=config.prefetched if overlaps else 0,
+        DIGITS=num_codes // num_rows, BLOCK_M=8 if num_codes <= 8 else 16, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, PARTS=config.num_warps, AHEAD=min(config.ahead, k // step),
+        PREFETCHED=config.prefetched if overlaps else 0,
         NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
     codes_mk = round(x_mk / a_m),  a_m = max_k |x_mk| / MAX
 
+MAX is 127, 448 for e4m3, or with two `digits` 32,639: a code of 16 bits is 256 h + l, in two rows of int8, h first.
+
     quantize_rows   x as it is
     norm_codes      x = RMS norm of a residual, to which the output before may be added first
     silu_codes      x = silu(gate) * up, gate and up beside each other
@@ -24,6 +26,8 @@ from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 from kernels.w8a8_gemm import INT8_MAX
 
+PAIR_MAX = 32639.0  # 127 * 256 + 127
+TWO_DIGITS = tl.constexpr(PAIR_MAX)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
 TINY = tl.constexpr(1e-30)  # a row of zeros has codes of zero
 KNOWN_BLOCK = 2048  # columns a program of `known_codes` rounds
@@ -40,22 +44,28 @@ def to_e4m3(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def to_codes(x, largest, MAX: tl.constexpr, COMPILED: tl.constexpr):
+def _store_codes(x, largest, codes_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
     """Codes of float32 x in a row whose largest magnitude is `largest`."""
     x *= MAX / tl.maximum(largest, TINY)
-    if MAX == 127.0:
-        codes = (x + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+    inside = ks < K
+    if MAX == 448.0:
+        tl.store(codes_ptr + row * K + ks, to_e4m3(x, COMPILED), mask=inside)
     else:
-        codes = to_e4m3(x, COMPILED)
-    return codes
+        number = (x + ROUNDING).to(tl.int32, bitcast=True)
+        if MAX == TWO_DIGITS:
+            high = ((number << 16) + (128 << 16)) >> 24  # of 256 h + l, -128 <= l < 128
+            tl.store(codes_ptr + 2 * row * K + ks, high.to(tl.int8), mask=inside)
+            tl.store(codes_ptr + (2 * row + 1) * K + ks, number.to(tl.int8), mask=inside)
+        else:
+            tl.store(codes_ptr + row * K + ks, number.to(tl.int8), mask=inside)
 
 
 @triton.jit
-def _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
+def _store_row(x, codes_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
     """Round a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which products pass on."""
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
     largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
-    tl.store(codes_ptr + row * K + ks, to_codes(x, largest, MAX, COMPILED), mask=ks < K)
+    _store_codes(x, largest, codes_ptr, row, K, ks, MAX, COMPILED)
     tl.store(scales_ptr + row, largest / MAX)
 
 
@@ -68,7 +78,7 @@ def _quantize_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     ks = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
-    _store_codes(x, codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+    _store_row(x, codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 
 @triton.jit
@@ -89,7 +99,7 @@ def _norm_codes_kernel(
         tl.store(residual_ptr + row * K + ks, value, mask=inside)
     value = value.to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
-    _store_codes(value.to(dtype).to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+    _store_row(value.to(dtype).to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 
 @triton.jit
@@ -103,7 +113,7 @@ def _silu_codes_kernel(
     gate = tl.load(gate_up_ptr + row * 2 * K + ks, mask=ks < K, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * K + K + ks, mask=ks < K, other=0.0)
     value = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
-    _store_codes(value.to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+    _store_row(value.to(tl.float32), codes_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
 
 
 @triton.jit
@@ -118,72 +128,80 @@ def _known_codes_kernel(
     x = tl.load(x_ptr + row * K + ks, mask=ks < K, other=0.0).to(tl.float32)
     maxima = tl.load(maxima_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
     largest = tl.max(maxima.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)  # NaN above all
-    tl.store(codes_ptr + row * K + ks, to_codes(x, largest, MAX, COMPILED), mask=ks < K)
+    _store_codes(x, largest, codes_ptr, row, K, ks, MAX, COMPILED)
     tl.store(scales_ptr + row, largest / MAX, mask=tl.program_id(0) == 0)
 
 
-def code_max(weight: Tensor) -> float:
-    """The largest code of activations that go with this weight."""
-    return FP8_MAX if weight.dtype == FP8_DTYPE else INT8_MAX
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (rows, in), columns of stride 1 -> codes int8 or e4m3 (rows, in), contiguous, and float32 scales (rows,)."""
-    codes, scales = _empty_codes(x.shape[0], x.shape[1], dtype, x.device)
+def quantize_rows(x: Tensor, dtype: torch.dtype, digits: int = 1) -> tuple[Tensor, Tensor]:
+    """x (rows, in), columns of stride 1 -> codes of `dtype` (digits * rows, in) and float32 scales (rows,)."""
+    codes, scales = _empty_codes(x.shape[0], x.shape[1], dtype, digits, x.device)
     if x.shape[0]:
-        _quantize_rows_kernel[(x.shape[0],)](x, codes, scales, x.shape[1], x.stride(0), **_rounding_constants(codes))
+        constants = _rounding_constants(codes, digits)
+        _quantize_rows_kernel[(x.shape[0],)](x, codes, scales, x.shape[1], x.stride(0), **constants)
     return codes, scales
 
 
 def norm_codes(
-    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype, digits: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Adds x, if given, to `residual` (rows, n) in place; codes and scales of the RMS norm of the sum."""
     if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
-    codes, scales = _empty_codes(residual.shape[0], residual.shape[1], dtype, residual.device)
+    codes, scales = _empty_codes(residual.shape[0], residual.shape[1], dtype, digits, residual.device)
     if residual.shape[0]:
         _norm_codes_kernel[(residual.shape[0],)](
             residual if x is None else x, residual, norm, codes, scales, residual.shape[1], eps, ADDS=x is not None,
-            **_rounding_constants(codes),
+            **_rounding_constants(codes, digits),
         )  # fmt: skip
     return codes, scales
 
 
-def silu_codes(gate_up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(rows, 2 n), gate first, contiguous -> codes (rows, n) of silu(gate) * up and scales (rows,)."""
+def silu_codes(gate_up: Tensor, dtype: torch.dtype, digits: int = 1) -> tuple[Tensor, Tensor]:
+    """(rows, 2 n), gate first, contiguous -> codes (digits * rows, n) of silu(gate) * up and scales (rows,)."""
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
-    codes, scales = _empty_codes(gate_up.shape[0], gate_up.shape[1] // 2, dtype, gate_up.device)
-    if gate_up.shape[0]:
-        _silu_codes_kernel[(gate_up.shape[0],)](gate_up, codes, scales, codes.shape[1], **_rounding_constants(codes))
+    num_rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    codes, scales = _empty_codes(num_rows, n, dtype, digits, gate_up.device)
+    if num_rows:
+        _silu_codes_kernel[(num_rows,)](gate_up, codes, scales, n, **_rounding_constants(codes, digits))
     return codes, scales
 
 
-def known_codes(x: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def known_codes(x: Tensor, maxima: Tensor, dtype: torch.dtype, digits: int = 1) -> tuple[Tensor, Tensor]:
     """x (rows, n), contiguous; maxima float32 (rows, parts), the largest of each row among them. Codes and scales."""
     (num_rows, n), num_parts = x.shape, maxima.shape[1]
-    codes, scales = _empty_codes(num_rows, n, dtype, x.device)
+    codes, scales = _empty_codes(num_rows, n, dtype, digits, x.device)
     if num_rows:
         overlaps = overlaps_launches(x)
         _known_codes_kernel[(triton.cdiv(n, KNOWN_BLOCK), num_rows)](
-            x, maxima, codes, scales, n, num_parts, MAX=code_max(codes), BLOCK=KNOWN_BLOCK,
+            x, maxima, codes, scales, n, num_parts, MAX=_code_max(dtype, digits), BLOCK=KNOWN_BLOCK,
             PARTS=triton.next_power_of_2(num_parts), OVERLAPS=overlaps, COMPILED=codes.is_cuda, num_warps=4,
             launch_pdl=overlaps,
         )  # fmt: skip
     return codes, scales
 
 
-def _empty_codes(num_rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _code_max(dtype: torch.dtype, digits: int) -> float:
+    """The largest code of activations."""
+    if digits == 1:
+        return FP8_MAX if dtype == FP8_DTYPE else INT8_MAX
+    if digits != 2 or dtype != torch.int8:
+        raise ValueError(f"{digits} digits of {dtype}: two of int8 are the most")
+    return PAIR_MAX
+
+
+def _empty_codes(
+    num_rows: int, n: int, dtype: torch.dtype, digits: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_rows, dtype=torch.float32, device=device)
-    return torch.empty(num_rows, n, dtype=dtype, device=device), scales
+    return torch.empty(digits * num_rows, n, dtype=dtype, device=device), scales
 
 
-def _rounding_constants(codes: Tensor) -> dict[str, Any]:
+def _rounding_constants(codes: Tensor, digits: int) -> dict[str, Any]:
     """One program holds a row."""
     block = triton.next_power_of_2(codes.shape[1])
     overlaps = overlaps_launches(codes)
     return {
-        "MAX": code_max(codes), "BLOCK": block, "OVERLAPS": overlaps, "COMPILED": codes.is_cuda,
+        "MAX": _code_max(codes.dtype, digits), "BLOCK": block, "OVERLAPS": overlaps, "COMPILED": codes.is_cuda,
         "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
     }  # fmt: skip

@@ -102,7 +102,7 @@ def check(compiled: list[Compiled], *names: str) -> None:
         ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_small_m_kernel"]),
         ("qwen2.5-7b", "fp8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
         ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
-        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_one_row_kernel", "_several_rows_kernel"]),
+        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_few_rows_kernel", "_several_rows_kernel"]),
         ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
     ],
 )

@@ -8,39 +8,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
-from kernels.gpu.eight_bit import RowConfig, RowsConfig, one_row, several_rows
+from kernels.gpu.eight_bit import RowsConfig, several_rows
+from kernels.gpu.rounding import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
-from kernels.rms_norm import rms_norm
-from kernels.silu_mul import silu_mul
 from kernels.w8a8_gemm import quantize_rows_int8
 from tests.kernels.helpers import relative_error
 
 REFERENCES = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}
-CONFIG = RowConfig(8, 64, num_warps=2, num_stages=1)
 
 
 def dequantized(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.double() * scales.double()[:, None]
-
-
-@pytest.mark.parametrize(
-    ("has_norm", "is_gated", "adds"), [(False, False, False), (True, False, True), (True, True, False)]
-)
-def test_one_row_with_norm_gate_and_residual(
-    has_norm: bool, is_gated: bool, adds: bool, device: torch.device
-) -> None:
-    n, k = 37, 72
-    x, residual = torch.randn(1, k, device=device) * 3, torch.randn(1, n, device=device)
-    weight, scales = quantize_rows_int8(torch.randn(n * (1 + is_gated), k, device=device))
-    bias = torch.randn(n * (1 + is_gated), device=device)
-    norm = torch.randn(k, device=device) if has_norm else None
-    h = x if norm is None else rms_norm(x, norm, 1e-6)
-    expected = functional.linear(h, dequantized(weight, scales).float(), bias)
-    expected = silu_mul(expected) if is_gated else expected
-    expected = expected + residual if adds else expected
-    out = one_row(x, weight, scales, bias, CONFIG, norm, 1e-6, residual if adds else None, is_gated)
-    assert relative_error(out, expected) < 1e-5
-    assert (out.data_ptr() == residual.data_ptr()) == adds
 
 
 @pytest.mark.parametrize("dtype", REFERENCES)
@@ -64,12 +42,21 @@ def test_several_rows(
         assert not workspace.counters.any()
 
 
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_several_rows_of_two_digits(rows: int, split_k: int, device: torch.device) -> None:
+    x = torch.randn(rows, 80, device=device, dtype=torch.float64)
+    weight, scales = quantize_rows_int8(torch.randn(48, 80, device=device))
+    codes, x_scales = quantize_rows(x.float(), torch.int8, 2)
+    config = RowsConfig(16, 32, 32, split_k, num_stages=2)
+    out = several_rows(codes, x_scales, weight, scales, None, torch.float32, SmallMWorkspace(device), config)
+    assert relative_error(out, functional.linear(x, dequantized(weight, scales))) < 5e-5
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     weight, scales = quantize_rows_int8(torch.randn(48, 64, device=device))
     codes, x_scales = quantize_rows_int8(torch.randn(2, 64, device=device))
     workspace = SmallMWorkspace(device, num_floats=16)
-    with pytest.raises(ValueError, match="too many"):
-        one_row(torch.randn(2, 64, device=device), weight, scales, None, CONFIG)
     with pytest.raises(ValueError, match="too small"):
         several_rows(codes, x_scales, weight, scales, None, torch.float32, workspace, RowsConfig(16, 32, 32, 2))
     with pytest.raises(ValueError, match="contiguous"):

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
 from kernels.gpu.few_codes import FewConfig, choose_few, few_rows, few_rows_gated
+from kernels.gpu.rounding import quantize_rows
 from kernels.silu_mul import silu_mul
 from kernels.w8a8_gemm import quantize_rows_int8
 from tests.kernels.helpers import relative_error
@@ -37,6 +38,20 @@ def test_product_with_and_without_gate(
     assert relative_error(out, expected) < 1e-6
     inner, maxima = few_rows_gated(codes, x_scales, weight, scales, bias, torch.float32, config)
     assert relative_error(inner, silu_mul(expected.float())) < 1e-5
+    assert torch.equal(maxima.amax(dim=1), inner.abs().amax(dim=1))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_of_two_digits(rows: int, config: FewConfig, device: torch.device) -> None:
+    x = torch.randn(rows, 144, device=device, dtype=torch.float64)
+    weight, scales = quantize_rows_int8(torch.randn(2 * 37, 144, device=device))
+    codes, x_scales = quantize_rows(x.float(), torch.int8, 2)
+    expected = functional.linear(x, dequantized(weight, scales))
+    assert relative_error(few_rows(codes, x_scales, weight, scales, None, torch.float32, config), expected) < 5e-5
+    inner, maxima = few_rows_gated(codes, x_scales, weight, scales, None, torch.float32, config)
+    assert inner.shape == (rows, 37)
+    assert relative_error(inner, silu_mul(expected.float())) < 1e-4
     assert torch.equal(maxima.amax(dim=1), inner.abs().amax(dim=1))
 
 

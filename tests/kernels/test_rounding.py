@@ -27,6 +27,36 @@ def test_rows_are_rounded_as_in_the_reference(dtype: torch.dtype, device: torch.
     assert not scales[3]
 
 
+def of_two_digits(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    numbers = 256 * codes[0::2].double() + codes[1::2].double()
+    assert numbers.abs().amax(dim=1).tolist() == [32639.0] * len(numbers)
+    return numbers * scales.double()[:, None]
+
+
+def test_rows_are_rounded_to_two_digits(device: torch.device) -> None:
+    x = torch.randn(5, 80, device=device).mul_(3)[:, :72]
+    x[1, 3], x[2, 4] = x[1].abs().max() * 2, x[2].abs().max() * -2
+    codes, scales = quantize_rows(x, torch.int8, 2)
+    assert codes.shape == (10, 72)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    assert ((of_two_digits(codes, scales) - x).abs() <= 0.501 * largest / 32639).all()
+    with pytest.raises(ValueError, match="digits"):
+        quantize_rows(x, FP8_DTYPE, 2)
+
+
+def test_what_is_made_on_the_way_is_rounded_to_two_digits(device: torch.device) -> None:
+    residual, norm = torch.randn(5, 72, device=device) * 3, torch.randn(72, device=device)
+    expected = rms_norm(residual, norm, 1e-6)
+    assert relative_error(of_two_digits(*norm_codes(None, residual, norm, 1e-6, torch.int8, 2)), expected) < 1e-4
+    gate_up = torch.randn(5, 144, device=device)
+    expected = silu_mul(gate_up)
+    assert relative_error(of_two_digits(*silu_codes(gate_up, torch.int8, 2)), expected) < 1e-4
+    x = torch.randn(3, KNOWN_BLOCK + 72, device=device)
+    known = known_codes(x, x.abs().view(3, 20, -1).amax(dim=2), torch.int8, 2)
+    for mine, direct in zip(known, quantize_rows(x, torch.int8, 2), strict=True):
+        assert torch.equal(mine, direct)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
 @pytest.mark.parametrize("dtype", REFERENCES)
 def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch.device) -> None:

@@ -30,7 +30,7 @@ def test_the_reference_is_the_product_of_what_was_rounded() -> None:
     assert relative_error(w8a16_reference(x, codes, scales), functional.linear(x, weight)) < 0.01
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40, 130])
+@pytest.mark.parametrize("rows", [1, 3, 40, 130, 260])
 def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)
     weight, scales = quantize_rows_int8(torch.randn(80, 272, device=device))
@@ -47,3 +47,14 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     workspace = SmallMWorkspace(device)
     together = w8a8_linear(x, weight, scales, None, workspace)
     assert torch.equal(together[3:4], w8a8_linear(x[3:4], weight, scales, None, workspace))
+
+
+def test_sixteen_bits_of_outliers_are_no_worse_than_bfloat16(device: torch.device) -> None:
+    """A row as bad as can be for one scale: one element holds nearly all of its norm."""
+    x = torch.randn(4, 1024, device=device)
+    x[:, 17] = 30 * x.norm(dim=1)
+    weight, scales = quantize_rows_int8(torch.randn(64, 1024, device=device))
+    expected = functional.linear(x.double(), weight.double()) * scales
+    rounded = functional.linear(x.bfloat16().double(), weight.double()) * scales
+    out = w8a16_linear(x, weight, scales, None, SmallMWorkspace(device))
+    assert relative_error(out, expected) < relative_error(rounded, expected)
