@@ -1,25 +1,28 @@
 """w4a16_linear against cuBLAS and against the kernels that serve bfloat16, from one row to many.
 
-`--sweep` tries tiles, splits, warps and stages; `choose` in the kernel's file comes from it.
+`--sweep` tries tiles, splits, warps and stages; what the kernels' files choose comes from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import triton
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.quantized import ROWS, SHAPES
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
+from kernels.gpu.rounding import grouped_codes
 from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
-from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, choose, w4a16_linear
-from kernels.w4a16_gemm import pack_w4
+from kernels.gpu.w4_codes import W4CodesConfig, w4_codes_product
+from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, w4_product, w4a16_linear
+from kernels.w4a16_gemm import PackedW4, pack_w4
 
-GROUP = 128
+GROUPS = (128, 32)
 ONE_ROW_CONFIGS = [
     W4Config(*option)
     for option in (
@@ -27,7 +30,7 @@ ONE_ROW_CONFIGS = [
         (16, 16, 3, 1), (16, 16, 3, 0, 16), (32, 16, 2), (32, 8, 3, 0, 16), (16, 4, 3, 4),
     )
 ]  # fmt: skip
-ROWS_CONFIGS = [
+FEW_ROWS_CONFIGS = [
     W4Config(*option)
     for option in (
         (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 8, 2), (64, 2, 3), (32, 8, 3), (64, 8, 2), (16, 8, 3), (16, 4, 2),
@@ -36,12 +39,23 @@ ROWS_CONFIGS = [
 ]  # fmt: skip
 
 
-def measure(name: str, rows_to_try: Sequence[int], sweeps: bool, read: float, workspace: SmallMWorkspace) -> None:
+CODES_CONFIGS = [
+    W4CodesConfig(block_m, block_n, split_k, num_warps, num_stages)
+    for block_m in (16, 32, 64, 128)
+    for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (128, 8, 3), (128, 4, 4))
+    for split_k in (1, 2, 4, 8)
+]
+Product = Callable[[PackedW4], Tensor]
+
+
+def measure(
+    name: str, group: int, rows_to_try: Sequence[int], sweeps: bool, read: float, workspace: SmallMWorkspace
+) -> None:
     n, k = SHAPES[name]
     packed = [
         pack_w4(
             torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"),
-            torch.rand(n, k // GROUP, device="cuda"), torch.randn(n, k // GROUP, device="cuda"),
+            torch.rand(n, k // group, device="cuda"), torch.randn(n, k // group, device="cuda"),
         )
         for _ in range(num_input_sets(n * k // 2, 48))
     ]  # fmt: skip
@@ -56,35 +70,49 @@ def measure(name: str, rows_to_try: Sequence[int], sweeps: bool, read: float, wo
             own_bf16 = graph_seconds(
                 [functools.partial(small_m_linear, x, weight, None, workspace, config_bf16) for weight in plain]
             )
-        settings: list[W4Config | None] = [choose(rows, n, k)]
-        if sweeps and rows <= MAX_ROWS:
-            settings += ONE_ROW_CONFIGS if rows == 1 else ROWS_CONFIGS
-        results = []
-        for config in settings:
-            try:
-                seconds = graph_seconds(
-                    [functools.partial(w4a16_linear, x, each, None, config) for each in packed], 5
-                )
-            except triton.runtime.errors.OutOfResources as error:
-                report("skipped", str(config), why=str(error)[:80])
-                continue
-            results.append((seconds, f"{config} {seconds * 1e6:.2f}".replace("W4Config", "")))
-        ours = results[0][0]
-        results.sort(key=lambda result: result[0])
-        best = {"best": " | ".join(label for _, label in results[:3])} if sweeps else {}
+        ours = graph_seconds([functools.partial(w4a16_linear, x, each, None, workspace) for each in packed], 5)
+        best = {"best": " | ".join(best_settings(x, group, packed, workspace))} if sweeps else {}
         report(
-            "w4a16_gemm", f"{name} [{rows},{n},{k}]", us=ours * 1e6, cublas_bf16_ratio=cublas / ours,
+            "w4a16_gemm", f"{name} [{rows},{n},{k}] / {group}", us=ours * 1e6, cublas_bf16_ratio=cublas / ours,
             own_bf16_ratio=own_bf16 / ours, of_read=num_bytes / ours / read, **best,
         )  # fmt: skip
+
+
+def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: SmallMWorkspace) -> list[str]:
+    """The best three with their times in us; those of codes without the rounding of x before."""
+    results = []
+    for label, call in settings(x, group, workspace):
+        try:
+            seconds = graph_seconds([functools.partial(call, each) for each in packed], 5)
+        except (ValueError, triton.runtime.errors.OutOfResources) as error:
+            report("skipped", label, why=str(error)[:80])
+            continue
+        results.append((seconds, f"{label} {seconds * 1e6:.2f}"))
+    return [label for _, label in sorted(results)[:3]]
+
+
+def settings(x: Tensor, group: int, workspace: SmallMWorkspace) -> Iterator[tuple[str, Product]]:
+    rows = x.shape[0]
+    if rows <= MAX_ROWS:
+        for few in ONE_ROW_CONFIGS if rows == 1 else FEW_ROWS_CONFIGS:
+            yield str(few), lambda each, few=few: w4_product(x, each, None, few)
+    codes = grouped_codes(x, group)
+    for config in CODES_CONFIGS:
+        if config.block_m <= 2 * rows:
+            yield (
+                str(config),
+                lambda each, config=config: w4_codes_product(*codes, each, None, x.dtype, workspace, config),
+            )
 
 
 def main() -> None:
     options = product_options(__doc__, ROWS)
     read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 25)
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 26)
     for name in SHAPES:
-        if options.only in name:
-            measure(name, options.rows, options.sweep, read, workspace)
+        for group in GROUPS:
+            if options.only in name:
+                measure(name, group, options.rows, options.sweep, read, workspace)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class GpuMapMaker:
             if rows.group_size % MIN_GROUP or num_columns % rows.group_size:
                 return None
             offsets = torch.zeros_like(rows.scales) if rows.offsets is None else rows.offsets
-            return W4A16Linear(pack_w4(rows.codes, rows.scales, offsets), bias), "int4"
+            return W4A16Linear(pack_w4(rows.codes, rows.scales, offsets), bias, self._workspace), "int4"
         if rows.is_int8 and rows.has_row_scales:
             kind: type[EightBitLinear] = W8A8Linear if rows.rounds_inputs else W8A16Linear
             return kind(rows.codes, rows.scales, bias, self._workspace), "int8"

@@ -3,7 +3,7 @@
     W8A8Linear    int8 weights with one scale per row, x rounded to int8 per token
     W8A16Linear   the same, x rounded to 16 bits
     Fp8Linear     e4m3 weights and x
-    W4A16Linear   4-bit weights in groups, x as it is
+    W4A16Linear   4-bit weights in groups, x as it is or, of several rows, rounded to 16 bits
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
 Knows no models and no files. Products: `kernels.gpu.{w8a8_gemm,fp8_gemm,w4a16_gemm}`.
@@ -116,11 +116,12 @@ class Fp8Linear(RoundedLinear):
 class W4A16Linear:
     """4-bit weights in groups; `kernels.w4a16_gemm.pack_w4` packs them."""
 
-    __slots__ = ("bias", "packed")
+    __slots__ = ("bias", "packed", "workspace")
 
-    def __init__(self, packed: PackedW4, bias: Tensor | None) -> None:
+    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
         self.packed = packed
         self.bias = bias
+        self.workspace = workspace
 
     def __call__(self, x: Tensor) -> Tensor:
-        return w4a16_linear(x, self.packed, self.bias)
+        return w4a16_linear(x, self.packed, self.bias, self.workspace)

@@ -105,7 +105,7 @@ class GpuMaps:
             codes, scales, zeros = (
                 torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "zeros")
             )
-            return W4A16Linear(pack_w4(codes, scales, zeros), linear.bias)
+            return W4A16Linear(pack_w4(codes, scales, zeros), linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return (self._head_kind if is_head else self._kind).of(linear, workspace)

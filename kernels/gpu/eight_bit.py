@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.gpu.few_codes import choose_few, few_rows, join_digits
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
+from kernels.gpu.splits import add_splits
 
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
 
@@ -77,21 +78,8 @@ def _several_rows_kernel(
         else:  # matrix units add e4m3 products with 14 bits: a step's sum is added outside of them
             total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
 
-    places = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N
     exists = inside & (code_rows < M * DIGITS)[None, :]
-    is_last = True
-    if SPLIT_K > 1:
-        base = partials_ptr + tile * (SPLIT_K * BLOCK_N * BLOCK_M)
-        tl.store(base + split * (BLOCK_N * BLOCK_M) + places, total, mask=exists)
-        tl.debug_barrier()  # all of the program's stores come before its one release below
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-        if is_last:
-            tl.store(counters_ptr + tile, 0)
-            total = tl.zeros((BLOCK_N, BLOCK_M), total.dtype)
-            for part in tl.static_range(SPLIT_K):
-                total += tl.load(
-                    base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0, cache_modifier=".cg"
-                )
+    is_last, total = add_splits(total, partials_ptr, counters_ptr, tile, split, exists, SPLIT_K)
     if is_last:
         y = join_digits(total, DIGITS) * column_scales * row_scales
         if HAS_BIAS:
@@ -139,9 +127,7 @@ def several_rows(
         raise ValueError("the weight must be contiguous")
     out = torch.empty(num_rows, n, dtype=dtype, device=codes.device)
     num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(num_codes, config.block_m)
-    size = num_tiles * config.split_k * config.block_n * config.block_m
-    if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
-        raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
+    workspace.check(num_tiles, config.block_n * config.block_m, config.split_k)
     partials = workspace.partials.view(torch.int32) if codes.dtype == torch.int8 else workspace.partials
     overlaps = overlaps_launches(codes)
     _several_rows_kernel[(num_tiles, config.split_k)](

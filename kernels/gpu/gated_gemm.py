@@ -27,8 +27,8 @@ def choose_gated(num_rows: int, n: int, dtype: torch.dtype) -> SmallMConfig | No
 
     Qwen2.5-7B, n 18,944, hidden 3584, this against cuBLAS and `silu_mul`: 70.3 and 74.6 us at 8 rows, 71.3 and 76.3
     at 32, 73.1 and 77.0 at 64, 94 and 79 at 128. With too few tiles for all multiprocessors nothing is gained. At 64
-    rows Qwen3-8B, n 12,288, takes 55.4 and 54.3, Llama-3.1-8B, n 14,336, 80.4 and 64.9 us; whole steps of the latter are
-    faster with this one all the same: 5,985 and 6,067 us at 40 rows, 6,570 and 6,686 at 64.
+    rows Qwen3-8B, n 12,288, takes 55.4 and 54.3, Llama-3.1-8B, n 14,336, 80.4 and 64.9 us. Whole steps of the latter
+    are faster with this one all the same: 5,985 and 6,067 us at 40 rows, 6,570 and 6,686 at 64.
     """
     if dtype.itemsize != 2 or n < 8192:
         return None

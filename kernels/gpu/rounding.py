@@ -5,6 +5,7 @@
 MAX is 127, 448 for e4m3, or with two `digits` 32,639: a code of 16 bits is 256 h + l, in two rows of int8, h first.
 
     quantize_rows   x as it is
+    grouped_codes   x as it is, with sums of x over groups
     norm_codes      x = RMS norm of a residual, to which the output before may be added first
     silu_codes      x = silu(gate) * up, gate and up beside each other
     known_codes     x as it is, its largest magnitudes by parts of a row being known: many programs share a row
@@ -82,6 +83,23 @@ def _quantize_rows_kernel(
 
 
 @triton.jit
+def _grouped_codes_kernel(
+    x_ptr, codes_ptr, scales_ptr, sums_ptr, K, x_stride, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
+    _store_codes(x, largest, codes_ptr, row, K, ks, MAX, COMPILED)
+    tl.store(scales_ptr + row, largest / MAX)
+    groups = tl.arange(0, BLOCK // GROUP)
+    sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1) * (MAX / tl.maximum(largest, TINY))
+    tl.store(sums_ptr + row * (K // GROUP) + groups, sums, mask=groups < K // GROUP)
+
+
+@triton.jit
 def _norm_codes_kernel(
     x_ptr, residual_ptr, norm_ptr, codes_ptr, scales_ptr, K, eps, ADDS: tl.constexpr, MAX: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
@@ -139,6 +157,19 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, digits: int = 1) -> tuple[Tenso
         constants = _rounding_constants(codes, digits)
         _quantize_rows_kernel[(x.shape[0],)](x, codes, scales, x.shape[1], x.stride(0), **constants)
     return codes, scales
+
+
+def grouped_codes(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x (rows, in), columns of stride 1 -> its two digits and scales as `quantize_rows` gives them, and its sums over
+    groups of columns, in units of the scale: float32 (rows, in / group_size).
+    """
+    num_rows, k = x.shape
+    codes, scales = _empty_codes(num_rows, k, torch.int8, 2, x.device)
+    sums = torch.empty(num_rows, k // group_size, dtype=torch.float32, device=x.device)
+    if num_rows:
+        constants = _rounding_constants(codes, 2)
+        _grouped_codes_kernel[(num_rows,)](x, codes, scales, sums, k, x.stride(0), GROUP=group_size, **constants)
+    return codes, scales, sums
 
 
 def norm_codes(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.splits import add_splits
 
 MAX_ROWS = 64
 MAX_PREFETCHED = 1 << 23  # weights; a whole step of Qwen3-0.6B 3% faster at 1 and 8 rows, of Qwen2.5-7B 2% slower
@@ -69,6 +70,12 @@ class SmallMWorkspace:
     def __init__(self, device: torch.device, num_floats: int = 1 << 22, num_tiles: int = 1 << 14) -> None:
         self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+    def check(self, num_tiles: int, tile_size: int, split_k: int) -> None:
+        """Raises ValueError if so many tiles, of tile_size sums each in split_k parts, do not fit."""
+        size = num_tiles * split_k * tile_size
+        if split_k > 1 and (size > self.partials.numel() or num_tiles > self.counters.numel()):
+            raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
 
 
 @triton.jit
@@ -153,21 +160,8 @@ def _small_m_kernel(
             x = tl.load(x_rows + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0)
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
 
-    places = tl.arange(0, BLOCK_N)[:, None] + rows[None, :] * BLOCK_N
     exists = inside & (rows < M)[None, :]
-    is_last = True
-    if SPLIT_K > 1:
-        base = partials_ptr + tile_n * (SPLIT_K * BLOCK_N * BLOCK_M)
-        tl.store(base + split * (BLOCK_N * BLOCK_M) + places, total, mask=exists)
-        tl.debug_barrier()  # all of the program's stores come before its one release below
-        is_last = tl.atomic_add(counters_ptr + tile_n, 1, sem="acq_rel") == SPLIT_K - 1
-        if is_last:
-            tl.store(counters_ptr + tile_n, 0)
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in tl.static_range(SPLIT_K):
-                total += tl.load(
-                    base + part * (BLOCK_N * BLOCK_M) + places, mask=exists, other=0.0, cache_modifier=".cg"
-                )
+    is_last, total = add_splits(total, partials_ptr, counters_ptr, tile_n, split, exists, SPLIT_K)
     if is_last:
         if HAS_BIAS:
             total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
@@ -189,9 +183,7 @@ def small_m_linear(
     num_tiles = triton.cdiv(n, config.block_n)
     even = n % config.block_n == 0 and k % config.block_k == 0
     block_m = max(16, triton.next_power_of_2(num_rows))
-    size = num_tiles * config.split_k * config.block_n * block_m
-    if config.split_k > 1 and (size > workspace.partials.numel() or num_tiles > workspace.counters.numel()):
-        raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
+    workspace.check(num_tiles, config.block_n * block_m, config.split_k)
     overlaps = overlaps_launches(x)
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     _small_m_kernel[(num_tiles, config.split_k)](

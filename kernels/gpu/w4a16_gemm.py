@@ -1,14 +1,15 @@
 """Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-Up to 32 rows of bfloat16: a code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two
-of them cost a shift and a logical operation and go to the matrix units as they are, place by place of the words; what
-128 and the offset add is a multiple of the sum of x, which the matrix units compute as well. Per group
+A code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two of them cost a shift and a
+logical operation and go to the matrix units as they are, place by place of the words; what 128 and the offset add is
+a multiple of the sum of x, which the matrix units compute as well. Per group
 
     y += s (sum_k (128 + c_k) x_k) + (z - 136 s) sum_k x_k
 
 in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
-meet at the end. Many rows, other types, groups below 32, and rows that are no multiple of 128: the weight is written
-out, for cuBLAS.
+meet at the end. This is for up to 8 rows of bfloat16, with groups below 128 up to 32. 9 to 128 rows in groups of 128
+go through `kernels/gpu/w4_codes.py`. For others (more rows, other types, groups below 32, rows of W that are no
+multiple of 128) the weight is written out, for cuBLAS.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
+from kernels.gpu.rounding import grouped_codes
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.w4_codes import MIN_GROUP, choose_w4_codes, w4_codes_product
+from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
 MAX_ROWS = 32  # gate and up of Qwen2.5-7B at 64 rows: 144 us, as long as writing the weight out takes
+PAIRED_ROWS = range(9, 129)  # in groups of 128, by `w4_codes`
 LONG = 8192  # columns: too many to read before the wait
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
-MIN_GROUP = WORDS.value  # the codes of neighbouring words in one place share a scale
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
 # Of two words, the pairs of codes in the four places, each as two bfloat16 128 + c.
 CODES = tl.constexpr("""{
@@ -56,12 +60,10 @@ class W4Config:
     prefetched: int = 0
 
 
-def choose(num_rows: int, n: int, k: int) -> W4Config | None:
-    """For a weight (n, k) on an H200. None: the weight is written out. At 9 to 32 rows not measured; compiled
-    for more than 16 rows, 32 columns keep 800 bytes a thread outside of registers.
+def choose(num_rows: int, n: int, k: int) -> W4Config:
+    """For up to 32 rows and a weight (n, k) on an H200; k is a multiple of 128. From 9 rows on the kernel is slower
+    than bfloat16 in cuBLAS; for more than 16 rows, 32 columns would keep 800 bytes a thread outside of registers.
     """
-    if num_rows > MAX_ROWS or k % MAX_CHUNK:
-        return None
     if num_rows > 8:
         return W4Config(32 if num_rows <= 16 else 16, 4, 2)
     if num_rows > 1:
@@ -220,13 +222,26 @@ def _dequantize_kernel(
         tl.store(out_ptr + row * num_words * 4 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config | None = None) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16."""
-    num_rows, k = x.shape
-    n = packed.words.shape[0]
-    config = config or choose(num_rows, n, k)
-    if config is None or x.dtype != torch.bfloat16 or packed.group_size < MIN_GROUP:
-        return functional.linear(x, dequantize(packed, x.dtype), bias)
+def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
+    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16.
+
+    Whole steps of Qwen2.5-7B in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with `w4_codes`, 10.8,
+    11.1, 11.7, 13.0 with the weight written out; bfloat16 4.2, 4.6, 5.1, 6.5. In groups of 32 at 16, 32, 64 rows 6.3,
+    8.5, 13.2 with `w4_codes`, 5.0 and 8.1 with the kernel above, 11.6 at 64 rows with the weight written out.
+    """
+    (num_rows, k), n = x.shape, packed.words.shape[0]
+    if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_GROUP:
+        if packed.group_size == MAX_GROUP and num_rows in PAIRED_ROWS:
+            codes, config = grouped_codes(x, packed.group_size), choose_w4_codes(num_rows, n, k)
+            return w4_codes_product(*codes, packed, bias, x.dtype, workspace, config)
+        if num_rows <= MAX_ROWS:
+            return w4_product(x, packed, bias, choose(num_rows, n, k))
+    return functional.linear(x, dequantize(packed, x.dtype), bias)
+
+
+def w4_product(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config) -> Tensor:
+    """x (up to 32 rows, in), bfloat16, columns of stride 1 -> (rows, out)."""
+    (num_rows, k), n = x.shape, packed.words.shape[0]
     if num_rows > MAX_ROWS or k % MAX_CHUNK:
         raise ValueError(f"{num_rows} rows of {k} are too many or no multiple of {MAX_CHUNK} columns")
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)

@@ -26,6 +26,7 @@ from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
@@ -117,13 +118,19 @@ def test_steps(
     check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *products)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 32])
-def test_products_of_4_bits(rows: int, compiled: list[Compiled]) -> None:
-    n, k, group = 37888, 3584, 128
+@pytest.mark.parametrize(
+    ("rows", "group", "kernel"),
+    [
+        (1, 128, "_w4_rows_kernel"), (8, 32, "_w4_rows_kernel"), (32, 32, "_w4_rows_kernel"),
+        (64, 128, "_w4_codes_kernel"),
+    ],
+)  # fmt: skip
+def test_products_of_4_bits(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
+    n, k = 37888, 3584
     scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
-    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None)
+    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SmallMWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
-    check(compiled, "_w4_rows_kernel")
+    check(compiled, kernel)
 
 
 def test_sampling(compiled: list[Compiled]) -> None:

@@ -108,7 +108,7 @@ def test_four_bit_maps() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
     scales, zeros = torch.rand(2, 32, 2, device=device)
-    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device))
+    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SmallMWorkspace(device))
     spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
     weight = (codes.float() - 8) * spread[0] + spread[1]
     x = torch.randn(3, 64, device=device)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.w4a16_gemm import W4Config, dequantize, w4a16_linear
-from kernels.w4a16_gemm import dequantize_w4, pack_w4
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.w4a16_gemm import W4Config, dequantize, w4_product, w4a16_linear
+from kernels.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.w4a16_gemm import w4a16_linear as reference
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 
@@ -15,6 +16,10 @@ def random_codes(n: int, k: int, group: int, device: torch.device) -> tuple[Tens
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
     scales = torch.rand(n, k // group, device=device) + 0.1
     return codes, scales.bfloat16(), torch.randn(n, k // group, device=device).bfloat16()
+
+
+def packed_of(n: int, k: int, group: int, device: torch.device) -> PackedW4:
+    return pack_w4(*random_codes(n, k, group, device))
 
 
 @pytest.mark.parametrize("group", [16, 64, 192, 384])
@@ -38,46 +43,54 @@ def test_what_cannot_be_packed_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_writing_weights_out(group: int, device: torch.device) -> None:
-    packed = pack_w4(*random_codes(3, 2304, group, device))
+    packed = packed_of(3, 2304, group, device)
     torch.testing.assert_close(dequantize(packed, torch.float16), dequantize_w4(packed, torch.float16))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 19])
+@pytest.mark.parametrize("rows", [1, 3, 19, 130])
 @pytest.mark.parametrize(("n", "k", "group"), [(48, 256, 128), (37, 384, 32), (37, 96, 32)])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_equals_the_reference(
-    rows: int, n: int, k: int, group: int, has_bias: bool, ahead: int, device: torch.device
-) -> None:
-    packed = pack_w4(*random_codes(n, k, group, device))
+def test_equals_the_reference(rows: int, n: int, k: int, group: int, has_bias: bool, device: torch.device) -> None:
+    packed = packed_of(n, k, group, device)
     x = torch.randn(rows, k, device=device).bfloat16()
     bias = torch.randn(n, device=device).bfloat16() if has_bias else None
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
     expected = expected if bias is None else expected + bias.double()
     assert relative_error(reference(x.float(), packed, None if bias is None else bias.float()), expected) < 1e-6
-    config = None if k % 128 else W4Config(16, 2, 2, ahead, 4)
-    assert relative_error(w4a16_linear(x, packed, bias, config), expected) < BFLOAT16_BOUND
+    out = w4a16_linear(x, packed, bias, SmallMWorkspace(device))
+    assert relative_error(out, expected) < BFLOAT16_BOUND
+
+
+@pytest.mark.parametrize("rows", [1, 3, 19])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_few_rows(rows: int, ahead: int, device: torch.device) -> None:
+    packed = packed_of(37, 384, 32, device)
+    x = torch.randn(rows, 384, device=device).bfloat16()
+    expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
+    assert relative_error(w4_product(x, packed, None, W4Config(16, 2, 2, ahead, 4)), expected) < BFLOAT16_BOUND
 
 
 def test_activations_far_from_zero(device: torch.device) -> None:
     """What all columns have in common is added in float32, not rounded with the codes."""
-    packed = pack_w4(*random_codes(32, 512, 128, device))
+    packed = packed_of(32, 512, 128, device)
     x = (torch.randn(2, 512, device=device) + 30).bfloat16()
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
-    assert relative_error(w4a16_linear(x, packed, None), expected) < BFLOAT16_BOUND
+    assert relative_error(w4a16_linear(x, packed, None, SmallMWorkspace(device)), expected) < BFLOAT16_BOUND
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "dtype"), [(33, 128, torch.bfloat16), (3, 64, torch.float32), (1, 128, torch.float16)]
+    ("rows", "k", "dtype"), [(65, 128, torch.bfloat16), (3, 64, torch.float32), (1, 128, torch.float16)]
 )
 def test_others_go_through_the_plain_product(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    packed = pack_w4(*random_codes(48, k, 32, device))
+    packed = packed_of(48, k, 32, device)
     x = torch.randn(rows, k, device=device).to(dtype)
     bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
-    assert relative_error(w4a16_linear(x, packed, None), reference(x.float(), packed)) < bound
+    assert (
+        relative_error(w4a16_linear(x, packed, None, SmallMWorkspace(device)), reference(x.float(), packed)) < bound
+    )
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    packed = pack_w4(*random_codes(48, 64, 32, device))
+    packed = packed_of(48, 64, 32, device)
     with pytest.raises(ValueError, match="too many"):
-        w4a16_linear(torch.randn(2, 64, device=device).bfloat16(), packed, None, W4Config(16))
+        w4_product(torch.randn(2, 64, device=device).bfloat16(), packed, None, W4Config(16))

@@ -1,0 +1,159 @@
+"""Products of 4-bit weights in groups with rows of 16 bits, each two rows of int8 codes: integers, group by group.
+
+    y_mn = a_m sum_g (s_ng sum_{k in g} (c_nk - 8) x_mk + z_ng X_mg) + b_n;   X_mg = sum_{k in g} x_mk,  x = 256 h + l
+
+`grouped_codes` of `kernels/gpu/rounding.py` makes x, a and X. A code's four bits, moved to the upper half of a byte
+and the first of them turned, are the int8 16 (c - 8); the matrix units take them from registers. What goes this
+way, `kernels/gpu/w4a16_gemm.py` says: with small groups most of the time is spent between products.
+
+Layout of the weights and reference: `kernels/w4a16_gemm.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.splits import add_splits
+from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
+
+WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
+MIN_GROUP = WORDS.value  # the codes of neighbouring words in one place share a scale
+LONG, WIDE = 8192, 8192  # columns, rows of a weight
+NIBBLES = tl.constexpr("""{
+    .reg .b32 a, b;
+    shl.b32 a, $4, 4;
+    shl.b32 b, $5, 4;
+    lop3.b32 a, a, 0xF0F0F0F0, 0x80808080, 0x6A;
+    lop3.b32 b, b, 0xF0F0F0F0, 0x80808080, 0x6A;
+    prmt.b32 $0, a, b, 0x6420;
+    prmt.b32 $2, a, b, 0x7531;
+    lop3.b32 a, $4, 0xF0F0F0F0, 0x80808080, 0x6A;
+    lop3.b32 b, $5, 0xF0F0F0F0, 0x80808080, 0x6A;
+    prmt.b32 $1, a, b, 0x6420;
+    prmt.b32 $3, a, b, 0x7531;
+}""")
+
+
+@dataclass(frozen=True, slots=True)
+class W4CodesConfig:
+    """block_m rows of codes x block_n columns a program; split_k programs share a tile's K."""
+
+    block_m: int
+    block_n: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@triton.jit
+def codes_of_places(words):
+    """16 (c - 8) of the four places, int8."""
+    return tl.inline_asm_elementwise(
+        NIBBLES, "=&r,=&r,=&r,=&r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def plain_codes_of_places(words):
+    """The same: the interpreter knows no assembly."""
+    codes = ()
+    for place in tl.static_range(4):
+        code = (((words.to(tl.int32) >> 4 * place) & 15) - 8) * 16
+        codes = codes + (code.to(tl.int8),)  # type: ignore[assignment]  # noqa: RUF005
+    return codes
+
+
+@triton.jit
+def _w4_codes_kernel(
+    x_ptr, x_scales_ptr, sums_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N,
+    num_chunks,
+    HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    CHUNK: tl.constexpr = 4 * WORDS
+    GROUPS: tl.constexpr = CHUNK // GROUP  # of a chunk
+    num_m = tl.cdiv(2 * M, BLOCK_M)
+    tile_m = tl.program_id(0) % num_m  # neighbours share a tile of W and run together
+    columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    code_rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tile_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
+    places = tl.arange(0, WORDS)[None, :]
+    num_words = num_chunks * WORDS  # in this form the compiler knows that rows start at 16 bytes
+    word_at = words_ptr + columns.to(tl.int64)[:, None] * num_words + places
+    pair_at = pairs_ptr + columns.to(tl.int64) * (num_chunks * GROUPS)
+    x_at = x_ptr + code_rows.to(tl.int64)[:, None] * (num_chunks * CHUNK) + places
+    sum_at = sums_ptr + rows.to(tl.int64) * (num_chunks * GROUPS)
+    has_code = (code_rows < 2 * M)[:, None]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
+    wait_for_predecessor(OVERLAPS)
+    total = tl.zeros((BLOCK_N, BLOCK_M // 2), tl.float32)
+    share = tl.cdiv(num_chunks, SPLIT_K)
+    first = tl.program_id(1) * share
+    for chunk in tl.range(first, tl.minimum(first + share, num_chunks), num_stages=NUM_STAGES):
+        if EVEN:
+            words = tl.load(word_at + chunk * WORDS)
+        else:
+            words = tl.load(word_at + chunk * WORDS, mask=inside[:, None], other=0)
+        codes = codes_of_places(words) if COMPILED else plain_codes_of_places(words)
+        for group in tl.static_range(GROUPS):
+            products = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+            for place in tl.static_range(group * 4 // GROUPS, (group + 1) * 4 // GROUPS):
+                x = tl.load(x_at + chunk * CHUNK + place * WORDS, mask=has_code, other=0)
+                products = tl.dot(codes[place], tl.trans(x), products, out_dtype=tl.int32)
+            high, low = tl.split(tl.reshape(products, (BLOCK_N, BLOCK_M // 2, 2)))
+            joined = (high * 256 + low).to(tl.float32)  # below 2^30: 128 columns of 128 x 32,639
+            pairs = tl.load(pair_at + chunk * GROUPS + group, mask=inside, other=0)[:, None]
+            sums = tl.load(sum_at + chunk * GROUPS + group, mask=rows < M, other=0.0)[None, :]
+            scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
+            zero = (pairs & -65536).to(tl.float32, bitcast=True)
+            total += zero * sums
+            total += (scale * 0.0625) * joined
+    exists = inside[:, None] & (rows < M)[None, :]
+    is_last, y = add_splits(total, partials_ptr, counters_ptr, tl.program_id(0), tl.program_id(1), exists, SPLIT_K)
+    if is_last:
+        y *= tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
+        if HAS_BIAS:
+            y += bias
+        outputs = out_ptr + rows.to(tl.int64)[None, :] * N + columns[:, None]
+        tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def choose_w4_codes(num_rows: int, n: int, k: int) -> W4CodesConfig:
+    """For rows of x and a weight (n, k) on an H200; k is a multiple of 128."""
+    block_m = max(16, min(64, triton.next_power_of_2(2 * num_rows)))
+    if n >= WIDE:
+        return W4CodesConfig(block_m, 128)
+    split_k = 8 if k > LONG else 4 if num_rows <= 64 else 2
+    return W4CodesConfig(block_m, 128, split_k) if block_m <= 32 else W4CodesConfig(block_m, 128, split_k, 8, 3)
+
+
+def w4_codes_product(
+    codes: Tensor, x_scales: Tensor, sums: Tensor, packed: PackedW4, bias: Tensor | None, dtype: torch.dtype,
+    workspace: SmallMWorkspace, config: W4CodesConfig,
+) -> Tensor:  # fmt: skip
+    """codes int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out)."""
+    num_rows, k = x_scales.shape[0], codes.shape[1]
+    n = packed.words.shape[0]
+    if k % MAX_CHUNK or packed.group_size < MIN_GROUP:
+        raise ValueError(f"{k} columns in groups of {packed.group_size}: multiples of {MAX_CHUNK} and {MIN_GROUP}")
+    num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(2 * num_rows, config.block_m)
+    workspace.check(num_tiles, config.block_n * config.block_m // 2, config.split_k)
+    out = torch.empty(num_rows, n, dtype=dtype, device=codes.device)
+    overlaps = overlaps_launches(codes)
+    _w4_codes_kernel[(num_tiles, config.split_k)](
+        codes, x_scales, sums, packed.words, packed.scales_and_zeros.view(torch.int32),
+        x_scales if bias is None else bias, out, workspace.partials, workspace.counters, num_rows, n, k // MAX_CHUNK,
+        HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        COMPILED=codes.is_cuda, num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
+    return out
