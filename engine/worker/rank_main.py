@@ -105,9 +105,9 @@ def _shared_cores(run_dir: str) -> SharedCores:
     """With what loading may use taken: it computes too. Raises ConfigError."""
     try:
         cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
-    except OSError as error:
-        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}") from None
-    cores.adjust(has_work=True)
+        cores.adjust(has_work=True)
+    except OSError as error:  # of a folder without locks too
+        raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
     return cores
 
 

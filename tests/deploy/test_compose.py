@@ -7,6 +7,8 @@ Grafana come from a registry, which a test must not need. Their files are tested
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -76,6 +78,21 @@ def test_compose_merges_the_file_for_gpus(cluster):
         }  # fmt: skip
     (first, *_) = services["prometheus"]["volumes"]
     assert first["source"].endswith("prometheus.cuda.yml")
+
+
+def test_workers_share_the_cores(cluster):
+    """While one computes, the others' kernel shows its lock on the file that they have in common."""
+    program = (
+        "import fcntl, os, sys, time; from engine.worker.cores import SharedCores; from pathlib import Path\n"
+        "cores = SharedCores(Path('/run/mini-infer/cores'), 4); end = time.monotonic() + 20\n"
+        "while (found := cores.share()) == 4 and time.monotonic() < end: time.sleep(0.001)\n"
+        "print(found)"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        shares = pool.submit(cluster.docker.compose, "exec", "-T", "decode-0", "python", "-c", program)
+        while not shares.done():
+            cluster.chat(f"{time.monotonic()} {SYSTEM}")
+    assert shares.result().stdout.strip() in ("1", "2")
 
 
 def test_all_workers_are_attached(cluster):
