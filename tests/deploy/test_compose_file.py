@@ -94,7 +94,7 @@ def test_on_a_gpu_the_workers_that_start_divide_it():
     total = 0.0
     for name, service in started.items():
         own = {key: str(value) for key, value in service["environment"].items()}
-        env = {key: str(value or "") for key, value in OURS[name]["environment"].items()} | own
+        env = {key: "" if value is None else str(value) for key, value in OURS[name]["environment"].items()} | own
         found = parse(OURS[name]["command"], env)
         assert found["kv_cache_gb"] == 0  # else the fraction would not count
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
