@@ -4,7 +4,8 @@
     python -m benchmarks.engine --model DIR --load-format dummy --prefill 2048,8192 --offline256
 
 Prompts are drawn fresh in every run and the prefix cache is off, so nothing is measured that a cache gave. All engine
-settings are flags (`--device`, `--dtype`, `--quant-mode`, ...). Each figure stands beside its floor on this machine.
+settings are flags (`--device`, `--dtype`, `--quant-mode`, ...), with the defaults of `engine.LLM`. Each figure stands
+beside its floor on this machine.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def int_list(text: str) -> list[int]:
 def open_bench(options: argparse.Namespace) -> Bench:
     """Load the model, with room for the largest load."""
     config = from_namespace(EngineConfig, options)
-    config = config.resolved(resolve_device(config).type)
+    config = config.resolved(resolve_device(config).type, is_offline=True)
     loads = [(batch, options.input + options.output) for batch in options.batch]
     loads += [(1, num_tokens + 1) for num_tokens in options.prefill]
     sequences = max(options.batch, default=config.max_num_seqs)

@@ -76,20 +76,25 @@ class EngineParts:
     cuda_graphs: bool
 
 
-def assemble(config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None) -> EngineParts:
-    """Load the model and build its engine. Raises ConfigError with what to do."""
+def assemble(
+    config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None, is_offline: bool = False
+) -> EngineParts:
+    """Load the model and build its engine. Raises ConfigError with what to do.
+
+    is_offline: without services, see `EngineConfig.resolved`.
+    """
     with explained(LESS_KV):
-        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig())
+        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig(), is_offline)
 
 
-def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig) -> EngineParts:
+def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.loader.load import load_model, resolve_device
 
     began = time.monotonic()
     files = resolve_model(config.model)
     device = resolve_device(config)
-    config = config.resolved(device.type)
+    config = config.resolved(device.type, is_offline)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)

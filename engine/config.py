@@ -35,7 +35,8 @@ class EngineConfig:
     host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
     max_num_seqs: int = setting(0, "sequences in one step; 0: 64 on a CPU, 256 on a GPU", flags=("--max-batch-size",))
     max_num_batched_tokens: int = setting(
-        0, "tokens in one step; 0: 256 on a CPU, 8192 on a GPU", flags=("--chunk-prefill-size",)
+        0, "tokens in one step; 0: 256 on a CPU, 8192 on a GPU, there 16384 without services",
+        flags=("--chunk-prefill-size",),
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
@@ -62,16 +63,18 @@ class EngineConfig:
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
-    def resolved(self, device_type: str) -> EngineConfig:
+    def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
         """The same settings with block size and every automatic bound of a step filled in for `cpu` or `cuda`.
 
+        is_offline: nobody waits for the next token of a stream, so a step on a GPU may be twice as long.
         Raises ConfigError for a block size that the device's kernels cannot take.
         """
         on_gpu = device_type == "cuda"
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
-        max_num_batched_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 256, max_num_seqs)
+        num_tokens = (16384 if is_offline else 8192) if on_gpu else 256
+        max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, max_num_seqs)
         return replace(
             self,
             block_size=self.block_size or (64 if on_gpu else 16),

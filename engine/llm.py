@@ -39,7 +39,7 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         of_gpu = {name: settings.pop(name) for name in GpuConfig.__dataclass_fields__ if name in settings}
-        parts = assemble(EngineConfig(model=model, **settings), gpu=GpuConfig(**of_gpu))
+        parts = assemble(EngineConfig(model=model, **settings), gpu=GpuConfig(**of_gpu), is_offline=True)
         self.engine = parts.engine
         self.model_config = parts.model_config
         self.tokenizer: Tokenizer = load_tokenizer(parts.files)

@@ -23,3 +23,10 @@ def test_block_sizes_that_a_gpu_cannot_take() -> None:
         EngineConfig(block_size=24).resolved("cuda")
     with pytest.raises(ConfigError, match="--block-size -1"):
         EngineConfig(block_size=-1)
+
+
+def test_without_services_a_step_on_a_gpu_is_longer() -> None:
+    assert EngineConfig().resolved("cuda").max_num_batched_tokens == 8192
+    assert EngineConfig().resolved("cuda", is_offline=True).max_num_batched_tokens == 16384
+    assert EngineConfig(max_num_batched_tokens=512).resolved("cuda", is_offline=True).max_num_batched_tokens == 512
+    assert EngineConfig().resolved("cpu", is_offline=True) == EngineConfig().resolved("cpu")
