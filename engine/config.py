@@ -35,7 +35,8 @@ class EngineConfig:
     host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
     max_num_seqs: int = setting(0, "sequences in one step; 0: 64 on a CPU, 256 on a GPU", flags=("--max-batch-size",))
     max_num_batched_tokens: int = setting(
-        0, "tokens in one step; 0: 256 on a CPU, 8192 on a GPU, there 16384 without services",
+        0,
+        "tokens in one step; 0: 256 on a CPU, 8192 on a GPU, there 16384 without services",
         flags=("--chunk-prefill-size",),
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
