@@ -29,10 +29,11 @@ RENEW_INTERVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How one job ended."""
+    """How one job ended. error: why it failed."""
 
     request_id: RequestId
     ok: bool
+    error: str = ""
     transport: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
@@ -87,18 +88,18 @@ class KvMover:
     # -- threads ---------------------------------------------------------------------------------------------
 
     def _load(self, request_id: RequestId, lease_id: str, positions: list[int], block_ids: list[BlockId]) -> None:
-        result = LoadResult(request_id, False)
+        result = LoadResult(request_id, False, "a bug")
         try:
             with self._lock:
                 peer = self._kept_alive.get(lease_id)
             if peer is None:
                 raise TransferError("the lease was released for another request that had the same handle")
             pulled = self._client.pull(peer, positions, block_ids)
-            result = LoadResult(request_id, True, pulled.transport, pulled.num_bytes, pulled.seconds)
+            result = LoadResult(request_id, True, "", pulled.transport, pulled.num_bytes, pulled.seconds)
         except MiniInferError as error:
-            logger.warning("KV pull failed, computing it here: %s", error)
+            result = LoadResult(request_id, False, str(error))
         except Exception:  # nobody else looks at a thread's exception
-            logger.exception("KV pull failed, computing it here")
+            logger.exception("KV pull failed")
         finally:
             self._results.append(result)  # whatever happened: the request waits for it
             self._on_result()

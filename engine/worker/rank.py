@@ -201,11 +201,15 @@ class Rank:
             self._apply_load(result, now)
 
     def _apply_load(self, result: LoadResult, now: float) -> None:
-        self._report_next.add_pull(result)
         self._engine.scheduler.finish_load(result.request_id, result.ok)
         entry = self._open.get(result.request_id)
+        if entry is None and not result.ok:
+            return  # cancelled, and its lease may have ended while it was read: no fault
+        self._report_next.add_pull(result)
         if entry is None:
             return
+        if not result.ok:
+            logger.warning("KV pull failed, computing the prompt here: %s", result.error)
         entry.pull_seconds = now - entry.started
         entry.transport = result.transport
         entry.pull_failed = not result.ok

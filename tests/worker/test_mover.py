@@ -69,6 +69,7 @@ def test_every_load_has_a_result_and_ends_its_lease(
     assert has_result.wait(30)
     (result,) = mover.take_results()
     assert (result.request_id, result.ok) == ("r", error is None)
+    assert result.error == ("" if error is None else "told to fail" if isinstance(error, TransferError) else "a bug")
     assert mover.num_open == 0
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
