@@ -7,6 +7,7 @@ pool once per step, after the last layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +25,10 @@ from kernels.cpu_attention import (
     padded_len,
 )
 from kernels.paged_attention import write_kv
+from kvstore.types import BlockId
 
 MIRROR_TO_POOL_BYTES = 2  # the mirror may take this many times the pool's memory
+MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation more, which copies twice
 
 
 @dataclass(slots=True)
@@ -47,6 +50,7 @@ class Chunk:
     stop: int
     seq_len: int
     block_ids: Tensor
+    block_runs: list[tuple[int, int, int]]  # the same as runs, see `runs_of`
     workspace: Tensor  # (2, kv_heads, padded_len(seq_len), head_dim), zero beyond the blocks
 
 
@@ -141,8 +145,9 @@ class CpuAttention:
         # Whole blocks are copied in, so the buffer may end within the last one.
         size = max(padded_len(seq_len), num_blocks * self._block_size)
         workspace = torch.zeros(2, self._kv_heads, size, self._head_dim, dtype=self._pool.dtype)
-        table = torch.tensor(batch.requests[index].block_ids[:num_blocks])
-        return Chunk(batch.query_starts[index], batch.query_starts[index + 1], seq_len, table, workspace)
+        block_ids = batch.requests[index].block_ids[:num_blocks]
+        start, stop = batch.query_starts[index], batch.query_starts[index + 1]
+        return Chunk(start, stop, seq_len, torch.tensor(block_ids), runs_of(block_ids), workspace)
 
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (n, num_heads, head_dim)."""
@@ -162,8 +167,13 @@ class CpuAttention:
         num_blocks = chunk.block_ids.shape[0]
         covered = num_blocks * self._block_size
         by_block = chunk.workspace[:, :, :covered].view(2, self._kv_heads, num_blocks, self._block_size, -1)
-        by_block.copy_(self._pool[chunk.block_ids, layer].permute(1, 2, 0, 3, 4))
-        chunk.workspace[:, :, chunk.seq_len :] = 0  # the last block's unused places may hold anything
+        if len(chunk.block_runs) * MIN_RUN > num_blocks:
+            by_block.copy_(self._pool[chunk.block_ids, layer].permute(1, 2, 0, 3, 4))
+        else:
+            for place, block_id, count in chunk.block_runs:
+                blocks = self._pool[block_id : block_id + count, layer]
+                by_block[:, :, place : place + count].copy_(blocks.permute(1, 2, 0, 3, 4))
+        chunk.workspace[:, :, chunk.seq_len : covered] = 0  # the last block's unused places may hold anything
         return chunk.workspace
 
     def _keep_decoded(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:
@@ -177,3 +187,14 @@ class CpuAttention:
             blocks, offsets = blocks[tokens], offsets[tokens]
         by_token = self._pool.permute(0, 4, 1, 2, 3, 5)  # (num_blocks, block_size, num_layers, 2, kv_heads, head_dim)
         by_token.index_put_((blocks, offsets), torch.stack(metadata.new_kv, dim=1))
+
+
+def runs_of(block_ids: Sequence[BlockId]) -> list[tuple[int, int, int]]:
+    """Of ids that follow each other: (place of the first, its id, how many). A pool in little use has few runs."""
+    runs: list[tuple[int, int, int]] = []
+    for place, block_id in enumerate(block_ids):
+        if runs and block_id == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((place, block_id, 1))
+    return runs

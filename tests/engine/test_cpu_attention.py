@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import kv_mirror
+from engine import cpu_attention, kv_mirror
 from engine.attention import PoolAttention
 from engine.batch import build_batch
-from engine.cpu_attention import CpuAttention
+from engine.cpu_attention import CpuAttention, runs_of
 from engine.kv_mirror import KVMirror, capacity_for
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow
 from kernels.cpu_attention import padded_len
@@ -114,6 +114,26 @@ def test_long_chunks_are_cut_into_blocks_of_queries() -> None:
     request = sequences.new()
     for count in (300, 131, 1, 128):
         pair.step([sequences.row(request, count)])
+
+
+@pytest.mark.parametrize("min_run", [0, 1, 1000])
+def test_blocks_are_read_in_runs_or_one_by_one(min_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs, all single blocks, and neither: a prefix, blocks from elsewhere, a last one that is not full."""
+    monkeypatch.setattr(cpu_attention, "MIN_RUN", min_run)
+    pair, sequences = Pair(), Sequences(0)
+    request = sequences.new()
+    blocks = [*range(10, 30), *range(90, 70, -3), *range(200, 230)]
+    sequences.free = blocks[::-1]
+    pair.step([sequences.row(request, 61)])
+    pair.step([sequences.row(request, 90), sequences.row(other := sequences.new(), 6)])
+    assert runs_of(request.block_ids)[0] == (0, 10, 20)
+    assert other.block_ids[0] == request.block_ids[-1] + 1
+
+
+def test_runs_of_blocks() -> None:
+    assert runs_of([]) == []
+    block_ids = [BlockId(number) for number in (7, 8, 9, 3, 2, 4, 5)]
+    assert runs_of(block_ids) == [(0, 7, 3), (3, 3, 1), (4, 2, 1), (5, 4, 2)]
 
 
 def test_a_row_follows_its_blocks_not_its_name() -> None:
