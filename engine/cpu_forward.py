@@ -20,7 +20,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 from kernels.silu_mul import silu_mul
 
-MAX_ROWS = 16  # above, memory traffic counts and not the number of operations
+MAX_ROWS = 64  # above, memory traffic counts and not the number of operations
 
 
 @dataclass(slots=True)
