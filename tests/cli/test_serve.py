@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,13 @@ from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
 
 FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="mi-") as folder:
+        yield Path(folder)
 
 
 def command(*arguments: str) -> list[str]:
