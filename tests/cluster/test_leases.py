@@ -31,6 +31,14 @@ async def until_load(cluster: Cluster, name: str, condition: Any) -> None:
         await asyncio.sleep(0.02)
 
 
+async def until_stopped(pid: int) -> None:
+    """All threads of a process take their time to see the signal."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
 @pytest.mark.timeout(90)
 async def test_kv_of_a_client_that_left_before_the_pull_is_freed() -> None:
     worker_args = (f"--kv-lease-seconds={LEASE_SECONDS}",)
@@ -38,7 +46,7 @@ async def test_kv_of_a_client_that_left_before_the_pull_is_freed() -> None:
     with running_cluster(worker_args=worker_args, router_args=router_args) as cluster:
         decode = cluster.services["decode-0"]
         decode.signal(signal.SIGSTOP)  # it will not pull
-        assert Path(f"/proc/{decode.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        await until_stopped(decode.pid)
         try:
             async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as client:
                 # Greedy: a sampled byte may be a part of a character, which has no text of its own to show.
