@@ -31,10 +31,17 @@ async def until_load(cluster: Cluster, name: str, condition: Any) -> None:
         await asyncio.sleep(0.02)
 
 
+def state_of(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return "T"
+
+
 async def until_stopped(pid: int) -> None:
-    """All threads of a process take their time to see the signal."""
+    """The threads of a process take their time to see the signal."""
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while any(state_of(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
 
