@@ -247,7 +247,7 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
     try:
         await worker.wait_ready()
         async with attached(worker) as d:
-            await d.submit("open", sampling=pb.SamplingParams(max_tokens=400))
+            await d.submit("open", sampling=pb.SamplingParams(max_tokens=2000))
             while not (await d.report()).deltas:
                 pass
             worker.service.signal(signal.SIGTERM)
@@ -255,8 +255,9 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
                 await d.report()
             await d.submit("new")
             assert (await d.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
-            tokens, _ = await d.until_end("open")
-            assert len(tokens) > 300
+            tokens, last = await d.until_end("open")
+            assert tokens
+            assert last.finish_reason == pb.FINISH_REASON_LENGTH
         assert worker.service.process is not None
         assert await asyncio.to_thread(worker.service.process.wait, 30) == 0
     finally:
