@@ -33,10 +33,14 @@ COLUMN_MULTIPLE = 16  # of inputs, for 8-bit products; others stay plain
 
 
 class EightBitLinear(ABC):
-    """Over one byte a weight, with a scale per row."""
+    """Over one byte a weight, with a scale per row. Inputs are rounded to the type of the weights, or to two `digits`
+    of it: the same result at any number of rows, up to `max_rounded`.
+    """
 
     __slots__ = ("bias", "scales", "weight", "workspace")
     dtype = torch.int8
+    digits = 1
+    max_rounded = sys.maxsize
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
         """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
@@ -47,24 +51,11 @@ class EightBitLinear(ABC):
         self.bias = bias
         self.workspace = workspace  # serves one stream, shared by the maps of a model
 
-    @abstractmethod
-    def __call__(self, x: Tensor) -> Tensor: ...
-
     @classmethod
     def of(cls, linear: Linear, workspace: SmallMWorkspace) -> Self:
         """Round a plain map."""
         weight, scales = quantize_rows(linear.weight, cls.dtype)
         return cls(weight, scales, linear.bias, workspace)
-
-
-class RoundedLinear(EightBitLinear):
-    """Inputs are rounded to the type of the weights, or to two `digits` of it. The same result at any number of rows,
-    up to `max_rounded`.
-    """
-
-    __slots__ = ()
-    digits = 1
-    max_rounded = sys.maxsize
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.of_codes(*quantize_rows(x, self.dtype, self.digits), x.dtype)
@@ -83,7 +74,7 @@ class RoundedLinear(EightBitLinear):
         return known_codes(inner, maxima, self.dtype, self.digits)
 
 
-class W8A8Linear(RoundedLinear):
+class W8A8Linear(EightBitLinear):
     """int8 weights and inputs."""
 
     __slots__ = ()
@@ -103,7 +94,7 @@ class W8A16Linear(W8A8Linear):
         return w8a16_linear(x, self.weight, self.scales, self.bias, self.workspace)
 
 
-class Fp8Linear(RoundedLinear):
+class Fp8Linear(EightBitLinear):
     """e4m3 weights and inputs."""
 
     __slots__ = ()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from engine.gpu.quantized import RoundedLinear
+from engine.gpu.quantized import EightBitLinear
 from engine.layers.decoder import DecoderLayer, DecoderModel
 from engine.layers.linear import LinearMap
 from kernels.gpu.rms_norm import add_rms_norm
@@ -28,7 +28,7 @@ def max_rows(model: DecoderModel) -> int:
     """Tokens that `hidden` takes: 0 unless all layers round to one type before qkv, gate_up and down."""
     kinds = {type(linear) for layer in model.layers for linear in (layer.qkv, layer.gate_up, layer.down)}
     kind = kinds.pop()
-    return kind.max_rounded if not kinds and issubclass(kind, RoundedLinear) else 0
+    return kind.max_rounded if not kinds and issubclass(kind, EightBitLinear) else 0
 
 
 def hidden(model: DecoderModel, token_ids: Tensor, attend: Attend) -> Tensor:
@@ -47,11 +47,11 @@ def hidden(model: DecoderModel, token_ids: Tensor, attend: Attend) -> Tensor:
     return add_rms_norm(added, residual, model.final_norm, eps)
 
 
-def maps_of(layer: DecoderLayer) -> tuple[RoundedLinear, RoundedLinear, RoundedLinear]:
+def maps_of(layer: DecoderLayer) -> tuple[EightBitLinear, EightBitLinear, EightBitLinear]:
     """qkv, gate_up and down."""
     return _rounded(layer.qkv), _rounded(layer.gate_up), _rounded(layer.down)
 
 
-def _rounded(linear: LinearMap) -> RoundedLinear:
-    assert isinstance(linear, RoundedLinear)
+def _rounded(linear: LinearMap) -> EightBitLinear:
+    assert isinstance(linear, EightBitLinear)
     return linear

@@ -1,4 +1,4 @@
-"""Linear maps over int8 weights on a GPU, with activations rounded to int8 per token (w8a8) or not (w8a16).
+"""Linear maps over int8 weights on a GPU, with activations rounded per token, to int8 (w8a8) or 16 bits (w8a16).
 
 Kernels: `kernels/gpu/eight_bit.py`. Formula and reference: `kernels/w8a8_gemm.py`.
 """

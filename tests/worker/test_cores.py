@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import ConfigError
 from engine.worker.cores import NUM_PLACES, SharedCores
+from engine.worker.rank_main import _shared_cores
 
 HOLDER = """
 import sys
@@ -58,6 +61,15 @@ def test_a_killed_engine_does_not_count(path: Path) -> None:
             holder.kill()
             holder.wait()
     assert engine.share() == 8
+
+
+def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("engine.worker.cores.fcntl.fcntl", refuse)
+    with pytest.raises(ConfigError, match="Invalid argument; or give --num-threads"):
+        _shared_cores(str(tmp_path))
 
 
 def test_threads_of_torch_follow(path: Path) -> None:

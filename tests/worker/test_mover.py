@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from common.errors import TransferError
 from engine.request import RequestId
-from engine.worker.mover import KvMover
+from engine.worker.mover import KvMover, LoadResult
+from engine.worker.rank import Rank
 from kvstore.transport import KvClient, PullResult
 from kvstore.types import BlockId, PeerPool
 
@@ -73,6 +75,24 @@ def test_every_load_has_a_result_and_ends_its_lease(
     assert mover.num_open == 0
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
+    is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = SimpleNamespace(started=1.0, pulled_tokens=16)
+    counted: list[LoadResult] = []
+    ended: list[tuple[str, bool]] = []
+    rank: Any = SimpleNamespace(
+        _open={"r": entry} if is_open else {},
+        _report_next=SimpleNamespace(add_pull=counted.append),
+        _engine=SimpleNamespace(scheduler=SimpleNamespace(finish_load=lambda *result: ended.append(result))),
+    )
+    Rank._apply_load(rank, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
+    assert ended == [("r", False)]  # its blocks are given back either way
+    assert counted == [result] * is_open
+    assert ("told to fail" in caplog.text) == is_open
 
 
 def test_a_bug_in_a_pull_is_logged(
