@@ -1,8 +1,8 @@
 """The cores of a host, divided equally between the engines that compute right now (decision 0093).
 
 An engine that computes holds a lock on its byte of a file that the workers of a host share; the kernel gives it up
-for one that dies. Others count such locks before each step, and torch's threads follow. Knows nothing of what is
-computed.
+for one that dies. Others count such locks before each step, and torch's threads follow. Under foreign load it uses
+fewer threads (`contention`). Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 
 import torch
+
+from engine.worker.contention import RunQueueWait, ThreadLimit
 
 NUM_PLACES = 64  # engines of one host; what more there are counts for nobody
 _FLOCK = struct.Struct("@hhqqi0q")  # of <fcntl.h>: type, whence, start, length, process
@@ -26,13 +29,19 @@ class SharedCores:
         self._num_cores = num_cores
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._place: int | None = None  # of the lock that is held
+        self._run_queue = RunQueueWait()
+        self._limit = ThreadLimit()
 
     def adjust(self, has_work: bool) -> None:
         """Let torch use what is this engine's part now, or leave it to others."""
         if not has_work:
             self.release()
             return
-        num_threads = self.share()
+        now = time.monotonic()
+        wait_share = self._run_queue.share_since_last(now)
+        if wait_share is not None:
+            self._limit.observe(now, torch.get_num_threads(), wait_share)
+        num_threads = self._limit.apply(self.share())
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)  # of this thread's products; takes 10 us
 
