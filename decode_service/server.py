@@ -28,8 +28,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]
             await abort_with(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
-        self._front.draining = True
+        self._front.drain(request.grace_seconds)
         return pb.DrainReply(num_open_requests=self._front.num_open_requests)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainReply:
+        try:
+            self._front.undrain()
+        except MiniInferError as error:
+            await abort_with(context, error)
+        return pb.UndrainReply()
 
 
 def register(server: RpcServer, front: WorkerFront) -> None:

@@ -6,6 +6,8 @@ cannot be drawn from fails alone; an exception of the forward pass itself propag
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,10 @@ class ModelRunner:
         _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
         self._add_samples(model, rows, batch.query_starts, hidden, result)
         return result
+
+    def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
+        """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
+        self._backend = wrap(self._backend)
 
     def warmup(self) -> None:
         """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.

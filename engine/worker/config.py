@@ -28,7 +28,9 @@ class WorkerConfig:
         1.0, "pinned host memory through which a GPU's KV travels by shm and tcp; unused on a CPU"
     )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
-    stall_seconds: float = setting(10.0, "no step for this long with work to do: out of service")
+    stall_seconds: float = setting(
+        4.0, "out of service when the engine computes for this long without getting on; waiting for a core is free"
+    )
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
 

@@ -42,9 +42,10 @@ class WorkerFront:
         self.info = info
         self._staging = staging
         self.draining = False
+        self.is_stopping = False  # draining, and nothing can undo it
+        self._drain_deadline = 0.0
         self._out_of_service = ""  # the reason, while streams are refused
         self.leases = leases
-        self.last_frame_time = time.monotonic()
         self.load: dict[str, Any] = {}
         self._rank = rank
         self._events = events
@@ -122,6 +123,47 @@ class WorkerFront:
         for request_id in list(session.names):
             self._cancel(session, request_id)
 
+    # -- in and out of service -------------------------------------------------------------------------------
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests are welcome."""
+        return not (self.draining or self._out_of_service)
+
+    def drain(self, grace_seconds: float) -> None:
+        """Take no more requests; the worker ends when the open ones have, at the latest after `grace_seconds`."""
+        if not self.is_stopping:
+            self.draining = True
+            self._drain_deadline = time.monotonic() + grace_seconds
+            logger.info("draining: %d requests, %d leases", self.num_open_requests, self.leases.num_leases)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Drain for good."""
+        self.drain(grace_seconds)
+        self.is_stopping = True
+
+    def undrain(self) -> None:
+        """Take requests again. Raises UnavailableError when the worker is about to stop."""
+        if self.is_stopping:
+            raise UnavailableError("the worker is stopping")
+        self.draining = False
+
+    def is_drained(self, now: float) -> bool:
+        """Whether a draining worker has nothing left to finish, or no time left for it."""
+        is_idle = not (self.num_open_requests or self.leases.num_leases)
+        return self.draining and (is_idle or now >= self._drain_deadline)
+
+    def set_trouble(self, reason: str | None) -> None:
+        """What keeps the engine from getting on, if anything does: out of service until that is over."""
+        if (reason or "") == self._out_of_service:
+            return
+        if reason:
+            logger.warning("out of service: %s", reason)
+            self.leave_service(reason)
+        else:
+            logger.warning("in service again: the engine gets on")
+            self._out_of_service = ""
+
     def leave_service(self, reason: str) -> None:
         """End every stream and accept no new one; routers move their requests elsewhere."""
         self._out_of_service = reason
@@ -139,7 +181,7 @@ class WorkerFront:
             self.leave_service("the worker's engine stopped")
 
     def _apply(self, frame: dict[str, Any]) -> None:
-        now = self.last_frame_time = time.monotonic()
+        now = time.monotonic()
         self.load = frame["load"]
         for lease_id, block_ids, deadline in frame["granted"]:
             self.leases.grant(lease_id, block_ids, deadline)
@@ -169,9 +211,6 @@ class WorkerFront:
         for listener in self._listeners:
             listener(frame)
 
-    def return_to_service(self) -> None:
-        self._out_of_service = ""
-
     def _forget(self, name: str) -> None:
         session, request_id = self._owner.pop(name)
         session.names.pop(request_id, None)
@@ -192,8 +231,8 @@ class WorkerFront:
                 self._close(session)
 
     def heartbeat(self) -> None:
-        """Tell routers that this worker lives, also while a long step runs. Called about twice a second."""
-        if self.load:
+        """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
+        if self.load and not self._out_of_service:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:

@@ -17,6 +17,7 @@ from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.cores import SharedCores
 from engine.worker.exchange import KvExchange
 from engine.worker.frames import Event, FrameSocket, Op
+from engine.worker.heartbeat import Heartbeat
 from engine.worker.mover import KvMover, LoadResult
 from engine.worker.report import Report, engine_counters, engine_load
 from engine.worker.wire import covers_request, request_kwargs
@@ -55,6 +56,7 @@ class Rank:
         exchange: KvExchange,
         mover: KvMover,
         lease_seconds: float,
+        heartbeat: Heartbeat,
         cores: SharedCores | None = None,
     ):
         self._link = link
@@ -64,6 +66,7 @@ class Rank:
         self._exchange = exchange
         self._mover = mover
         self._lease_seconds = lease_seconds
+        self._heartbeat = heartbeat
         self._cores = cores
         self._leases = LeaseTable(epoch)
         self._open: dict[RequestId, OpenRequest] = {}
@@ -80,6 +83,7 @@ class Rank:
         wait = 0.0
         while not self._stopping:
             self._receive(wait)
+            self._heartbeat.beat()
             began = time.monotonic()
             self._apply_loads(began)
             self._expire(began)
@@ -87,6 +91,7 @@ class Rank:
                 self._cores.adjust(self._engine.has_work())
             num_steps = self._engine.num_steps
             outputs = self._engine.step()
+            self._heartbeat.beat()
             self._start_loads(began)
             for row in self._engine.last_rows:
                 open_request = self._open.get(row.request.request_id)

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.worker.cores import SharedCores
 from engine.worker.frames import Event, FrameSocket
+from engine.worker.heartbeat import BeatingAttention, Heartbeat
 from engine.worker.mover import KvMover
 from engine.worker.rank import Rank
 from engine.worker.shared_pool import SharedPoolMemory
@@ -33,14 +34,17 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the process; the front passes the descriptor of its socket."""
     parser = argparse.ArgumentParser(prog="engine.worker.rank")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = FrameSocket(socket.socket(fileno=args.fd))
+    heartbeat = Heartbeat(args.heartbeat_fd)
+    os.close(args.heartbeat_fd)
     try:
         [[_, start]] = link.receive(60.0)
         setup_logging("rank", start["log_level"])
-        rank = _start(link, start)
+        rank = _start(link, start, heartbeat)
         rank.run()
     except ConnectionError:
         logger.warning("the worker's front is gone: exiting")
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
+def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> Rank:
     config = EngineConfig(**start["engine"])
     memory = SharedPoolMemory(
         start["worker_id"],
@@ -64,6 +68,8 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
+    if parts.device == "cpu":
+        parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     exchange = memory.exchange(parts.engine.scheduler.kv.pool)
@@ -98,7 +104,7 @@ def _start(link: FrameSocket, start: dict[str, Any]) -> Rank:
             },
         ]
     )
-    return Rank(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"], cores)
+    return Rank(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"], heartbeat, cores)
 
 
 def _shared_cores(run_dir: str) -> SharedCores:

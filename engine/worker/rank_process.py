@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
@@ -16,18 +17,27 @@ from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.frames import SOCKET_BUFFER_BYTES, Event, Op, pack, read_frame
+from engine.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
+# Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
+# of a step. libgomp's default, 300,000, is longer than a time slice, see decision 0097.
+SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
 
 
 class RankProcess:
     """One child process with an engine. `start`, then `frames` until it ends."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        heartbeat: Heartbeat,
     ):
         self._process = process
+        self.heartbeat = heartbeat
         self._reader = reader
         self._writer = writer
         self.ready: dict[str, Any] = {}
@@ -38,18 +48,22 @@ class RankProcess:
     ) -> RankProcess:
         """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        heartbeat_fd = Heartbeat.create_memory()
+        with theirs, os.fdopen(heartbeat_fd, "rb+"):
+            heartbeat = Heartbeat(heartbeat_fd)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "engine.worker.rank_main",
                 f"--fd={theirs.fileno()}",
-                pass_fds=[theirs.fileno()],
+                f"--heartbeat-fd={heartbeat_fd}",
+                pass_fds=[theirs.fileno(), heartbeat_fd],
                 stdin=asyncio.subprocess.DEVNULL,
+                env=SPIN_COUNT | os.environ,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
-        rank = cls(process, reader, writer)
+        rank = cls(process, reader, writer, heartbeat)
         rank._send(
             Op.START,
             {
@@ -84,6 +98,10 @@ class RankProcess:
             raise ConfigError(body)
         rank.ready = body
         return rank
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def frames(self) -> AsyncIterator[dict[str, Any]]:
         """The rank's reports. Raises UnavailableError when it is gone."""

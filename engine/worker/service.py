@@ -28,12 +28,15 @@ from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
 from engine.worker.front import WorkerFront
 from engine.worker.kv_service import open_kv_service
+from engine.worker.liveness import ProgressWatch, sample_process
 from engine.worker.metrics import WorkerMetrics
 from engine.worker.rank_process import RankProcess
 from protos import types_pb2 as pb
 
 VERSION = "0.1.0"
-WATCH_INTERVAL_SECONDS = 0.5
+WATCH_INTERVAL_SECONDS = 0.25
+DRAIN_INTERVAL_SECONDS = 0.05
+HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 Register = Callable[[RpcServer, WorkerFront], None]
 
 
@@ -98,7 +101,7 @@ async def _serve(role: str, settings: WorkerSettings, register: Register) -> int
             await server.start()
             await server.set_serving(True)
             logger.info("%s ready on %s in %.1f s", worker_id, server.address, time.monotonic() - began)
-            status = await _watch(server, front, worker, stopping, logger)
+            status = await _watch(server, front, rank, worker, stopping, logger)
         finally:
             await rank.stop()
         await server.stop(1.0)
@@ -124,45 +127,47 @@ async def _start_rank(
 
 
 async def _watch(
-    server: RpcServer, front: WorkerFront, worker: WorkerConfig, stopping: asyncio.Event, logger: logging.Logger
+    server: RpcServer,
+    front: WorkerFront,
+    rank: RankProcess,
+    worker: WorkerConfig,
+    stopping: asyncio.Event,
+    logger: logging.Logger,
 ) -> int:
-    """Serve until asked to stop (then drain) or until the rank is gone; returns the exit status."""
+    """Serve until the worker is drained or its rank is gone or hangs for good; returns the exit status."""
     frames = asyncio.create_task(front.run())
-    stop = asyncio.create_task(stopping.wait())
-    in_service = True
-    while not stop.done():
-        await asyncio.wait([frames, stop], timeout=WATCH_INTERVAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    progress = ProgressWatch(worker.stall_seconds)
+    serving, hung_seconds, last = True, 0.0, time.monotonic()
+    while True:
+        await asyncio.wait([frames], timeout=DRAIN_INTERVAL_SECONDS if front.draining else WATCH_INTERVAL_SECONDS)
+        now = time.monotonic()
+        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # while this process slept, nobody watched
         if frames.done():
             await server.set_serving(False)
             # UnavailableError, by contract; streams are closed already
             logger.error("this worker ends: %s", frames.exception())
             return 1
-        progresses = time.monotonic() - front.last_frame_time < worker.stall_seconds
-        if progresses:
-            front.heartbeat()
-        if progresses != in_service:
-            in_service = progresses
-            await server.set_serving(in_service)
-            logger.warning("engine %s", "is back: in service" if in_service else "makes no progress: out of service")
-            if in_service:
-                front.return_to_service()
-            else:
-                front.leave_service("the engine makes no progress")
-    await _drain(server, front, worker.drain_grace_seconds, logger)
-    frames.cancel()
-    return 0
-
-
-async def _drain(server: RpcServer, front: WorkerFront, grace_seconds: float, logger: logging.Logger) -> None:
-    """Take no more requests; let open ones and leases of this worker end, within the grace period."""
+        if stopping.is_set() and not front.is_stopping:
+            front.stop(worker.drain_grace_seconds)
+        if front.is_drained(now):
+            break
+        trouble = None
+        if not progress.has_beaten(rank.heartbeat.read()):
+            trouble = progress.observe(sample_process(rank.pid), elapsed)
+        hung_seconds = hung_seconds + elapsed if trouble else 0.0
+        if hung_seconds > HUNG_EXIT_SECONDS:
+            logger.error("this worker ends: %s for %.0f s", trouble, hung_seconds)
+            return 1
+        front.set_trouble(trouble)
+        front.heartbeat()
+        if serving != front.is_serving:
+            serving = front.is_serving
+            await server.set_serving(serving)
     await server.set_serving(False)
-    front.draining = True
-    logger.info("draining: %d requests, %d leases", front.num_open_requests, front.leases.num_leases)
-    deadline = time.monotonic() + grace_seconds
-    while (front.num_open_requests or front.leases.num_leases) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
     front.leave_service("the worker has stopped")
     await asyncio.sleep(0.1)  # let the last reports leave
+    frames.cancel()
+    return 0
 
 
 def worker_info(

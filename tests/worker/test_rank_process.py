@@ -40,7 +40,7 @@ async def test_an_engine_that_ends_while_loading_is_explained(
 async def test_an_engine_that_ends_later_is_heard() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(pack([Event.STEP, {"load": 1}]) + pack([Event.FAILED, "told to fail"]))
-    frames = RankProcess(cast(Any, None), reader, cast(Any, None)).frames()
+    frames = RankProcess(cast(Any, None), reader, cast(Any, None), cast(Any, None)).frames()
     assert await anext(frames) == {"load": 1}
     with pytest.raises(UnavailableError, match="told to fail"):
         await anext(frames)

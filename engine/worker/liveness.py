@@ -1,0 +1,102 @@
+"""Is an engine process that shows no heartbeat starved, or does it hang? Decided by what it does, not by the clock.
+
+    stopped   (SIGSTOP, a debugger)                         out after STOPPED_SECONDS
+    blocked   no thread runs, wants to run, or did          out after BLOCKED_SECONDS
+    computing it used a core, yet no heartbeat              out after `stall_seconds` of that
+    starved   it wants to run and gets no core              never: the machine is busy, the engine is not broken
+
+`ProgressWatch` is pure; `sample_process` reads Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+
+STOPPED_SECONDS = 1.0
+BLOCKED_SECONDS = 3.0
+IDLE_SHARE = 0.01  # of an interval: a thread that ran or waited less did nothing
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadSample:
+    """One thread: its state (proc_pid_stat: R, S, D, T, ...), time on a core, time waiting for one."""
+
+    state: str
+    run_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """All threads of a process by id. None at all: it is gone, or /proc cannot be read."""
+
+    threads: dict[str, ThreadSample] = field(default_factory=dict)
+
+
+def sample_process(pid: int) -> ProcessSample:
+    """What the threads of a process do right now."""
+    threads: dict[str, ThreadSample] = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
+                threads[thread] = _sample_thread(f"/proc/{pid}/task/{thread}")
+    return ProcessSample(threads)
+
+
+def _sample_thread(folder: str) -> ThreadSample:
+    with open(f"{folder}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+    run_seconds, wait_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND, 0.0
+    with contextlib.suppress(OSError), open(f"{folder}/schedstat") as file:  # finer than ticks, where it is counted
+        run_nanos, wait_nanos, _ = file.read().split()
+        run_seconds, wait_seconds = int(run_nanos) / 1e9, int(wait_nanos) / 1e9
+    return ThreadSample(fields[0], run_seconds, wait_seconds)
+
+
+class ProgressWatch:
+    """Call `observe` a few times a second; it answers why the engine is out of service, or None."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self._stall_seconds = stall_seconds
+        self._heartbeat = -1
+        self._before: ProcessSample | None = None  # at the last call, if the heartbeat has not moved since
+        self._spent = 0.0  # of the patience with a silent process; 1: all of it
+        self._reason: str | None = None
+
+    def has_beaten(self, heartbeat: int) -> bool:
+        """Whether the counter has moved since the last call. If so, no sample is needed: all is well."""
+        if heartbeat == self._heartbeat:
+            return False
+        self._heartbeat = heartbeat
+        self._before, self._spent, self._reason = None, 0.0, None
+        return True
+
+    def observe(self, sample: ProcessSample, elapsed_seconds: float) -> str | None:
+        """The heartbeat stands still, and this is what the process does. `elapsed_seconds` since the last call."""
+        before, self._before = self._before, sample
+        if before is not None:
+            spent, reason = self._judge(before, sample, elapsed_seconds)
+            self._spent += spent
+            if self._spent >= 1.0 and reason:
+                self._reason = reason
+        return self._reason
+
+    def _judge(self, before: ProcessSample, now: ProcessSample, elapsed: float) -> tuple[float, str]:
+        """The part of the patience that this interval takes, and what to call it."""
+        states = {thread.state for thread in now.threads.values()}
+        if states and states <= {"T", "t"}:
+            return elapsed / STOPPED_SECONDS, "the engine process is stopped"
+        ran = waited = 0.0
+        for name, thread in now.threads.items():
+            last = before.threads.get(name)
+            if last is not None:
+                ran = max(ran, thread.run_seconds - last.run_seconds)
+                waited = max(waited, thread.wait_seconds - last.wait_seconds)
+        if ran > IDLE_SHARE * elapsed:
+            return min(ran, elapsed) / self._stall_seconds, "the engine computes without getting on"
+        if "R" in states or waited > IDLE_SHARE * elapsed:
+            return 0.0, ""
+        return elapsed / BLOCKED_SECONDS, "the engine process is blocked"

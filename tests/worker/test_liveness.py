@@ -1,0 +1,116 @@
+"""A silent engine process: stopped, blocked or spinning is out of service soon, starved never."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.worker.liveness import (
+    BLOCKED_SECONDS,
+    STOPPED_SECONDS,
+    ProcessSample,
+    ProgressWatch,
+    ThreadSample,
+    sample_process,
+)
+
+INTERVAL = 0.25
+STALL_SECONDS = 4.0
+
+
+def seconds_until_out(samples: Iterator[ProcessSample], limit: float = 20.0) -> float | None:
+    """How long a silent process stays in service; None: for ever."""
+    watch = ProgressWatch(STALL_SECONDS)
+    assert watch.has_beaten(1)
+    elapsed = 0.0
+    while elapsed < limit:
+        assert not watch.has_beaten(1)
+        elapsed += INTERVAL
+        if watch.observe(next(samples), INTERVAL):
+            return elapsed
+    return None
+
+
+def process(state: str, run_share: float = 0.0, wait_share: float = 0.0) -> Iterator[ProcessSample]:
+    """An idle thread, and one with this state that runs and waits for so much of each second."""
+    now = 0.0
+    idle = "T" if state == "T" else "S"
+    while True:
+        busy = ThreadSample(state, now * run_share, now * wait_share)
+        yield ProcessSample({"1": busy, "2": ThreadSample(idle, 0.0, 0.0)})
+        now += INTERVAL
+
+
+@pytest.mark.parametrize(
+    ("samples", "seconds"),
+    [
+        (process("T"), STOPPED_SECONDS),
+        (process("S"), BLOCKED_SECONDS),
+        (process("D"), BLOCKED_SECONDS),
+        (process("R", run_share=1.0), STALL_SECONDS),
+        (process("R", run_share=0.5), 2 * STALL_SECONDS),  # only the time on a core counts
+        (process("R"), None),  # wants a core and never gets one
+        (process("S", wait_share=0.5), None),  # looked at between two turns
+    ],
+)
+def test_what_a_silent_process_does_decides(samples: Iterator[ProcessSample], seconds: float | None) -> None:
+    found = seconds_until_out(samples)
+    assert found == (None if seconds is None else pytest.approx(seconds, abs=2 * INTERVAL))
+
+
+def test_a_heartbeat_forgives_everything() -> None:
+    watch = ProgressWatch(STALL_SECONDS)
+    samples = process("T")
+    for _ in range(20):
+        reason = watch.observe(next(samples), INTERVAL)
+    assert reason == "the engine process is stopped"
+    assert watch.has_beaten(2)
+    assert watch.observe(next(samples), INTERVAL) is None
+
+
+def test_a_vanished_process_is_no_starved_one() -> None:
+    watch = ProgressWatch(STALL_SECONDS)
+    reasons = [watch.observe(ProcessSample(), INTERVAL) for _ in range(20)]
+    assert reasons[-1] is not None
+
+
+@contextmanager
+def running(program: str) -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            yield child.pid
+        finally:
+            child.kill()
+
+
+def observed(pid: int, num_samples: int = 8, interval: float = 0.05) -> tuple[ProcessSample, ProcessSample]:
+    first = sample_process(pid)
+    time.sleep(num_samples * interval)
+    return first, sample_process(pid)
+
+
+def test_real_processes_look_as_expected() -> None:
+    with running("import time; print(flush=True); time.sleep(60)") as pid:
+        first, last = observed(pid)
+        assert {thread.state for thread in last.threads.values()} == {"S"}
+        assert last.threads[str(pid)].run_seconds == pytest.approx(first.threads[str(pid)].run_seconds, abs=0.005)
+    with running("print(flush=True)\nwhile True: pass") as pid:
+        first, last = observed(pid)
+        before, after = first.threads[str(pid)], last.threads[str(pid)]
+        # On a busy machine it may wait for its core most of the time: then that is what is counted.
+        assert after.run_seconds + after.wait_seconds > before.run_seconds + before.wait_seconds
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while sample_process(pid).threads[str(pid)].state != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert sample_process(pid) == ProcessSample()
