@@ -23,13 +23,17 @@ class RouterConfig:
     policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests that may wait for their first token; more get 429")
+    max_wait_seconds: float = setting(60.0, "a request whose wait is predicted to be longer gets 429 at once")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
     cluster_token: str = setting("", "shared secret of the services")
     request_timeout_seconds: float = setting(
         590.0, "a request ends then, with the text that it has; OpenAI's clients give up after 600 and ask again"
     )
     worker_timeout_seconds: float = setting(4.0, "a worker that says nothing for this long is out of service")
-    max_retries: int = setting(2, "moves of one request to another worker")
+    worker_wait_seconds: float = setting(
+        30.0, "requests and open streams wait for this long when the last decode worker has gone"
+    )
+    max_retries: int = setting(2, "moves of one request to another worker without a new token in between")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -37,8 +41,10 @@ class RouterConfig:
             raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
-        if self.max_retries < 0:
-            raise ConfigError("--max-retries must not be negative")
+        if self.max_retries < 0 or self.worker_wait_seconds < 0:
+            raise ConfigError("--max-retries and --worker-wait-seconds must not be negative")
+        if self.max_wait_seconds <= 0:
+            raise ConfigError("--max-wait-seconds must be positive")
         if self.local_prefill_tokens < 0:
             raise ConfigError("--local-prefill-tokens must not be negative")
         if self.request_timeout_seconds <= 0 or self.worker_timeout_seconds <= 0:

@@ -1,13 +1,12 @@
 """The whole path of one choice: admission -> journal -> choose -> prefill -> decode -> resume.
 
 `Dispatcher.generate` yields what workers report, each token once, whichever worker made it. A worker that is
-lost on the way costs time, not tokens: the journal's prompt and tokens so far go to another one. Speaks token
-ids only; text, stop strings and HTTP live above.
+lost on the way costs time, not tokens: the journal's prompt and tokens so far go to another one, or wait for one.
+Speaks token ids only; text, stop strings and HTTP live above.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -18,18 +17,18 @@ from functools import partial
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
+from router.admission import AnswerLength, check_in_time
 from router.config import RouterConfig
 from router.explain import ExplainLog
 from router.failures import WorkerLostError
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.policy import Decision, RequestView, choose, policy_by_name
+from router.policy import EXPECTED_TOKENS, Decision, RequestView, choose, policy_by_name
 from router.worker_link import WorkerLink
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
-WAIT_FOR_WORKER_SECONDS = 0.8  # a moved request waits this long for a worker to come back
-POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.25  # between looks for a worker: breakers close without telling
 RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
 _OUTCOMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -47,15 +46,15 @@ class Dispatcher:
         self._policy = policy_by_name(config.policy)
         self._random = random.Random()
         self._turn = 0
+        self._answers = AnswerLength()
         self.num_waiting = 0  # admitted, first token not seen yet
         self.num_running = 0
 
     def admit(self) -> None:
-        """Raise OverloadedError when too many requests wait already, UnavailableError without any worker."""
+        """Raise OverloadedError when too many requests wait already, UnavailableError with no worker to wait for."""
         if self.num_waiting + 1 > self._config.max_queue:
             raise OverloadedError("the server is overloaded: too many requests are waiting", self._retry_after())
-        if not self._workers.usable("decode"):
-            raise UnavailableError("no decode worker is available")
+        self._check_absence(time.monotonic())
 
     async def generate(self, journal: Journal) -> AsyncGenerator[list[pb.TokenDelta], None]:
         """All deltas of one choice, in order; ends after one with a finish reason. Raises MiniInferError."""
@@ -84,14 +83,13 @@ class Dispatcher:
     # -- choose ------------------------------------------------------------------------------------------------
 
     async def _decide(self, journal: Journal, lost: set[WorkerId]) -> Decision:
-        """Which workers are next. Waits a moment for one when this is not the first try."""
-        give_up = time.monotonic() + (WAIT_FOR_WORKER_SECONDS if journal.num_migrations else 0.0)
-        while not self._workers.usable("decode", lost) and time.monotonic() < give_up:
-            await asyncio.sleep(POLL_SECONDS)
+        """Which workers are next. Raises OverloadedError for a new request that would have to wait for too long."""
+        decode = await self._decode_workers(journal, lost)
         self._turn += 1
         request = RequestView(
             num_tokens=journal.num_tokens,
             cached_tokens=self._workers.cached_tokens(journal.prompt_token_ids, journal.cache_salt),
+            expected_tokens=self._answers.expected(journal.sampling.max_tokens, EXPECTED_TOKENS),
             session=journal.session,
             draw=self._random.random(),
             turn=self._turn,
@@ -103,11 +101,36 @@ class Dispatcher:
             self._policy,
             request,
             [link.view() for link in prefill if link.worker_id not in lost],
-            [link.view() for link in self._workers.usable("decode", lost)],
+            [link.view() for link in decode],
             self._config.local_prefill_tokens,
         )
+        if not journal.num_attempts:
+            check_in_time(decision.chosen, journal.deadline - time.monotonic(), self._config.max_wait_seconds)
         self._explain.decided(journal, decision)
         return decision
+
+    async def _decode_workers(self, journal: Journal, lost: set[WorkerId]) -> list[WorkerLink]:
+        """Those that may be used, when there is one. Raises UnavailableError, DeadlineExceededError."""
+        links = self._workers.usable("decode", lost)
+        if links:
+            return links
+        journal.note(time.monotonic(), "waiting for a decode worker")
+        journal.is_waiting_for_worker = True
+        try:
+            while not (links := self._workers.usable("decode", lost)):
+                now = time.monotonic()
+                self._check_absence(now)
+                if now >= journal.deadline:
+                    raise DeadlineExceededError("the request took longer than it was given")
+                await self._workers.wait_for_usable(min(LOOK_SECONDS, journal.deadline - now))
+            return links
+        finally:
+            journal.is_waiting_for_worker = False
+
+    def _check_absence(self, now: float) -> None:
+        """Raise UnavailableError when the last decode worker has been gone for too long to come back."""
+        if self._workers.seconds_absent("decode", now) > self._config.worker_wait_seconds:
+            raise UnavailableError("no decode worker is available")
 
     # -- prefill, then decode ----------------------------------------------------------------------------------
 
@@ -117,26 +140,26 @@ class Dispatcher:
         """One try on the chosen workers. Raises what is in RETRYABLE when another try makes sense."""
         chosen = decision.chosen
         if chosen.prefill is not None:
-            async with aclosing(self._leg(journal, chosen.prefill, lost, "prefill")) as steps:
-                async for deltas in steps:
-                    last = deltas[-1]
-                    if last.HasField("kv_handle"):  # before anybody may stop reading here
-                        journal.kv_handle = last.kv_handle
-                    yield deltas
-                    if last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED):
-                        return
+            with self._link(chosen.decode).reserve():
+                async with aclosing(self._leg(journal, chosen.prefill, lost, "prefill")) as steps:
+                    async for deltas in steps:
+                        last = deltas[-1]
+                        if last.HasField("kv_handle"):  # before anybody may stop reading here
+                            journal.kv_handle = last.kv_handle
+                        yield deltas
+                        if last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED):
+                            return
         elif journal.kv_handle is None:
             self._metrics.local_prefills.inc()
-        async with aclosing(self._leg(journal, self._decode_worker(chosen.decode, lost), lost, "decode")) as steps:
+        decode = await self._decode_worker(journal, chosen.decode, lost)
+        async with aclosing(self._leg(journal, decode, lost, "decode")) as steps:
             async for deltas in steps:
                 journal.kv_handle = None  # it has been read
                 yield deltas
 
-    def _decode_worker(self, chosen: WorkerId, lost: set[WorkerId]) -> WorkerId:
+    async def _decode_worker(self, journal: Journal, chosen: WorkerId, lost: set[WorkerId]) -> WorkerId:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
-        links = self._workers.usable("decode", lost)
-        if not links:
-            raise WorkerLostError("no decode worker is available")
+        links = await self._decode_workers(journal, lost)
         if any(link.worker_id == chosen for link in links):
             return chosen
         return min(links, key=lambda link: link.view().load).worker_id
@@ -224,15 +247,20 @@ class Dispatcher:
                 if link.info is not None and link.info.worker_id == journal.kv_handle.worker_id:
                     link.release(journal.kv_handle)
         now = time.monotonic()
+        if journal.outcome in _OUTCOMES.values():
+            self._answers.observe(len(journal.output_token_ids))
         self._metrics.choice_ended(journal, now)
         self._explain.ended(journal, now)
 
     def _count_migration(self, journal: Journal, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
-        if journal.num_migrations >= self._config.max_retries:
+        if isinstance(error, OverloadedError) and not journal.num_attempts:
+            raise error  # refused before anybody tried
+        journal.attempt_failed()
+        if journal.num_fruitless > self._config.max_retries:
             if isinstance(error, OverloadedError):
                 raise error
-            raise UnavailableError(f"gave up after {journal.num_migrations + 1} tries: {error}") from error
+            raise UnavailableError(f"gave up after {journal.num_fruitless} tries in vain: {error}") from error
         journal.num_migrations += 1
         self._metrics.migrations.inc()
         journal.note(time.monotonic(), f"moved: {error}")

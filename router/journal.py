@@ -31,6 +31,9 @@ class Journal:
     num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first attempt
     num_attempts: int = 0
     num_migrations: int = 0
+    num_fruitless: int = 0  # attempts in a row that gave no token
+    num_tokens_before: int = 0  # output tokens when the last attempt failed
+    is_waiting_for_worker: bool = False
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     # Set while the answer can be shown from where a delta arrives, see decision 0034.
@@ -48,6 +51,13 @@ class Journal:
     @property
     def has_started(self) -> bool:
         return bool(self.output_token_ids)
+
+    def attempt_failed(self) -> None:
+        """Count attempts that brought nothing: a request that kills its worker must not go on for ever."""
+        if len(self.output_token_ids) > self.num_tokens_before:
+            self.num_fruitless = 0
+        self.num_fruitless += 1
+        self.num_tokens_before = len(self.output_token_ids)
 
     def next_attempt_id(self) -> str:
         """A name that no earlier attempt had, so that late messages of a lost worker find nobody."""

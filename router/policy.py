@@ -2,13 +2,13 @@
 
 The cost policy predicts for each candidate
 
-    first token = (tokens queued + tokens to compute) / prefill rate + tokens to pull / pull rate
+    first token = (tokens queued + tokens to compute) / prefill rate + tokens to pull / pull rate + wait for a slot
     later token = step time * (1 + share of the batch that is taken) + penalty as KV runs out
-    cost        = first token + EXPECTED_TOKENS * later token + delay that a local prefill means for others
+    cost        = first token + expected tokens * later token + delay that a local prefill means for others
 
-and takes the cheapest. Rates are measured online per worker; a worker without measurements gets the mean of the
-others, or the defaults below. A decode worker computes a prompt itself when the part that its cache lacks is short,
-or when there is no prefill worker.
+and takes the least loaded of those that are about the cheapest. Rates are measured online per worker; a worker
+without measurements gets the mean of the others, or the defaults below. A decode worker computes a prompt itself when
+the part that its cache lacks is short, or when there is no prefill worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Protocol
 from common.errors import UnavailableError
 from kvstore.types import WorkerId
 
-EXPECTED_TOKENS = 64
+EXPECTED_TOKENS = 64  # of an answer, before any was measured
 DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
 DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
 DEFAULT_STEP_SECONDS = 0.02
 KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
-NEAR = 1.02  # costs within 2% are equal
+NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers differ by that much
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class WorkerView:
     step_seconds: float = 0.0
     kv_used_share: float = 0.0
     max_num_seqs: int = 64
+    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
 
     @property
     def load(self) -> int:
@@ -54,6 +55,7 @@ class RequestView:
 
     num_tokens: int
     cached_tokens: Mapping[WorkerId, int]  # by the prefix index
+    expected_tokens: float = EXPECTED_TOKENS  # of its answer
     session: str = ""
     draw: float = 0.0
     turn: int = 0
@@ -69,6 +71,17 @@ class Candidate:
     terms: Mapping[str, float]  # seconds
     cached_tokens: int
     load: int
+    is_measured: bool  # whether the terms come from measured rates
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted time until decoding begins."""
+        return sum(self.terms.get(name, 0.0) for name in ("queue", "compute", "pull", "slot"))
+
+    @property
+    def service_seconds(self) -> float:
+        """Predicted time from then to the end."""
+        return self.terms["decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +157,16 @@ def _cached(request: RequestView, worker: WorkerView) -> int:
     return min(request.cached_tokens.get(worker.worker_id, 0), request.num_tokens - 1)
 
 
-def _decode_terms(worker: WorkerView, rates: _Rates) -> dict[str, float]:
+def _decode_terms(request: RequestView, worker: WorkerView, rates: _Rates) -> dict[str, float]:
     step = worker.step_seconds or rates.step
-    taken = worker.load / max(worker.max_num_seqs, 1)
+    taken = min(worker.load / max(worker.max_num_seqs, 1), 1.0)
     pressure = max(0.0, worker.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
-    return {"decode": EXPECTED_TOKENS * step * (1 + taken + pressure)}
+    slots = max(worker.num_slots, 1)
+    ahead = max(0, worker.load + 1 - slots)  # each of them ends before this one starts, `slots` at a time
+    return {
+        "slot": ahead * request.expected_tokens * step / slots,
+        "decode": request.expected_tokens * step * (1 + taken + pressure),
+    }
 
 
 def _local(request: RequestView, worker: WorkerView, rates: _Rates) -> Candidate:
@@ -159,9 +177,10 @@ def _local(request: RequestView, worker: WorkerView, rates: _Rates) -> Candidate
         "queue": worker.queued_prefill_tokens / rate,
         "compute": compute,
         "disturbance": compute * min(worker.num_running, 8),
-        **_decode_terms(worker, rates),
+        **_decode_terms(request, worker, rates),
     }
-    return Candidate(worker.worker_id, None, sum(terms.values()), terms, cached, worker.load)
+    is_measured = bool(worker.prefill_tokens_per_second and worker.step_seconds)
+    return Candidate(worker.worker_id, None, sum(terms.values()), terms, cached, worker.load, is_measured)
 
 
 def _pair(request: RequestView, first: WorkerView, second: WorkerView, rates: _Rates) -> Candidate:
@@ -172,22 +191,23 @@ def _pair(request: RequestView, first: WorkerView, second: WorkerView, rates: _R
         "queue": first.queued_prefill_tokens / rate,
         "compute": (request.num_tokens - cached) / rate,
         "pull": (request.num_tokens - _cached(request, second)) / pull_rate,
-        **_decode_terms(second, rates),
+        **_decode_terms(request, second, rates),
     }
     load = first.load + second.load
-    return Candidate(second.worker_id, first.worker_id, sum(terms.values()), terms, cached, load)
+    is_measured = bool(first.prefill_tokens_per_second and second.step_seconds)
+    return Candidate(second.worker_id, first.worker_id, sum(terms.values()), terms, cached, load, is_measured)
 
 
 class CostPolicy:
-    """The cheapest candidate; among equals the one with most in its cache, the least loaded, then by draw."""
+    """The cheapest candidate; among equals the least loaded, the one with most in its cache, then by draw."""
 
     name = "cost"
 
     def pick(self, request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
         limit = min(candidate.cost for candidate in candidates) * NEAR
         near = [candidate for candidate in candidates if candidate.cost <= limit]
-        best = max((candidate.cached_tokens, -candidate.load) for candidate in near)
-        return _drawn([c for c in near if (c.cached_tokens, -c.load) == best], request.draw)
+        best = max((-candidate.load, candidate.cached_tokens) for candidate in near)
+        return _drawn([c for c in near if (-c.load, c.cached_tokens) == best], request.draw)
 
 
 class RoundRobinPolicy:

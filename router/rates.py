@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from protos import types_pb2 as pb
 
 WEIGHT = 0.2  # of the newest measurement
+FADE_SECONDS = 1.0  # of computing prompts, after which a measurement counts for a third
 MIN_PREFILL_TOKENS = 16  # shorter computations measure overhead, not rate
 
 
@@ -17,12 +19,24 @@ class WorkerRates:
     prefill_tokens_per_second: float = 0.0
     pull_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
+    _prefill_tokens: float = 0.0  # sums over the recent past
+    _prefill_seconds: float = 0.0
+    _last_prefill_end: float = 0.0
 
-    def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes) -> None:
-        """Learn from the times that came with a request's first delta."""
+    def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes, now: float) -> None:
+        """Learn from the times that came with a request's first delta.
+
+        Prompts that are computed in the same steps share that time: only what came after the previous prompt's end
+        counts for this one, so that the rate is the worker's and not one request's.
+        """
         computed = num_prompt_tokens - times.num_cached_tokens - times.num_pulled_tokens
         if computed >= MIN_PREFILL_TOKENS and times.prefill_seconds > 0:
-            self.prefill_tokens_per_second = _mix(self.prefill_tokens_per_second, computed / times.prefill_seconds)
+            own_seconds = min(times.prefill_seconds, now - self._last_prefill_end)
+            kept = math.exp(-own_seconds / FADE_SECONDS)
+            self._prefill_tokens = kept * self._prefill_tokens + computed
+            self._prefill_seconds = kept * self._prefill_seconds + own_seconds
+            self._last_prefill_end = now
+            self.prefill_tokens_per_second = self._prefill_tokens / max(self._prefill_seconds, 1e-6)
         if times.num_pulled_tokens and times.kv_pull_seconds > 0 and not times.kv_pull_failed:
             self.pull_tokens_per_second = _mix(
                 self.pull_tokens_per_second, times.num_pulled_tokens / times.kv_pull_seconds

@@ -21,6 +21,8 @@ from router.http_protocol import CHUNK_WRITER, ChunkWriter
 from router.render import ChoiceResult, Renderer, event
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
+KEEP_ALIVE_SECONDS = 5.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,6 +54,7 @@ class GenerationResponse(Response):
         self._select = select
         self._client_left = False
         self._begun: set[int] = set()  # choices that have shown something
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
         self._num_open = len(generation.runs)
         self._usage = generation.usage()
 
@@ -69,6 +72,8 @@ class GenerationResponse(Response):
                 raise
         finally:
             watcher.cancel()
+            if self._keep_alive_timer is not None:
+                self._keep_alive_timer.cancel()
 
     async def _watch(self, receive: Receive, task: asyncio.Task[object]) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -122,6 +127,7 @@ class GenerationResponse(Response):
                         has_begun = True
                         await self._begin(send)
                         self._offer_shortcut(writer)
+                        self._keep_alive(writer)
                     if writer is not None and writer.is_ready:
                         writer.write(body)
                     else:
@@ -158,6 +164,15 @@ class GenerationResponse(Response):
             return True
 
         run.journal.shortcut = write_now
+
+    def _keep_alive(self, writer: ChunkWriter | None) -> None:
+        """While choices wait for a worker, show the client, and proxies, that the stream goes on."""
+        if writer is None:
+            return
+        if writer.is_ready and any(run.journal.is_waiting_for_worker for run in self._generation.runs):
+            writer.write(KEEP_ALIVE)
+        loop = asyncio.get_running_loop()
+        self._keep_alive_timer = loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive, writer)
 
     async def _begin(self, send: Send) -> None:
         headers = [*_STREAM_HEADERS, *self._extra_headers]

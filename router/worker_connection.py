@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_SECONDS = 5.0
 HEALTH_INTERVAL_SECONDS = 1.0
-STALL_SECONDS = 15.0  # running requests and not one step: the engine hangs
+SILENCE_INTERVAL_SECONDS = 0.25
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 REFUSED_BACKOFF_SECONDS = 5.0
 
@@ -70,6 +70,12 @@ class WorkerConnection:
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"worker {self._link.worker_id} refuses to drain: {error.code().name}") from None
         return int(reply.num_open_requests)
+
+    async def undrain(self) -> None:
+        try:
+            await self._stub.Undrain(pb.UndrainRequest(), timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"worker {self._link.worker_id} is stopping: {error.code().name}") from None
 
     # -- the stream -------------------------------------------------------------------------------------------
 
@@ -116,7 +122,8 @@ class WorkerConnection:
         link.attached(info, self)
         helpers = [
             asyncio.create_task(self._send_commands(call)),
-            asyncio.create_task(self._watch_health(channel, call)),
+            asyncio.create_task(self._check_health(channel)),
+            asyncio.create_task(self._watch_silence(call)),
         ]
         try:
             while report is not EOF:
@@ -125,7 +132,7 @@ class WorkerConnection:
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise TimeoutError from None  # the health watch cancelled the call, not us
+            raise TimeoutError from None  # the silence watch cancelled the call, not us
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -139,24 +146,32 @@ class WorkerConnection:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader notices and reports why
 
-    async def _watch_health(self, channel: grpc.aio.Channel, call: Any) -> None:
-        """End the stream when the worker shows no sign of life, or no progress, for too long."""
+    async def _check_health(self, channel: grpc.aio.Channel) -> None:
+        """Ask the worker now and then whether it serves. An answer is a sign of life, too."""
         link = self._link
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_SECONDS)
             try:
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=min(2.0, self._timeout / 2))
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._timeout)
                 link.last_sign = time.monotonic()
-                link.is_serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+                link.set_serving(reply.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
                     link.last_sign = time.monotonic()
-            now = time.monotonic()
-            silent, stalled = now - link.last_sign, link.seconds_without_progress(now)
+
+    async def _watch_silence(self, call: Any) -> None:
+        """End the stream when the worker shows no sign of life for too long."""
+        link = self._link
+        seen, silent = link.last_sign, 0.0
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(SILENCE_INTERVAL_SECONDS)
+            # Time in which this process did not run says nothing of the worker: signs may be waiting to be read.
+            silent += min(time.monotonic() - before, 2 * SILENCE_INTERVAL_SECONDS)
+            if link.last_sign != seen:
+                seen, silent = link.last_sign, 0.0
             if silent > self._timeout:
-                logger.warning("worker %s shows no sign of life for %.0f s", link.worker_id, silent)
+                logger.warning("worker %s shows no sign of life for %.1f s", link.worker_id, silent)
                 call.cancel()
-            elif stalled > STALL_SECONDS:
-                logger.warning("worker %s makes no progress for %.0f s", link.worker_id, stalled)
-                call.cancel()
+                return

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from router.policy import WorkerView
 from router.rates import WorkerRates
 
 logger = logging.getLogger(__name__)
+KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as many as it can
 
 
 class Connection(Protocol):
@@ -39,7 +41,11 @@ class Connection(Protocol):
         ...
 
     async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests; how many it still has. Raises UnavailableError."""
+        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
+        ...
+
+    async def undrain(self) -> None:
+        """Ask a draining worker to take requests again. Raises UnavailableError."""
         ...
 
 
@@ -68,7 +74,10 @@ class Attempt:
 class WorkerLink:
     """Open requests and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
-    def __init__(self, role: str, address: str, index: PrefixIndex) -> None:
+    def __init__(
+        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_usable` is called when requests may come that could not before."""
         self.role = role
         self.address = address
         self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_connection`
@@ -79,13 +88,15 @@ class WorkerLink:
         self.is_serving = False
         self.is_leaving = False  # its address is not listed any more
         self.num_lost = 0  # times the stream ended
+        self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # of life: a report, or an answer about its health
-        self._last_step_time = 0.0
         self._index = index
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
         self._open: dict[str, Attempt] = {}
         self._pending_tokens = 0
+        self._num_reserved = 0  # requests that will come here when their prompt is computed elsewhere
+        self._on_usable = on_usable
         self._resync: asyncio.Task[None] | None = None
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
@@ -105,17 +116,30 @@ class WorkerLink:
     def view(self) -> WorkerView:
         load = self.load
         used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached
+        kv_used_share = used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+        max_num_seqs = self.info.max_num_seqs if self.info else 1
+        is_kv_bound = kv_used_share > KV_BOUND_SHARE and load.num_waiting + load.num_swapped > 0
         return WorkerView(
             worker_id=self.worker_id,
             num_running=max(load.num_running, len(self._open) - load.num_waiting),
-            num_waiting=load.num_waiting + load.num_loading + load.num_swapped,
+            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + self._num_reserved,
             queued_prefill_tokens=max(load.waiting_prefill_tokens, self._pending_tokens),
             prefill_tokens_per_second=self.rates.prefill_tokens_per_second,
             pull_tokens_per_second=self.rates.pull_tokens_per_second,
             step_seconds=self.rates.step_seconds,
-            kv_used_share=used / load.kv_blocks_total if load.kv_blocks_total else 0.0,
-            max_num_seqs=self.info.max_num_seqs if self.info else 1,
+            kv_used_share=kv_used_share,
+            max_num_seqs=max_num_seqs,
+            num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
         )
+
+    @contextmanager
+    def reserve(self) -> Iterator[None]:
+        """Count a request that is going to be submitted here when its prompt is computed elsewhere."""
+        self._num_reserved += 1
+        try:
+            yield
+        finally:
+            self._num_reserved -= 1
 
     def open(self, submit: pb.Submit, pending_tokens: int, deadline: float) -> Attempt:
         """Submit to the worker. Raises WorkerLostError when the stream is not open."""
@@ -143,23 +167,31 @@ class WorkerLink:
             self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
     async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests; how many it still has. Raises UnavailableError."""
+        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
         if self._connection is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
         return await self._connection.drain(grace_seconds)
+
+    async def undrain(self) -> None:
+        """Ask a draining worker to take requests again. Raises UnavailableError."""
+        if self._connection is None:
+            raise UnavailableError(f"worker {self.worker_id} is not connected")
+        await self._connection.undrain()
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
     def attached(self, info: pb.WorkerInfo, connection: Connection) -> None:
         """The stream is open: requests may come."""
         self.info, self._connection = info, connection
-        self.last_sign = self._last_step_time = time.monotonic()
-        self.is_serving = True
+        self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
+        self.set_serving(True)
 
-    def seconds_without_progress(self, now: float) -> float:
-        """Since the last step of a worker that has requests to compute; 0 for one that has none."""
-        return now - self._last_step_time if self._open and self.load.num_running else 0.0
+    def set_serving(self, is_serving: bool) -> None:
+        """What the worker says about its health."""
+        if is_serving and not self.is_serving:
+            self._on_usable()
+        self.is_serving = is_serving
 
     def lost(self, reason: str) -> None:
         """The stream has ended: forget the worker's state and fail what is open here."""
@@ -169,7 +201,8 @@ class WorkerLink:
         self._index.remove_worker(self.worker_id)
         abandoned, self._open = self._open, {}
         self.num_lost += 1
-        self.breaker.record_failure(time.monotonic())
+        self.lost_time = time.monotonic()
+        self.breaker.record_failure(self.lost_time)
         name = self.worker_id
         self.info, self._connection, self.is_serving = None, None, False
         self.load = pb.LoadReport()
@@ -204,8 +237,6 @@ class WorkerLink:
                     self.breaker.record_failure(now)
                 attempt.mailbox.fail(error_of(failure))
         if report.HasField("load"):
-            if report.load.num_steps != self.load.num_steps or not report.load.num_running:
-                self._last_step_time = now
             self.load = report.load
             self.rates.observe_load(report.load)
         if report.kv_events:
@@ -214,7 +245,7 @@ class WorkerLink:
     def _first_delta(self, attempt: Attempt, delta: pb.TokenDelta) -> None:
         attempt.times = delta.times
         self._settle(attempt)
-        self.rates.observe_times(attempt.num_prompt_tokens, delta.times)
+        self.rates.observe_times(attempt.num_prompt_tokens, delta.times, self.last_sign)
         self.breaker.record_success()
 
     def _settle(self, attempt: Attempt) -> None:

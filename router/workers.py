@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from common.errors import HandshakeError, NotFoundError, UnavailableError
@@ -40,6 +41,8 @@ class WorkerTable:
         self._links: dict[tuple[str, str], WorkerLink] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
+        self._usable_event = asyncio.Event()  # replaced each time it is set
+        self._last_limits: ModelLimits | None = None
 
     async def start(self) -> None:
         await self._resolve()
@@ -65,6 +68,22 @@ class WorkerTable:
         preferred = [link for link in closed if link.worker_id not in avoid]
         return preferred or closed or links
 
+    def seconds_absent(self, role: str, now: float) -> float:
+        """How long no worker of a role has been attached; infinite when none ever was."""
+        links = [link for link in self._links.values() if link.role == role]
+        if any(link.info is not None for link in links):
+            return 0.0
+        return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
+
+    async def wait_for_usable(self, timeout_seconds: float) -> None:
+        """Return when some worker has become usable, or after the timeout."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._usable_event.wait(), timeout_seconds)
+
+    def _wake_waiting(self) -> None:
+        self._usable_event.set()
+        self._usable_event = asyncio.Event()
+
     def by_id(self, worker_id: str) -> WorkerLink:
         for link in self._links.values():
             if link.info is not None and link.info.worker_id == worker_id:
@@ -75,14 +94,16 @@ class WorkerTable:
         return [link.info for link in self._links.values() if link.info is not None]
 
     def limits(self, tokenizer_vocab_size: int) -> ModelLimits:
-        """Bounds that hold on every worker. Raises UnavailableError while there is none."""
+        """Bounds that hold on every worker, or held on the last ones. Raises UnavailableError before the first."""
         infos = self.infos()
-        if not infos:
+        if infos:
+            self._last_limits = ModelLimits(
+                max_model_len=min(info.max_model_len for info in infos),
+                vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
+            )
+        if self._last_limits is None:
             raise UnavailableError("no worker is available")
-        return ModelLimits(
-            max_model_len=min(info.max_model_len for info in infos),
-            vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
-        )
+        return self._last_limits
 
     def cached_tokens(self, token_ids: list[int], salt: str) -> dict[WorkerId, int]:
         """Leading tokens of a prompt that each worker has in its cache, by the index."""
@@ -134,7 +155,7 @@ class WorkerTable:
                 self.index.remove_worker(link.worker_id)
 
     def _add(self, role: str, address: str) -> None:
-        link = WorkerLink(role, address, self.index)
+        link = WorkerLink(role, address, self.index, self._wake_waiting)
         connection = WorkerConnection(
             link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
         )

@@ -130,6 +130,10 @@ class ScriptedWorker:
             session.reports.put_nowait(pb.StepReport(load=self._load(session)))
         return pb.DrainReply(num_open_requests=sum(len(session.running) for session in self.sessions))
 
+    async def Undrain(self, request: pb.UndrainRequest, context: Any) -> pb.UndrainReply:
+        self.draining = False
+        return pb.UndrainReply()
+
     async def Attach(self, commands: AsyncIterator[pb.Command], _context: Any) -> AsyncIterator[pb.StepReport]:
         self.num_streams += 1
         if self.script.refuse_streams:
