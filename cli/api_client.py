@@ -73,7 +73,7 @@ class ApiClient:
             raise ApiError(f"{self.url} lists no model")
         if wanted and wanted not in names:
             raise InvalidRequestError(
-                f"the server at {self.url} serves {', '.join(names)}, not {wanted}: leave --model out, or stop it first"
+                f"the server at {self.url} serves {', '.join(names)}, not {wanted}: leave out --model, or stop it"
             )
         return wanted or names[0]
 

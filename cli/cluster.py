@@ -41,13 +41,14 @@ class ServeConfig:
         "next ones, on loopback; 0: none (the router has /metrics on its own port)"
     )  # fmt: skip
     exit_on_failure: bool = setting(
-        False, "end with status 1 when a service dies, in place of starting it again; for those that have a supervisor"
+        False,
+        "when a service dies, stop the others and exit with 1 (for a supervisor above); else start it again",
     )
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
         if not 0 <= self.metrics_port <= MAX_PORT - self.prefill - self.decode:
-            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, room for all services included")
+            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
         if self.prefill < 0 or self.decode < 1:
             raise ConfigError(
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "

@@ -7,7 +7,7 @@ class RestartPolicy:
     """Decides after each death of one service how long to wait. It never gives up.
 
     The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
-    `first_delay_seconds` to `max_delay_seconds`. A service that was ready for longer than the longest delay starts afresh.
+    `first_delay_seconds` to `max_delay_seconds`. A service that was ready for longer than that starts afresh.
     """
 
     def __init__(self, first_delay_seconds: float = 0.5, max_delay_seconds: float = 10.0) -> None:

@@ -133,9 +133,7 @@ def run(argv: Sequence[str]) -> int:
             gpus=visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(config.engine.device) else (),
         )
         display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
-        supervisor = Supervisor(
-            specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure
-        )
+        supervisor = Supervisor(specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
 

@@ -67,5 +67,5 @@ async def test_the_model_is_one_that_the_server_has():
     async with running(lambda _: chunked([models])) as server:
         assert await asyncio.to_thread(choose, server.url, "") == "small"
         assert await asyncio.to_thread(choose, server.url, "large") == "large"
-        with pytest.raises(InvalidRequestError, match="serves small, large, not /models/other: leave --model out"):
+        with pytest.raises(InvalidRequestError, match="serves small, large, not /models/other: leave out --model"):
             await asyncio.to_thread(choose, server.url, "/models/other")

@@ -133,9 +133,9 @@ def other_value(action):
     name = action.option_strings[0]
     if isinstance(action, argparse.BooleanOptionalAction):
         no = next(text for text in action.option_strings if text.startswith("--no-"))
-        return [no if action.help.endswith("(default: True)") else name]
+        return [no if str(action.help).endswith("(default: True)") else name]
     if action.choices:
-        value = next(choice for choice in action.choices if f"(default: {choice})" not in action.help)
+        value = next(choice for choice in action.choices if f"(default: {choice})" not in str(action.help))
     else:
         value = OTHER_VALUES.get(name, "x" if action.type is str else "3")
     return [f"{name}={value}"]
@@ -179,8 +179,8 @@ def test_each_service_has_its_metrics_on_a_port_of_its_own():
     config, specs = plan("--prefill=2", "--metrics-port=9100")
     ports = {name: settings(spec).get("metrics_port") for name, spec in specs.items()}
     assert ports == {"prefill-0": 9100, "prefill-1": 9101, "decode-0": 9102, "agent": 9103, "router": None}
-    told = "metrics: http://127.0.0.1:8000/metrics, prefill-0 on :9100, prefill-1 on :9101, decode-0 on :9102, agent on"
-    assert told in ready_message(config, "m")
+    told = "metrics: http://127.0.0.1:8000/metrics, prefill-0 on :9100, prefill-1 on :9101, decode-0 on :9102, agent"
+    assert f"{told} on :9103\n" in ready_message(config, "m")
     assert "metrics" not in ready_message(plan()[0], "m")
     (port,) = free_ports(1)
     with pytest.raises(ConfigError, match=f"gives prefill-0 port {port}, which is the router's"):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -68,16 +68,20 @@ def command_line(pid: int) -> str:
 class Served:
     """A running `mini-infer serve` and everything that it printed."""
 
-    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "") -> None:
+    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
+        """program: an installed one, in `tmp_path` and without the path of this process."""
         (self.port,) = free_ports(1)
         self.api_key = api_key
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tmp_path / "serve.log"
+        env = environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {})
+        if program:
+            env.pop("PYTHONPATH", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command("serve", *FLAGS, f"--port={self.port}", *flags),
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {}),
+                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
+                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                cwd=tmp_path if program else None,
             )  # fmt: skip
 
     def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
@@ -157,8 +161,8 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
     try:
         served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}")
         assert served.complete()
-        for port, name in ((metrics_port, "vllm:generation_tokens"), (metrics_port + 1, "mini_infer_host_tier_slots")):
-            assert name in httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        for index, name in enumerate(("vllm:generation_tokens", "mini_infer_host_tier_slots")):
+            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
 
         processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
         for part in (" kvstore ", " decode_service ", " engine.worker.rank_main ", " router ", "rm -rf"):

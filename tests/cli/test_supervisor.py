@@ -45,7 +45,6 @@ class Cluster:
         rows = [line.split() for line in text.splitlines()]
         return [(name, int(pid)) for name, event, pid in rows if event == kind]
 
-
     def num_ready(self) -> int:
         """How often a service became ready."""
         return sum(state == "ready" for _, state in self.states)
