@@ -15,8 +15,9 @@ FROM ${BASE_IMAGE} AS stubs
 WORKDIR /src
 COPY constraints.txt ./
 RUN python3 -m venv /venv && /venv/bin/pip install --no-cache-dir -q -c constraints.txt grpcio-tools
+COPY build_stubs.py ./
 COPY protos protos
-RUN /venv/bin/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. protos/*.proto
+RUN /venv/bin/python build_stubs.py
 
 # --- everything but torch, and the default model's file
 FROM ${BASE_IMAGE} AS packages

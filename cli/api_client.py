@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from common.errors import MiniInferError, UnavailableError
+from common.errors import InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]
 
@@ -61,17 +61,21 @@ class ApiClient:
     ) -> None:
         self._http.close()
 
-    def first_model(self) -> str:
-        """Name of the first model that the server lists."""
+    def choose_model(self, wanted: str = "") -> str:
+        """The model that is wanted, or the first one. Raises InvalidRequestError for one that is not served."""
         try:
             reply = self._http.get("/v1/models")
         except httpx.HTTPError as error:
             raise UnavailableError(f"no server answers at {self.url} ({error})") from error
         _raise_for_status(reply)
-        models = reply.json().get("data") or []
-        if not models:
+        names = [str(model["id"]) for model in reply.json().get("data") or []]
+        if not names:
             raise ApiError(f"{self.url} lists no model")
-        return str(models[0]["id"])
+        if wanted and wanted not in names:
+            raise InvalidRequestError(
+                f"the server at {self.url} serves {', '.join(names)}, not {wanted}: leave out --model, or stop it"
+            )
+        return wanted or names[0]
 
     def stream_chat(
         self, model: str, messages: list[Message], stats: AnswerStats, **params: Any

@@ -161,7 +161,7 @@ def run(argv: Sequence[str]) -> int:
         server_for(arguments, serve_flags, interactive) as (url, is_ours),
         ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
     ):
-        model = client.first_model() if is_ours else arguments.model or client.first_model()
+        model = client.choose_model("" if is_ours else arguments.model)
         console = Console(stderr=not interactive)
         chat = Chat(client, model, Conversation(arguments.system), console, params)
         if not interactive:

@@ -11,6 +11,8 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -26,6 +28,16 @@ def die_with_parent(parent_pid: int) -> None:
 def child_command(module: str, argv: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The command line that runs `module` as a child of this process."""
     return (sys.executable, "-m", "cli.child", str(os.getpid()), module, *argv)
+
+
+def child_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env`, and what a child and its own children need to find our packages from any working directory.
+
+    PYTHONSAFEPATH: our packages have short names, and a `common` or `engine` of the user's may lie in that directory.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])
+    return {**env, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ Knows the settings classes of all services; starts nothing and picks no port.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.child import child_command
+from cli.child import child_command, child_environment
 from cli.gpus import VISIBLE, visible_order, workers_on_same_gpu
 from cli.ports import LOOPBACK
 from cli.service import ServiceSpec
@@ -24,6 +23,7 @@ from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
 
+MAX_PORT = (1 << 16) - 1
 SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
 
 
@@ -36,9 +36,19 @@ class ServeConfig:
     tp: int = setting(1, "GPUs of one worker, tensor parallel")
     ep: int = setting(1, "GPUs of one worker, expert parallel")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
+    metrics_port: int = setting(
+        0, "Prometheus port of the first worker; prefill workers, decode workers and the node agent take it and the "
+        "next ones, on loopback; 0: none (the router has /metrics on its own port)"
+    )  # fmt: skip
+    exit_on_failure: bool = setting(
+        False,
+        "when a service dies, stop the others and exit with 1 (for a supervisor above); else start it again",
+    )
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
+        if not 0 <= self.metrics_port <= MAX_PORT - self.prefill - self.decode:
+            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
         if self.prefill < 0 or self.decode < 1:
             raise ConfigError(
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
@@ -65,8 +75,23 @@ class ClusterConfig:
     decode_ports: tuple[int, ...]
 
     @property
-    def num_workers(self) -> int:
-        return self.serve.prefill + self.serve.decode
+    def workers(self) -> list[tuple[str, str, int]]:
+        """(role, name, gRPC port), prefill workers first."""
+        roles = (("prefill", self.prefill_ports), ("decode", self.decode_ports))
+        return [(role, f"{role}-{number}", port) for role, ports in roles for number, port in enumerate(ports)]
+
+    @property
+    def has_agent(self) -> bool:
+        """A node agent does nothing but hold the host tier."""
+        return self.agent.host_tier_gb > 0
+
+    @property
+    def metrics_ports(self) -> dict[str, int]:
+        """Which service has its metrics on which port; the router's are on its own. Empty: nobody has."""
+        if not self.serve.metrics_port:
+            return {}
+        names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent
+        return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
 def addresses(ports: Sequence[int]) -> str:
@@ -81,46 +106,49 @@ def plan_cluster(
     token: str,
     gpus: Sequence[str] = (),
 ) -> list[ServiceSpec]:
-    """The services of the cluster. `token` is the secret that they will share.
+    """The services of the cluster. `token` is the secret that they will share, unless the settings have one.
 
     gpus: names of those that workers take in turn. Workers of one GPU share `--gpu-memory-fraction` equally.
     """
-    secrets = {"cluster_token": token, "api_key": config.router.api_key}
-    agent_socket = run_dir / "agent.sock"
+    secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
+    agent_socket = str(run_dir / "agent.sock") if config.has_agent else ""
+    metrics_ports = config.metrics_ports
+    services = []
 
-    def spec(
-        name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
-    ) -> ServiceSpec:
+    def add(name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any) -> None:
         argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
         own = {VISIBLE: visible} if visible else {}
-        return ServiceSpec(name, child_command(module, argv), health, env=_child_env(env, secrets) | own, **stages)
+        child_env = _child_env(env, settings, secrets) | own
+        services.append(ServiceSpec(name, child_command(module, argv), health, env=child_env, **stages))
 
-    agent = dataclasses.replace(config.agent, host=LOOPBACK, port=config.agent_port, socket=str(agent_socket))
-    services = [spec("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)]
+    if config.has_agent:
+        agent = dataclasses.replace(
+            config.agent,
+            host=LOOPBACK,
+            port=config.agent_port,
+            socket=agent_socket,
+            metrics_port=metrics_ports.get("agent", 0),
+        )
+        add("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)
     grace = config.worker.drain_grace_seconds + 5.0
-    index = 0  # of a worker, over both roles
-    for role, ports in (("prefill", config.prefill_ports), ("decode", config.decode_ports)):
-        for number, port in enumerate(ports):
-            gpu, visible = _gpu_of(config, index, list(gpus))
-            index += 1
-            worker = dataclasses.replace(
-                config.worker,
-                host=LOOPBACK,
-                port=port,
-                worker_id=f"{role}-{number}",
-                run_dir=str(run_dir),
-                agent_socket=str(agent_socket),
-            )
-            health = f"{LOOPBACK}:{port}"
-            stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
-            settings = [worker, config.engine, gpu]
-            services.append(spec(worker.worker_id, f"{role}_service", settings, health, visible, **stages))
+    for index, (role, name, port) in enumerate(config.workers):
+        gpu, visible = _gpu_of(config, index, list(gpus))
+        worker = dataclasses.replace(
+            config.worker,
+            host=LOOPBACK,
+            port=port,
+            worker_id=name,
+            run_dir=str(run_dir),
+            agent_socket=agent_socket,
+            metrics_port=metrics_ports.get(name, 0),
+        )
+        settings = [worker, config.engine, gpu]
+        stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
+        add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, **stages)
     router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
     health = f"http://{host}:{router.port}/readyz"
-    services.append(
-        spec("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
-    )
+    add("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
     return services
 
 
@@ -128,20 +156,25 @@ def _gpu_of(config: ClusterConfig, worker: int, gpus: list[str]) -> tuple[GpuCon
     """GPU settings of a worker, and what it sees."""
     if not gpus:
         return config.gpu, ""
-    sharing = workers_on_same_gpu(len(gpus), worker, config.num_workers)
+    sharing = workers_on_same_gpu(len(gpus), worker, len(config.workers))
     fraction = round(config.gpu.gpu_memory_fraction / sharing, 4)
     return dataclasses.replace(config.gpu, gpu_memory_fraction=fraction), visible_order(gpus, worker)
 
 
 def _without_secrets(settings: Any) -> Any:
-    names = {field.name for field in dataclasses.fields(settings)} & set(SECRETS)
-    return dataclasses.replace(settings, **dict.fromkeys(names, ""))
+    return dataclasses.replace(settings, **dict.fromkeys(_secrets_of(settings), ""))
 
 
-def _child_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """Our own settings are on the command line by now; left in the environment they would override defaults."""
+def _secrets_of(settings: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(settings)} & set(SECRETS)
+
+
+def _child_env(env: Mapping[str, str], settings: Sequence[Any], secrets: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a service, with the secrets that it has a setting for and no others.
+
+    Our own settings are on the command line by now; left in the environment they would override defaults.
+    """
     kept = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
-    root = str(Path(__file__).resolve().parent.parent)
-    kept["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])
-    kept["PYTHONUNBUFFERED"] = "1"
-    return kept | {ENV_PREFIX + name.upper(): value for name, value in secrets.items() if value}
+    needed = {name: secrets[name] for part in settings for name in _secrets_of(part)}
+    own = {ENV_PREFIX + name.upper(): value for name, value in needed.items() if value}
+    return child_environment(kept) | {"PYTHONUNBUFFERED": "1"} | own

@@ -116,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
         server_for(arguments, serve_flags, sys.stdin.isatty()) as (url, is_ours),
         ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
     ):
-        model = client.first_model() if is_ours else arguments.model or client.first_model()
+        model = client.choose_model("" if is_ours else arguments.model)
         console = Console(highlight=False)
         console.print(tour(client, model, console))
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from cli.child import child_command
+from cli.child import child_command, child_environment
 from cli.ports import LOOPBACK, free_ports
 from common.errors import InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
@@ -42,6 +42,7 @@ class LocalServer:
             child_command("cli", ("serve", "--host", LOOPBACK, "--port", str(self._port), *self._flags)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
+            env=child_environment(os.environ),
             text=True,
             start_new_session=True,
         )
@@ -87,9 +88,9 @@ def port_of(url: str) -> int:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `server_for` reads."""
-    model = os.environ.get("MINI_INFER_MODEL", "")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    parser.add_argument("--model", default=model, help="which model (default: the server's first)")
+    # MINI_INFER_MODEL is for a server that is started here, which reads it itself; one that runs has its own model.
+    parser.add_argument("--model", default="", help="which model (default: the server's first)")
     parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
     parser.add_argument("--dry-run", action="store_true", help="start a cluster with a tiny random model")
 

@@ -10,7 +10,7 @@ from common.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, flag: str = "--port") -> None:
     """Raises ConfigError when nobody can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -20,7 +20,7 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             raise ConfigError(
                 f"port {port} on {host} can't be used ({os.strerror(error.errno or 0).lower()}): stop what listens "
-                "there, or choose another with --port"
+                f"there, or choose another with {flag}"
             ) from error
 
 

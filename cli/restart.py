@@ -1,28 +1,22 @@
-"""When to start a dead service again: a doubling delay, and an end to it. Pure; the clock is an argument."""
+"""How long to wait before a dead service is started again. Pure; knows no clock and no process."""
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class RestartPolicy:
-    """Decides after each death of one service: seconds to wait, or None to give up.
+    """Decides after each death of one service how long to wait. It never gives up.
 
-    Delays double from `first_delay_seconds` with every death within `window_seconds`; the one after
-    `max_restarts` such deaths is final. A service that stayed up for a whole window starts afresh.
+    The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
+    `first_delay_seconds` to `max_delay_seconds`. A service that was ready for longer than that starts afresh.
     """
 
-    def __init__(self, first_delay_seconds: float = 1.0, max_restarts: int = 5, window_seconds: float = 60.0) -> None:
+    def __init__(self, first_delay_seconds: float = 0.5, max_delay_seconds: float = 10.0) -> None:
         self._first_delay = first_delay_seconds
-        self._max_restarts = max_restarts
-        self._window = window_seconds
-        self._deaths: deque[float] = deque()
+        self._max_delay = max_delay_seconds
+        self._delay = 0.0
 
-    def next_delay(self, now: float) -> float | None:
-        """The service died at `now`."""
-        while self._deaths and now - self._deaths[0] > self._window:
-            self._deaths.popleft()
-        if len(self._deaths) >= self._max_restarts:
-            return None
-        self._deaths.append(now)
-        return self._first_delay * 2.0 ** (len(self._deaths) - 1)
+    def next_delay(self, ready_seconds: float) -> float:
+        """Seconds to wait after a death. `ready_seconds`: how long the service had been ready; 0: it never was."""
+        delay = 0.0 if ready_seconds > self._max_delay else self._delay
+        self._delay = min(max(self._first_delay, 2 * delay), self._max_delay)
+        return delay

@@ -26,6 +26,7 @@ class RunDirectory:
             ["/bin/sh", "-c", _REMOVE_AT_END_OF_PIPE, "sh", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # our own environment may hold an API key
             start_new_session=True,  # Ctrl-C must not end it before us
         )
 

@@ -35,10 +35,23 @@ from router.config import HttpConfig, RouterConfig
 
 T = TypeVar("T")
 
-# Fields that the cluster sets itself, or that mean something else on this command line.
-ROUTER_OWN = ("prefill", "decode", "model", "cluster_token")
-WORKER_OWN = ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port")
-AGENT_OWN = ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds")
+# A later group takes over the flags that it shares with an earlier one.
+GROUPS: tuple[tuple[str, type[Any]], ...] = (
+    ("node agent", AgentConfig),
+    ("workers", WorkerConfig),
+    ("HTTP connections", HttpConfig),
+    ("router and HTTP gateway", RouterConfig),
+    ("GPU of each worker", GpuConfig),
+    ("engine of each worker", EngineConfig),
+    ("cluster", ServeConfig),
+)
+# Fields that the cluster sets itself, or that another class has under the same name: no flag and no variable.
+SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
+    AgentConfig: ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"),
+    WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
+    RouterConfig: ("prefill", "decode", "model", "cluster_token"),
+    EngineConfig: ("host_tier_gb",),
+}
 QUANT_MODE_HELP = {
     "w8a16": "int8-weight",
     "int8": "int8-weight",
@@ -52,17 +65,8 @@ FAILED_START_GRACE_SECONDS = 3.0
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
     parser = argparse.ArgumentParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
-    # A later group takes over the flags that it shares with an earlier one.
-    for title, cls in (
-        ("node agent", AgentConfig),
-        ("workers", WorkerConfig),
-        ("HTTP connections", HttpConfig),
-        ("router and HTTP gateway", RouterConfig),
-        ("GPU of each worker", GpuConfig),
-        ("engine of each worker", EngineConfig),
-        ("cluster", ServeConfig),
-    ):
-        add_arguments(parser.add_argument_group(title), cls)
+    for title, cls in GROUPS:
+        add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
     return parser
 
 
@@ -71,21 +75,27 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
     known_modes = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
     check_quant_mode(argv, env, known_modes)
     namespace = build_parser().parse_args(argv)
-    serve = from_namespace(ServeConfig, namespace, env)
-    engine = from_namespace(EngineConfig, namespace, env)
+
+    def settings(cls: type[T], **given: str) -> T:
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | given
+        return from_namespace(cls, namespace, env, fixed)
+
+    serve, engine = settings(ServeConfig), settings(EngineConfig)
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
     agent_port, *worker_ports = free_ports(1 + serve.prefill + serve.decode)
     prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
-    router_values = {"model": engine.model, "prefill": addresses(prefill_ports), "decode": addresses(decode_ports)}
     return ClusterConfig(
         serve=serve,
-        router=_without(RouterConfig, ROUTER_OWN, namespace, env, router_values),
-        http=from_namespace(HttpConfig, namespace, env),
-        worker=_without(WorkerConfig, WORKER_OWN, namespace, env),
+        router=settings(
+            RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
+        ),
+        http=settings(HttpConfig),
+        worker=settings(WorkerConfig),
         engine=engine,
-        gpu=from_namespace(GpuConfig, namespace, env),
-        agent=_without(AgentConfig, AGENT_OWN, namespace, env),
+        gpu=settings(GpuConfig),
+        agent=settings(AgentConfig),
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
         decode_ports=tuple(decode_ports),
@@ -110,7 +120,7 @@ def uses_gpu(device: str) -> bool:
 def run(argv: Sequence[str]) -> int:
     """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
     config = parse_config(argv, dict(os.environ))
-    check_port(config.router.host, config.router.port)
+    check_ports(config)
     model = resolve_model(config.engine.model)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
@@ -119,13 +129,22 @@ def run(argv: Sequence[str]) -> int:
             config,
             run_dir=run_dir,
             env=os.environ,
-            token=config.worker.cluster_token or secrets.token_hex(16),
+            token=secrets.token_hex(16),
             gpus=visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(config.engine.device) else (),
         )
         display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
-        supervisor = Supervisor(specs, display.line, display.state)
+        supervisor = Supervisor(specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises ConfigError for a port that another program has, or that the cluster needs twice."""
+    check_port(config.router.host, config.router.port)
+    for name, port in config.metrics_ports.items():
+        if port == config.router.port:
+            raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
+        check_port(LOOPBACK, port, "--metrics-port")
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:
@@ -138,8 +157,11 @@ def ready_message(config: ClusterConfig, model_name: str) -> str:
     body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
     workers = f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+    ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
+    metrics = f"metrics: {url}/metrics{ports}\n" if ports else ""
     return (
         f"{name} on {url} ({workers})\n"
+        f"{metrics}"
         f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
         "stop with Ctrl-C"
     )
@@ -175,19 +197,3 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
             print("stopping: open requests may finish; Ctrl-C again ends them", file=sys.stderr)
     finally:
         await supervisor.stop(grace_seconds)
-
-
-def _without(
-    cls: type[T],
-    names: Sequence[str],
-    namespace: argparse.Namespace,
-    env: dict[str, str],
-    instead: dict[str, str] | None = None,
-) -> T:
-    """`cls` from flags and environment; the fields in `names` come from `instead` or stay at their defaults."""
-    flags: dict[str, Any] = {name: value for name, value in vars(namespace).items() if name not in names}
-    flags |= instead or {}
-    variables = {ENV_PREFIX + name.upper() for name in names}
-    return from_namespace(
-        cls, argparse.Namespace(**flags), {name: value for name, value in env.items() if name not in variables}
-    )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 TAIL_LINES = 12
+NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
 
 LineSink = Callable[[str, str], None]  # (service, line)
@@ -48,7 +49,18 @@ class Service:
         return self._process is not None and self._process.returncode is None
 
     async def spawn(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order."""
+        """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order.
+
+        Without memory, descriptors or the program, it has ended at once: `wait` returns NOT_STARTED.
+        """
+        self.tail.clear()
+        self._process = self._reader = None
+        try:
+            await self._spawn()
+        except OSError as error:
+            self._emit(f"it can't be started: {error.strerror}".encode())
+
+    async def _spawn(self) -> None:
         # A pipe of our own: asyncio's would make `wait` last until whoever else holds its other end is gone.
         read_end, write_end = os.pipe()
         try:
@@ -70,8 +82,8 @@ class Service:
 
     async def wait(self) -> int:
         """Its exit code, when it has ended, its output is read, and what it had started is gone."""
-        assert self._process is not None
-        assert self._reader is not None
+        if self._process is None or self._reader is None:
+            return NOT_STARTED
         code = await self._process.wait()
         self.kill()  # what the service started has no parent now
         self._is_swept = True

@@ -1,4 +1,4 @@
-"""Keeps a set of services running: start in stages, restart what dies, stop in order.
+"""Keeps a set of services running: start in stages, start again what ends, stop in order.
 
 Knows processes, health targets and exit codes; not what the services do, nor what their flags mean. Calls
 `common.healthcheck` for readiness and `RestartPolicy` for every decision about a death.
@@ -7,10 +7,8 @@ Knows processes, health targets and exit codes; not what the services do, nor wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from cli.restart import RestartPolicy
 from cli.service import LineSink, Service, ServiceSpec
@@ -20,7 +18,7 @@ from common.healthcheck import is_ready
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
 
-# (service, state): starting, ready, failed, restarting, gave up or stopped
+# (service, state): starting, ready, failed or stopped
 StateSink = Callable[[str, str], None]
 
 
@@ -33,8 +31,15 @@ class StartError(MiniInferError):
         self.tail = tuple(tail)
 
 
+class ServiceDiedError(MiniInferError):
+    """A service died, and the cluster is to end with it."""
+
+
 class Supervisor:
-    """`start`, then `run` until the event is set, then `stop`. `stop` is due whatever happened before."""
+    """`start`, then `run` until the event is set, then `stop`. `stop` is due whatever happened before.
+
+    exit_on_failure: the first death ends `run`; else a service that dies is started again, however often.
+    """
 
     def __init__(
         self,
@@ -42,11 +47,13 @@ class Supervisor:
         on_line: LineSink,
         on_state: StateSink,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        exit_on_failure: bool = False,
     ) -> None:
         self._services = [Service(spec, on_line) for spec in specs]
         self._on_line = on_line
         self._on_state = on_state
         self._new_policy = new_policy
+        self._exit_on_failure = exit_on_failure
 
     async def start(self) -> None:
         """Start all services, stage by stage; returns when all are ready. Raises StartError for one that ends."""
@@ -60,20 +67,17 @@ class Supervisor:
                 raise errors.exceptions[0] from None  # the first death explains; the others were cancelled by it
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Restart what dies until `stopping` is set."""
-        keeping = asyncio.gather(*(self._keep(service) for service in self._services))
-        stopped = asyncio.create_task(stopping.wait())
-        either: list[asyncio.Future[Any]] = [stopped, keeping]
+        """Start again what ends until `stopping` is set. Raises ServiceDiedError with `exit_on_failure`."""
+        tasks = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks.append(asyncio.create_task(_until_set(stopping)))
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                keeping.result()  # a bug's exception, or: all were given up, and the user may read why
-                await stopped
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-            keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeping
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            task.result()
 
     async def stop(self, max_grace_seconds: float = float("inf")) -> None:
         """Stop all, in stages: SIGTERM, the grace period, SIGKILL."""
@@ -89,16 +93,21 @@ class Supervisor:
     async def _start_one(self, service: Service) -> None:
         name = service.spec.name
         self._on_state(name, "starting")
+        if not await self._spawn(service):
+            self._on_state(name, "failed")
+            raise StartError(_death(service, await service.wait(), was_ready=False), name, service.tail)
+
+    async def _spawn(self, service: Service) -> bool:
+        """Start a service; whether it became ready. If not, it has ended."""
         await service.spawn()
         ready = asyncio.create_task(_until_ready(service.spec.health_target))
         ended = asyncio.create_task(service.wait())
         try:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                self._on_state(name, "ready")
-                return
-            self._on_state(name, "failed")
-            raise StartError(_start_error(name, ended.result(), service.tail), name, service.tail)
+            if ended.done():
+                return False
+            self._on_state(service.spec.name, "ready")
+            return True
         finally:
             ready.cancel()
             ended.cancel()
@@ -108,20 +117,25 @@ class Supervisor:
         self._on_state(service.spec.name, "stopped")
 
     async def _keep(self, service: Service) -> None:
-        name = service.spec.name
         policy = self._new_policy()
         loop = asyncio.get_running_loop()
+        is_ready, since = True, loop.time()  # `start` has seen it
         while True:
             code = await service.wait()
-            delay = policy.next_delay(loop.time())
-            if delay is None:
-                self._on_line("serve", f"{name} ended ({_exit_text(code)}) too often: not started again")
-                self._on_state(name, "gave up")
-                return
-            self._on_line("serve", f"{name} ended ({_exit_text(code)}): starting it again in {delay:.0f} s")
-            self._on_state(name, "restarting")
-            await asyncio.sleep(delay)
-            await service.spawn()
+            if is_ready and code == 0:  # asked to end, by somebody else: a drained worker has finished its requests
+                self._on_line("serve", f"{service.spec.name} ended in good order: replacing it now")
+            else:
+                death = _death(service, code, is_ready)
+                if self._exit_on_failure:
+                    raise ServiceDiedError(death)
+                delay = policy.next_delay(loop.time() - since if is_ready else 0.0)
+                self._on_line("serve", f"{death}; starting it again {f'in {delay:g} s' if delay else 'now'}")
+                await asyncio.sleep(delay)
+            is_ready, since = await self._spawn(service), loop.time()
+
+
+async def _until_set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def _until_ready(target: str) -> None:
@@ -129,9 +143,12 @@ async def _until_ready(target: str) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _start_error(name: str, code: int, tail: Sequence[str]) -> str:
-    """The last line that a dying service wrote is its reason; the ones before it are for whoever looks closer."""
-    reason = next((line for line in reversed(tail) if line.strip()), "it wrote nothing")
+def _death(service: Service, code: int, was_ready: bool) -> str:
+    """The last line that a service wrote before it was ready is its reason; later ones may be of any request."""
+    name = service.spec.name
+    if was_ready:
+        return f"{name} ended ({_exit_text(code)})"
+    reason = next((line for line in reversed(service.tail) if line.strip()), "it wrote nothing")
     return f"{name} ended before it was ready ({_exit_text(code)}): {reason}"
 
 

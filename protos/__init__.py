@@ -1,1 +1,1 @@
-"""gRPC surface. The .proto files are the source; `make protos` writes the stubs beside them."""
+"""gRPC surface. The .proto files are the source; build_stubs.py writes the stubs beside them."""

@@ -17,12 +17,12 @@ from starlette.routing import Route
 
 from common.errors import InvalidRequestError, MiniInferError, NotFoundError, UnauthenticatedError
 from common.metrics import CONTENT_TYPE
+from common.version import VERSION
 from router.errors import HttpError, error_body, error_headers, log_if_internal, status_of
 from router.gateway import Gateway
 from router.middleware import Guard
 from router.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-VERSION = "0.1.0"
 DRAIN_GRACE_SECONDS = 30.0
 Handler = Callable[[Request], Awaitable[Any]]
 

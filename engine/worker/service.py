@@ -23,6 +23,7 @@ from common.logging import setup_logging
 from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.tokenizer import load_tokenizer
+from common.version import VERSION
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.worker.config import WorkerConfig
@@ -33,7 +34,6 @@ from engine.worker.metrics import WorkerMetrics
 from engine.worker.rank_process import RankProcess
 from protos import types_pb2 as pb
 
-VERSION = "0.1.0"
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better

@@ -1,7 +1,8 @@
 """A small service for supervisor tests: `python -m tests.cli.stand_in MODE PORT EVENTS NAME`.
 
 Answers every HTTP request with 200 and appends "NAME event PID" lines to the EVENTS file.
-Modes: well; dies (exit 3 before it is ready); deaf (ignores SIGTERM); parent (has a child in its session).
+Modes: well; dies (exit 3 before it is ready); dies-later (so, but not the first time); deaf (ignores SIGTERM);
+parent (has a child in its session).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 
 def main() -> None:
@@ -26,9 +28,10 @@ def main() -> None:
             sys.exit(0)
 
     signal.signal(signal.SIGTERM, on_term)
+    first_time = not Path(events).exists() or f"{name} start" not in Path(events).read_text(encoding="utf-8")
     note("start")
     print(f"hello from {name}", flush=True)
-    if mode == "dies":
+    if mode == "dies" or (mode == "dies-later" and not first_time):
         print("error: the disk is on fire", flush=True)
         sys.exit(3)
     if mode == "parent":

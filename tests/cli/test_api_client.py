@@ -4,7 +4,7 @@ import json
 import pytest
 
 from cli.api_client import AnswerStats, ApiClient, ApiError
-from common.errors import UnavailableError
+from common.errors import InvalidRequestError, UnavailableError
 from tests.cli.load.sse_server import SILENCE, chunked, event, running
 
 DONE = b"data: [DONE]\n\n"
@@ -55,4 +55,17 @@ async def test_failures_are_one_line(reply, error, told):
 
 def test_nobody_listens():
     with ApiClient("http://127.0.0.1:1") as client, pytest.raises(UnavailableError, match="no server answers"):
-        client.first_model()
+        client.choose_model()
+
+
+async def test_the_model_is_one_that_the_server_has():
+    def choose(url, wanted):
+        with ApiClient(url) as client:
+            return client.choose_model(wanted)
+
+    models = json.dumps({"data": [{"id": "small"}, {"id": "large"}]}).encode()
+    async with running(lambda _: chunked([models])) as server:
+        assert await asyncio.to_thread(choose, server.url, "") == "small"
+        assert await asyncio.to_thread(choose, server.url, "large") == "large"
+        with pytest.raises(InvalidRequestError, match="serves small, large, not /models/other: leave out --model"):
+            await asyncio.to_thread(choose, server.url, "/models/other")

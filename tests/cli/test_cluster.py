@@ -1,12 +1,15 @@
 """The plan of a local cluster, read back with each service's own parser."""
 
+import argparse
+import socket
 from pathlib import Path
 
 import pytest
 
 from cli.cluster import ServeConfig, plan_cluster
 from cli.gpus import visible_gpus
-from cli.serve import parse_config, ready_message
+from cli.ports import free_ports
+from cli.serve import build_parser, check_ports, parse_config, ready_message
 from common.errors import ConfigError
 from tests.deploy.settings import parse
 
@@ -101,12 +104,102 @@ def test_environment_is_read_once_and_not_inherited():
     assert specs["decode-0"].env["PATH"] == "/bin"
 
 
-def test_secrets_travel_by_environment_only():
-    _, specs = plan("--api-key=sesame", "--dry-run")
-    for spec in specs.values():
-        assert not any("sesame" in part or "secret" in part for part in spec.command)
-        assert settings(spec)["cluster_token"] == "secret"
+def test_secrets_travel_by_environment_to_those_that_need_them():
+    env = {"MINI_INFER_API_KEY": "sesame", "MINI_INFER_CLUSTER_TOKEN": "of the user"}
+    _, specs = plan("--dry-run", env=env)
+    for name, spec in specs.items():
+        assert not any("sesame" in part or "of the user" in part for part in spec.command)
+        assert settings(spec)["cluster_token"] == "of the user"
+        assert ("sesame" in spec.env.values()) is (name == "router")
     assert settings(specs["router"])["api_key"] == "sesame"
+    assert {settings(spec)["cluster_token"] for spec in plan()[1].values()} == {"secret"}
+
+
+@pytest.fixture
+def fixed_ports(monkeypatch):
+    monkeypatch.setattr("cli.serve.free_ports", lambda count: list(range(50000, 50000 + count)))
+
+
+# Flags of `serve` itself, whose effect is not in the plan: tests/cli/test_serve.py and test_supervisor.py see it.
+OF_SERVE_ITSELF = {"--verbose", "--exit-on-failure"}
+OTHER_VALUES = {
+    "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
+    "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
+}  # fmt: skip
+
+
+def other_value(action):
+    """A flag with a value that is not its default."""
+    name = action.option_strings[0]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        no = next(text for text in action.option_strings if text.startswith("--no-"))
+        return [no if str(action.help).endswith("(default: True)") else name]
+    if action.choices:
+        value = next(choice for choice in action.choices if f"(default: {choice})" not in str(action.help))
+    else:
+        value = OTHER_VALUES.get(name, "x" if action.type is str else "3")
+    return [f"{name}={value}"]
+
+
+def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
+    """Neither a flag nor a variable of the same name may be listed, taken and ignored."""
+
+    def planned(*flags, env=None):
+        config = parse_config(flags, env or {})
+        return plan_cluster(config, RUN_DIR, {}, token="secret"), config.serve
+
+    usual, usual_serve = planned()
+    ignored = []
+    for action in build_parser()._actions:
+        if not isinstance(action, argparse._HelpAction):
+            flags = other_value(action)
+            try:
+                specs, serve = planned(*flags)
+            except ConfigError:
+                assert flags[0] in ("--tp=3", "--ep=3")
+                continue
+            has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
+            ignored += [] if has_effect else flags
+    assert ignored == []
+
+
+def test_settings_that_the_cluster_makes_itself_are_no_flags_and_no_variables(fixed_ports, capsys):
+    values = {
+        "worker_id": "w", "advertise_host": "h", "run_dir": "/r", "agent_socket": "/s", "socket": "/s",
+    }  # fmt: skip
+    for name, value in values.items():
+        with pytest.raises(SystemExit):
+            parse_config([f"--{name.replace('_', '-')}={value}"], {})
+        assert "unrecognized arguments" in capsys.readouterr().err
+    env = {f"MINI_INFER_{name.upper()}": value for name, value in values.items()}
+    assert parse_config([], env) == parse_config([], {})
+
+
+def test_each_service_has_its_metrics_on_a_port_of_its_own():
+    config, specs = plan("--prefill=2", "--metrics-port=9100")
+    ports = {name: settings(spec).get("metrics_port") for name, spec in specs.items()}
+    assert ports == {"prefill-0": 9100, "prefill-1": 9101, "decode-0": 9102, "agent": 9103, "router": None}
+    told = "metrics: http://127.0.0.1:8000/metrics, prefill-0 on :9100, prefill-1 on :9101, decode-0 on :9102, agent"
+    assert f"{told} on :9103\n" in ready_message(config, "m")
+    assert "metrics" not in ready_message(plan()[0], "m")
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match=f"gives prefill-0 port {port}, which is the router's"):
+        check_ports(plan(f"--metrics-port={port}", f"--port={port}")[0])
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="choose another with --metrics-port"),
+    ):
+        check_ports(plan(f"--metrics-port={taken.getsockname()[1]}", f"--port={port}")[0])
+
+
+def test_no_host_tier_is_no_agent():
+    config, specs = plan("--host-tier-gb=0", "--metrics-port=9100")
+    assert list(specs) == ["prefill-0", "decode-0", "router"]
+    assert settings(specs["decode-0"])["agent_socket"] == ""
+    assert settings(specs["decode-0"])["host_tier_gb"] == 0
+    assert list(config.metrics_ports) == ["prefill-0", "decode-0"]
+    with pytest.raises(ConfigError, match="must not be negative"):
+        plan("--host-tier-gb=-1")
 
 
 @pytest.mark.parametrize(("flags", "threads"), [([], 0), (["--num-threads=3"], 3)])
@@ -126,6 +219,7 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
         (["--quant-mode=fp4"], "choose one of auto, none, int8-weight"),
         (["--block-size=-1"], "--block-size -1"),
         (["--port=99999"], "--port 99999"),
+        (["--metrics-port=65535"], "--metrics-port 65535"),
     ],
 )
 def test_settings_that_cannot_work_say_what_to_do(flags, told):

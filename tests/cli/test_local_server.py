@@ -1,9 +1,11 @@
 import argparse
 import functools
+import os
 
 import pytest
 
 from cli.local_server import add_server_arguments, port_of, server_for
+from cli.serve import parse_config
 from common.errors import InvalidRequestError, UnavailableError
 
 
@@ -52,6 +54,13 @@ def test_one_is_started_at_the_same_address_and_stopped(no_server):
     with server_for(flags, ["--decode=2"], may_ask=False) as found:
         assert found == ("http://127.0.0.1:8055", True)
     assert no_server == [(["--model", "m", "--decode=2"], 8055), "stopped"]
+
+
+def test_a_model_in_the_environment_is_for_a_server_that_is_started(monkeypatch):
+    monkeypatch.setenv("MINI_INFER_MODEL", "/models/other")
+    assert arguments().model == ""
+    assert arguments("--model", "m").model == "m"
+    assert parse_config([], dict(os.environ)).engine.model == "/models/other"
 
 
 def test_dry_run_always_starts_its_own(no_server):

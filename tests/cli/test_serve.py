@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -52,17 +52,36 @@ def session_pids(text: str) -> list[int]:
     return [pid for pid in found if is_alive(pid)]
 
 
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children and so on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 class Served:
     """A running `mini-infer serve` and everything that it printed."""
 
-    def __init__(self, tmp_path: Path, *flags: str) -> None:
+    def __init__(self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = ()) -> None:
+        """program: an installed one, in `tmp_path` and without the path of this process."""
         (self.port,) = free_ports(1)
+        self.api_key = api_key
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tmp_path / "serve.log"
+        env = environment(tmp_path) | ({"MINI_INFER_API_KEY": api_key} if api_key else {})
+        if program:
+            env.pop("PYTHONPATH", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command("serve", *FLAGS, f"--port={self.port}", *flags),
-                stdout=log, stderr=subprocess.STDOUT, env=environment(tmp_path), start_new_session=True,
+                [*(program or command("serve")), *FLAGS, f"--port={self.port}", *flags],
+                stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                cwd=tmp_path if program else None,
             )  # fmt: skip
 
     def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
@@ -84,7 +103,8 @@ class Served:
             "temperature": 0,
             "ignore_eos": True,
         }
-        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0)
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0, headers=headers)
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"][0]["text"]
 
@@ -105,7 +125,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
             capture_output=True,
             text=True,
             timeout=60,
-            env=environment(tmp_path),
+            env=environment(tmp_path) | {"MINI_INFER_MODEL": "/models/of/some/other/server"},
             check=False,
         )
         assert piped.returncode == 0, piped.stderr
@@ -113,9 +133,14 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
 
         victim = next(pid for pid in session_pids("--worker-id=decode-1") if pid in pids)
         os.kill(victim, signal.SIGKILL)
-        served.wait_for(r"decode-1 ended \(SIGKILL\): starting it again in 1 s")
+        served.wait_for(r"decode-1 ended \(SIGKILL\); starting it again now")
         assert served.complete() == answer
-        served.wait_for(r"(?s)starting it again.*decode-1 ready")
+        served.wait_for(r"(?s)starting it again.*decode-1: ready")
+
+        drained = next(pid for pid in session_pids("--worker-id=decode-0") if pid in pids)
+        os.kill(drained, signal.SIGTERM)  # as after a drain, it finishes its requests and ends with status 0
+        served.wait_for(r"(?s)decode-0 ended in good order: replacing it now.*decode-0: ready")
+        assert served.complete() == answer
     finally:
         served.process.terminate()
         code = served.process.wait(60)
@@ -126,6 +151,35 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
     assert session_pids(str(run_dir)) == []
     assert not run_dir.exists()
     check_port("127.0.0.1", served.port)
+
+
+def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
+    (metrics_port,) = free_ports(1)
+    served = Served(
+        tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", api_key="open-sesame"
+    )
+    try:
+        served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}")
+        assert served.complete()
+        for index, name in enumerate(("vllm:generation_tokens", "mini_infer_host_tier_slots")):
+            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
+
+        processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
+        for part in (" kvstore ", " decode_service ", " engine.worker.rank_main ", " router ", "rm -rf"):
+            assert any(part in text for text in processes.values()), processes
+        for pid, text in processes.items():
+            assert "open-sesame" not in text
+            knows = b"open-sesame" in Path(f"/proc/{pid}/environ").read_bytes()
+            assert knows is (" router " in text), f"{text} {'has' if knows else 'lacks'} the API key"
+
+        os.kill(next(pid for pid, text in processes.items() if " kvstore " in text), signal.SIGKILL)
+        assert served.process.wait(60) == 1
+    finally:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+    assert served.log.read_text().splitlines()[-1] == "error: agent ended (SIGKILL)"
+    assert [pid for pid in processes if is_alive(pid)] == []
 
 
 def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):

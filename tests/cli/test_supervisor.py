@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +16,7 @@ from cli.child import child_command
 from cli.ports import free_ports
 from cli.restart import RestartPolicy
 from cli.service import ServiceSpec
-from cli.supervisor import StartError, Supervisor
+from cli.supervisor import ServiceDiedError, StartError, Supervisor
 
 
 class Cluster:
@@ -43,6 +45,10 @@ class Cluster:
         rows = [line.split() for line in text.splitlines()]
         return [(name, int(pid)) for name, event, pid in rows if event == kind]
 
+    def num_ready(self) -> int:
+        """How often a service became ready."""
+        return sum(state == "ready" for _, state in self.states)
+
 
 @pytest.fixture
 def cluster(tmp_path):
@@ -63,7 +69,13 @@ def is_alive(pid: int) -> bool:
 
 
 def quick_restarts() -> RestartPolicy:
-    return RestartPolicy(first_delay_seconds=0.01)
+    return RestartPolicy(first_delay_seconds=0.01, max_delay_seconds=0.05)
+
+
+def slow_restarts() -> RestartPolicy:
+    policy = RestartPolicy(first_delay_seconds=600.0, max_delay_seconds=600.0)
+    policy.next_delay(0.0)  # the first one would be immediate
+    return policy
 
 
 async def eventually(condition, seconds: float = 30.0) -> None:
@@ -78,7 +90,7 @@ async def running(supervisor: Supervisor):
     await supervisor.start()
     task = asyncio.create_task(supervisor.run(stopping))
     try:
-        yield
+        yield supervisor
     finally:
         stopping.set()
         await task
@@ -119,20 +131,74 @@ async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
         assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
 
 
-async def test_giving_up_on_one_leaves_the_others_running(cluster, monkeypatch):
-    supervisor = cluster.supervisor(
-        cluster.spec("a"), cluster.spec("b"), new_policy=lambda: RestartPolicy(max_restarts=0)
+async def test_restarts_never_end(cluster):
+    names, num_kills = ("router", "worker"), 8
+    async with running(cluster.supervisor(*map(cluster.spec, names), new_policy=quick_restarts)):
+        for count in range(1, num_kills + 1):
+            for name, pid in cluster.events("start")[-len(names) :]:
+                assert name in names
+                os.kill(pid, signal.SIGKILL)
+            await eventually(lambda count=count: cluster.num_ready() == len(names) * (count + 1))
+        assert all(is_alive(pid) for _, pid in cluster.events("start")[-len(names) :])
+    deaths = [text for _, text in cluster.lines if "ended (SIGKILL)" in text]
+    assert len(deaths) == num_kills * len(names)
+    assert all(re.fullmatch(r"\w+ ended \(SIGKILL\); starting it again (now|in 0.0\d s)", text) for text in deaths)
+
+
+async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_why(cluster):
+    async with running(cluster.supervisor(cluster.spec("a", "dies-later"), new_policy=quick_restarts)):
+        os.kill(cluster.events("start")[0][1], signal.SIGKILL)
+        await eventually(lambda: len(cluster.events("start")) == 9)
+    told = [text for source, text in cluster.lines if source == "serve"]
+    assert told[0] == "a ended (SIGKILL); starting it again now"
+    assert told[1] == (
+        "a ended before it was ready (exit code 3): error: the disk is on fire; starting it again in 0.01 s"
     )
+    assert told[-1].endswith("starting it again in 0.05 s")
+    assert cluster.num_ready() == 1
+
+
+async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster):
+    supervisor = cluster.supervisor(cluster.spec("a"), new_policy=slow_restarts, exit_on_failure=True)
     async with running(supervisor):
+        for count in range(1, 4):
+            os.kill(cluster.events("start")[-1][1], signal.SIGTERM)  # not from the supervisor: exit code 0
+            await eventually(lambda count=count: cluster.num_ready() == count + 1)
+    told = [text for source, text in cluster.lines if source == "serve"]
+    assert told == ["a ended in good order: replacing it now"] * 3
+
+
+async def test_exit_on_failure_stops_the_others_in_order(cluster):
+    supervisor = cluster.supervisor(
+        cluster.spec("agent", stop_stage=2), cluster.spec("worker", stop_stage=1), cluster.spec("router"),
+        exit_on_failure=True,
+    )  # fmt: skip
+    await supervisor.start()
+    os.kill(dict(cluster.events("start"))["worker"], signal.SIGKILL)
+    with pytest.raises(ServiceDiedError, match=r"worker ended \(SIGKILL\)"):
+        await supervisor.run(asyncio.Event())
+    await supervisor.stop()
+    assert [name for name, _ in cluster.events("term")] == ["router", "agent"]
+    assert len(cluster.events("start")) == 3
+
+
+async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypatch):
+    async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=slow_restarts)) as own:
         pids = dict(cluster.events("start"))
         os.kill(pids["b"], signal.SIGKILL)
-        await eventually(lambda: ("b", "gave up") in cluster.states)
+        await eventually(lambda: any(text.endswith("starting it again in 600 s") for _, text in cluster.lines))
         assert is_alive(pids["a"])
         killed = []
         monkeypatch.setattr("os.killpg", lambda *call: killed.append(call))
-        supervisor.kill()  # nothing for b: its process id may belong to somebody else by now
+        own.kill()  # nothing for b: its process id may belong to somebody else by now
         assert [pid for pid, _ in killed] == [pids["a"]]
         monkeypatch.undo()
+
+
+async def test_a_program_that_cannot_be_started_is_an_early_death(cluster):
+    spec = dataclasses.replace(cluster.spec("a"), command=("/nowhere/program",))
+    with pytest.raises(StartError, match=r"a ended before it was ready .*can't be started: No such file"):
+        await cluster.supervisor(spec).start()
 
 
 async def test_what_a_dead_service_had_started_goes_with_it(cluster):

@@ -19,7 +19,9 @@ import pytest
 from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.rpc import free_port
 from kvstore.agent_client import AgentHostTier
+from kvstore.agent_server import serve
 from kvstore.block_hash import block_keys, root_key
+from kvstore.config import AgentConfig
 from kvstore.digest import digest_blocks
 from kvstore.host_tier import HostTier
 from kvstore.regions import Regions
@@ -310,6 +312,11 @@ def test_the_longest_idle_region_goes_first() -> None:
 def test_a_worker_learns_why_it_gets_no_memory(shared_agent: Agent) -> None:
     with pytest.raises(ConfigError, match="host-tier-gb"):
         AgentHostTier(shared_agent.socket, "huge", NUM_SLOTS * BLOCK_BYTES * 2)
+
+
+async def test_an_agent_without_memory_is_not_started() -> None:
+    with pytest.raises(ConfigError, match="don't start one"):
+        await serve(AgentConfig(host_tier_gb=0))
 
 
 async def test_health_is_served(shared_agent: Agent) -> None:

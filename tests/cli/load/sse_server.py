@@ -56,12 +56,9 @@ class Server:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line.split(b":")[1])
-                    for line in head.split(b"\r\n")
-                    if line.lower().startswith(b"content-length")
-                )
-                body = json.loads(await reader.readexactly(length))
+                lines = head.split(b"\r\n")
+                lengths = [int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length")]
+                body = json.loads(await reader.readexactly(sum(lengths)) or b"{}")
                 self.requests.append({"head": head.decode(), **body})
                 reply = self._script(body)
                 for part in reply:

@@ -1,0 +1,21 @@
+"""The Python API: `from mini_infer import LLM, SamplingParams` runs one engine in this process.
+
+Names are loaded when they are used, because torch takes seconds to import.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from common.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from engine import LLM, Completion, SamplingParams
+
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'mini_infer' has no attribute {name!r}")

@@ -1,0 +1,138 @@
+"""What `pip install` gives a user: built from the sources alone, installed outside of them, started by its commands.
+
+Third-party packages are those of this environment, because torch is large; the project comes from the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.version import VERSION
+from tests.cli.test_serve import Served, command_line, descendants
+from tests.test_repository import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+TOP_LEVEL = [*PACKAGES, "protos"]
+
+
+def run(*command: str | Path, cwd: Path, **kwargs) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, env=clean_environment(cwd), **kwargs
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def clean_environment(runtime_dir: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MINI_INFER_"))}
+    return kept | {"XDG_RUNTIME_DIR": str(runtime_dir), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """With a short path: sockets lie there."""
+    with tempfile.TemporaryDirectory(prefix="mi-") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def sdist(folder: Path) -> Path:
+    """Built from a copy without stubs, as a fresh clone has none."""
+    source = folder / "source"
+    for package in TOP_LEVEL:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, source)
+    name = run(sys.executable, "-c", BUILD, "build_sdist", folder, cwd=source).splitlines()[-1]
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def wheel(folder: Path, sdist: Path) -> Path:
+    """Built from the source distribution."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    return folder / run(sys.executable, "-c", BUILD, "build_wheel", folder, cwd=source).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def installed(folder: Path, wheel: Path) -> Path:
+    """The programs of an environment that has the wheel, and beside it the packages of this one."""
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # A path file adds a folder without reading the path files in it: the editable installation there stays out.
+    (site_packages / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "venv" / "bin"
+
+
+def test_a_source_distribution_has_the_protos_and_no_stubs(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    protos = {str(path.relative_to(ROOT)) for path in ROOT.glob("protos/*.proto")}
+    assert len(protos) >= 4
+    assert {*protos, "build_stubs.py", "LICENSE", "README.md", "pyproject.toml"} <= names
+    assert [name for name in names if "_pb2" in name or name.startswith("tests/")] == []
+
+
+def test_a_wheel_has_the_stubs_and_nothing_of_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for path in ROOT.glob("protos/*.proto"):
+        assert {f"protos/{path.stem}{end}" for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")} <= names
+    folders = {name.partition("/")[0] for name in names}
+    assert folders == {*TOP_LEVEL, f"mini_infer-{VERSION}.dist-info"}
+    assert {f"{package}/py.typed" for package in TOP_LEVEL} <= names
+    assert f"mini_infer-{VERSION}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_python_api_of_an_installation(folder: Path, installed: Path) -> None:
+    program = (
+        "import sys, mini_infer\nprint(mini_infer.__version__, 'torch' in sys.modules)\n"
+        "from mini_infer import LLM, SamplingParams\nprint(LLM.__module__, SamplingParams(max_tokens=3).max_tokens)\n"
+        f"import {', '.join(TOP_LEVEL)}\nprint([m.__file__ for m in ({', '.join(TOP_LEVEL)})])"
+    )
+    first, second, files = run(installed / "python", "-c", program, cwd=folder).splitlines()
+    assert first == f"{VERSION} False"
+    assert second == "engine.llm 3"
+    assert files.count(str(folder / "venv" / "lib")) == len(TOP_LEVEL)
+
+
+def test_the_installed_commands_serve_chat_and_show_the_demo(folder: Path, installed: Path) -> None:
+    """In a folder with modules that have the names of our packages."""
+    here = folder / "project"
+    here.mkdir()
+    for package in TOP_LEVEL:
+        (here / f"{package}.py").write_text("raise ImportError('a module of the user')\n")
+    served = Served(here, program=[str(installed / "mini-infer-serve")])
+    try:
+        served.wait_for("stop with Ctrl-C")
+        assert served.complete()
+        assert httpx.get(f"{served.url}/version").json() == {"version": VERSION}
+        for pid in descendants(served.process.pid):
+            assert command_line(pid).startswith((str(installed), "/bin/sh"))
+        answer = run(installed / "mini-infer-chat", "--url", served.url, "--max-tokens=4", cwd=here, input="hello\n")
+        assert answer.strip()
+        tour = run(installed / "mini-infer-demo", "--url", served.url, cwd=here)
+        assert "stopped reading after 3 pieces" in tour
+    finally:
+        served.process.terminate()
+        assert served.process.wait(60) == 0, served.log.read_text()[-3000:]
