@@ -1,0 +1,76 @@
+"""`mini-infer serve` as it is by default has one decode worker: its death costs its streams time and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from engine import LLM
+from tests.cli.test_serve import Served, command_line, descendants, tmp_path  # noqa: F401
+from tests.cluster.test_failover import expected_texts, make_jobs, stream_job
+
+
+def decode_front(served: Served) -> int:
+    return next(pid for pid in descendants(served.process.pid) if " decode_service " in command_line(pid))
+
+
+async def run_round(served: Served, reference: LLM, num_streams: int, seed: int) -> None:
+    """All streams at once, and SIGKILL for the only decode worker at a random token."""
+    jobs = make_jobs(num_streams, seed)
+    expected = await asyncio.to_thread(expected_texts, reference, jobs)
+    kill_at, num_started, num_open = random.Random(seed).randrange(1, num_streams // 2), 0, 0
+    victim = decode_front(served)
+
+    def on_first_token() -> None:
+        nonlocal num_started, num_open
+        num_started += 1
+        if num_started == kill_at:
+            os.kill(victim, signal.SIGKILL)
+            num_open = sum(not task.done() for task in tasks)
+
+    client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=120.0)
+    async with client:
+        tasks = [asyncio.create_task(stream_job(client, job, on_first_token)) for job in jobs]
+        answers = await asyncio.gather(*tasks)
+        assert command_line(decode_front(served)), "a new one runs"
+        assert decode_front(served) != victim
+    assert num_open > num_streams // 4, "the kill came too late to mean anything"
+    assert [reasons for _, reasons in answers] == [["length"]] * num_streams
+    wrong = [index for index, (text, _) in enumerate(answers) if text != expected[index]]
+    assert not wrong, f"{len(wrong)} answers differ, first: {wrong[:5]}"
+
+
+@pytest.fixture(scope="module")
+def reference() -> LLM:
+    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
+
+
+async def survive(folder: Path, reference: LLM, num_streams: int, num_rounds: int) -> None:
+    served = Served(folder)
+    try:
+        await asyncio.to_thread(served.wait_for, "stop with Ctrl-C")
+        for seed in range(num_rounds):
+            await run_round(served, reference, num_streams, seed)
+            print(f"round {seed + 1}: {num_streams} streams, 0 lost, bytes equal", flush=True)
+        state = (await asyncio.to_thread(httpx.get, served.url + "/v1/cluster")).json()
+        assert (state["running"], state["waiting"]) == (0, 0)
+    finally:
+        served.process.terminate()
+        assert served.process.wait(60) == 0
+
+
+async def test_streams_survive_the_death_of_the_only_decode_worker(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
+    await survive(tmp_path, reference, num_streams=40, num_rounds=2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_200_streams_and_ten_deaths(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
+    await survive(tmp_path, reference, num_streams=200, num_rounds=10)
