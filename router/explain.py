@@ -1,6 +1,6 @@
 """Why a request went where it went, and where its time went: a bounded log that GET /explain/{id} reads back.
 
-Holds no text and no tokens. The time line's spans are consecutive, so they sum to the total.
+Holds no text and no tokens once a choice has ended. The time line's spans are consecutive, so they sum to the total.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_CANDIDATES_SHOWN = 16
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice of a request."""
+    """What is known of one choice of a request. Its journal is kept while it is open, and then its counts."""
 
-    journal: Journal
+    journal: Journal | None
     decisions: list[Decision] = field(default_factory=list)
     first_deltas: list[dict[str, Any]] = field(default_factory=list)
-    end: float = 0.0
+    counts: dict[str, Any] = field(default_factory=dict)
 
 
 class ExplainLog:
@@ -76,27 +76,34 @@ class ExplainLog:
     def ended(self, journal: Journal, now: float) -> None:
         choice = self._choices.get(journal.request_id)
         if choice is not None:
-            choice.end = now
+            choice.counts = _counts(journal, journal.outcome, now)
+            choice.journal = None
 
     def find(self, request_id: str, now: float) -> list[dict[str, Any]]:
         """All choices of a request, by its public id; empty when it is unknown or forgotten."""
         return [
-            _shown(choice, now)
+            _shown(key, choice, now)
             for key, choice in self._choices.items()
             if key == request_id or key.rpartition("-")[0] == request_id
         ]
 
 
-def _shown(choice: _Choice, now: float) -> dict[str, Any]:
-    journal = choice.journal
-    end = choice.end or now
+def _counts(journal: Journal, state: str, end: float) -> dict[str, Any]:
     return {
-        "choice": journal.request_id,
-        "state": journal.outcome if choice.end else "open",
+        "state": state,
         "prompt_tokens": len(journal.prompt_token_ids),
         "output_tokens": len(journal.output_token_ids),
         "cached_tokens": journal.num_cached_tokens,
         "migrations": journal.num_migrations,
+        "time_line": _time_line(journal, end),
+        "total_seconds": round(end - journal.arrival, 6),
+    }
+
+
+def _shown(name: str, choice: _Choice, now: float) -> dict[str, Any]:
+    return {
+        "choice": name,
+        **(_counts(choice.journal, "open", now) if choice.journal else choice.counts),
         "decisions": [
             {
                 "policy": decision.policy,
@@ -106,8 +113,6 @@ def _shown(choice: _Choice, now: float) -> dict[str, Any]:
             for decision in choice.decisions
         ],
         "workers": choice.first_deltas,
-        "time_line": _time_line(journal, end),
-        "total_seconds": round(end - journal.arrival, 6),
     }
 
 

@@ -42,7 +42,7 @@ class WorkerTable:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
         self._usable_event = asyncio.Event()  # replaced each time it is set
-        self._last_limits: ModelLimits | None = None
+        self._last_info: pb.WorkerInfo | None = None
 
     async def start(self) -> None:
         await self._resolve()
@@ -94,16 +94,14 @@ class WorkerTable:
         return [link.info for link in self._links.values() if link.info is not None]
 
     def limits(self, tokenizer_vocab_size: int) -> ModelLimits:
-        """Bounds that hold on every worker, or held on the last ones. Raises UnavailableError before the first."""
-        infos = self.infos()
-        if infos:
-            self._last_limits = ModelLimits(
-                max_model_len=min(info.max_model_len for info in infos),
-                vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
-            )
-        if self._last_limits is None:
+        """Bounds that hold on every worker, or on the last one that was. Raises UnavailableError before the first."""
+        infos = self.infos() or ([self._last_info] if self._last_info else [])
+        if not infos:
             raise UnavailableError("no worker is available")
-        return self._last_limits
+        return ModelLimits(
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
+        )
 
     def cached_tokens(self, token_ids: list[int], salt: str) -> dict[WorkerId, int]:
         """Leading tokens of a prompt that each worker has in its cache, by the index."""
@@ -130,6 +128,7 @@ class WorkerTable:
                     "give each worker its own --worker-id"
                 )
         check_worker(info, link.role, self._tokenizer_hash, [other.info for other in others if other.info])
+        self._last_info = info
 
     async def _resolve_forever(self) -> None:
         while True:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import openai
 import pytest
 
+from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
 
@@ -289,6 +291,17 @@ async def test_explain_shows_the_decision_and_a_time_line_that_sums_up() -> None
             choice["total_seconds"], abs=1e-4
         )
         assert (await c.http.get("/explain/chatcmpl-unknown")).status_code == 404
+
+
+async def test_what_has_ended_keeps_its_counts_and_not_its_text() -> None:
+    async with cluster(num_decode=1) as c:
+        answer = (await c.chat("a secret", max_tokens=5)).json()
+        await c.until(c.is_quiet)
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Journal)]
+        [choice] = (await c.http.get(f"/explain/{answer['id']}")).json()["choices"]
+        assert (choice["state"], choice["output_tokens"]) == ("length", 5)
+        assert choice["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
 
 async def test_drain_takes_a_worker_out_of_rotation() -> None:

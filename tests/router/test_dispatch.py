@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from protos import types_pb2 as pb
-from tests.router.harness import Cluster, cluster, text_of
+from router import sse
+from tests.router.harness import Cluster, cluster, sse_events, text_of
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 SLOW = Script(delay_seconds=0.01)
@@ -26,7 +28,7 @@ def owner(c: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
 async def undisturbed(**fields: Any) -> dict[str, Any]:
     """The same request on a cluster in which nothing happens."""
     async with cluster() as c:
-        answer = (await c.chat(max_tokens=40, **fields)).json()
+        answer = (await c.chat(**{"max_tokens": 40, **fields})).json()
     assert "error" not in answer
     return answer
 
@@ -198,6 +200,58 @@ async def test_a_worker_that_stays_away_ends_its_streams_with_an_error_event() -
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert c.is_quiet()
+
+
+async def test_a_stream_waits_for_its_only_worker_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    control = await undisturbed(max_tokens=60)
+    async with cluster(script=SLOW) as c:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60, "seed": 1, "stream": True}
+        raw = b""
+        newcomer: asyncio.Task[httpx.Response] | None = None
+        came_back = False
+        async with c.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for data in response.aiter_bytes():
+                raw += data
+                if newcomer is None and raw.count(b"data: ") > 5:
+                    await c.decode[0].kill()
+                    newcomer = asyncio.create_task(c.chat(max_tokens=4))  # waits, too
+                if newcomer is not None and sse.KEEP_ALIVE in raw and not came_back:
+                    assert c.gateway.workers.usable("decode") == []
+                    assert not newcomer.done()
+                    came_back = True
+                    await c.decode[0].start()
+        assert newcomer is not None
+        events = [event async for event in sse_events(httpx.Response(200, content=raw.replace(sse.KEEP_ALIVE, b"")))]
+        assert text_of(events) == control["choices"][0]["message"]["content"]
+        assert (await newcomer).status_code == 200
+        await c.until(c.is_quiet)
+
+
+async def test_a_request_that_waits_for_a_worker_keeps_its_deadline() -> None:
+    async with cluster(request_timeout_seconds=0.5) as c:
+        await c.decode[0].kill()
+        await c.until(lambda: not c.gateway.workers.usable("decode"))
+        assert (await c.chat()).status_code == 504
+        assert c.is_quiet()
+
+
+async def test_a_request_that_makes_progress_may_move_as_often_as_it_must() -> None:
+    control = await undisturbed(max_tokens=100)
+    async with cluster(script=SLOW, max_retries=1) as c:
+        request = asyncio.create_task(c.events(max_tokens=100))
+        for number in range(4):
+            await c.until(lambda goal=20 * (number + 1): c.decode[0].num_tokens >= goal)  # type: ignore[misc]
+            await c.decode[0].kill()
+            await c.decode[0].start()
+        assert text_of(await request) == control["choices"][0]["message"]["content"]
+
+
+async def test_requests_that_are_in_prefill_count_where_they_will_decode() -> None:
+    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0, script=Script(delay_seconds=0.05)) as c:
+        await asyncio.gather(*(c.chat(f"prompt {number} " * 10) for number in range(8)))
+        assert sorted(len(worker.submits) for worker in c.decode) == [4, 4]
+        assert all(link.view().load == 0 for link in c.gateway.workers.links)
 
 
 async def test_retries_have_a_limit() -> None:

@@ -70,6 +70,18 @@ def test_equal_workers_share_by_draw_and_a_fuller_cache_breaks_the_tie() -> None
     assert choose(CostPolicy(), request(50, {D1: 16}), [], decode, 64).chosen.decode == D1
 
 
+def test_few_streams_spread_over_workers_that_are_about_equally_fast() -> None:
+    """Measured step times of equal machines differ by some percent: that must not send everything to one of them."""
+    running = {D0: 0, D1: 0}
+    for number in range(8):
+        decode = [
+            view(D0, num_running=running[D0], step_seconds=0.0070),
+            view(D1, num_running=running[D1], step_seconds=0.0075),
+        ]
+        running[choose(CostPolicy(), request(50, draw=number / 8), [], decode, 64).chosen.decode] += 1
+    assert running == {D0: 4, D1: 4}
+
+
 def test_the_last_token_is_always_computed() -> None:
     decision = choose(CostPolicy(), request(64, {D0: 64}), [], [view(D0)], 64)
     assert decision.chosen.cached_tokens == 63

@@ -1,0 +1,107 @@
+"""A drained worker finishes what it has, within the time it is given, and ends; until then it can be called back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.rpc import open_channel
+from protos import types_pb2 as pb
+from tests.cluster.harness import free_ports
+from tests.worker.harness import Stream, Worker, attached, prefill, stop
+
+LONG = pb.SamplingParams(max_tokens=1800)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    tmp_path.chmod(0o700)
+    started = Worker("prefill", tmp_path, free_ports(1)[0])
+    try:
+        asyncio.run(started.wait_ready())
+        yield started
+    finally:
+        stop(started)
+
+
+@pytest.fixture
+def decode_worker(tmp_path: Path) -> Iterator[Worker]:
+    tmp_path.chmod(0o700)
+    started = Worker("decode", tmp_path, free_ports(1)[0])
+    try:
+        asyncio.run(started.wait_ready())
+        yield started
+    finally:
+        stop(started)
+
+
+@asynccontextmanager
+async def drained(worker: Worker, grace_seconds: float) -> AsyncIterator[Stream]:
+    """A stream with a long request, and a worker that was asked to drain while it runs."""
+    async with attached(worker) as stream, open_channel(worker.address) as channel:
+        await stream.submit("open", sampling=LONG)
+        while not (await stream.report()).deltas:
+            pass
+        reply = await worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=grace_seconds), timeout=10)
+        assert reply.num_open_requests == 1
+        while not stream.load.draining:
+            await stream.report()
+        yield stream
+
+
+async def exit_code(worker: Worker) -> int:
+    assert worker.service.process is not None
+    return await asyncio.to_thread(worker.service.process.wait, 30)
+
+
+async def test_a_drained_worker_finishes_its_requests_and_ends(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=60.0) as stream:
+        await stream.submit("new")
+        assert (await stream.failure_of("new")).code == pb.FAILURE_CODE_UNAVAILABLE
+        _, last = await stream.until_end("open")
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH
+    assert await exit_code(decode_worker) == 0
+
+
+async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=0.2) as stream:
+        began = time.monotonic()
+        await stream.until_broken()  # the router moves what is left
+    assert await exit_code(decode_worker) == 0
+    assert time.monotonic() - began < 10.0
+
+
+async def test_undrain_takes_a_worker_back_until_it_stops(decode_worker: Worker) -> None:
+    async with drained(decode_worker, grace_seconds=60.0) as stream, open_channel(decode_worker.address) as channel:
+        stub = decode_worker.stub(channel)
+        await stub.Undrain(pb.UndrainRequest(), timeout=10)
+        await stream.submit("new")
+        assert (await stream.until_end("new"))[1].finish_reason == pb.FINISH_REASON_LENGTH
+        await stream.submit("second", sampling=LONG)
+        decode_worker.service.signal(signal.SIGTERM)
+        while not stream.load.draining:
+            await stream.report()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Undrain(pb.UndrainRequest(), timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_draining_prefill_worker_waits_for_its_readers(worker: Worker) -> None:
+    """A request between prefill and decode: its KV stays readable, and the worker ends when it was released."""
+    async with attached(worker) as stream, open_channel(worker.address) as channel:
+        _, handle = await prefill(stream, "p")
+        await worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=60.0), timeout=10)
+        while not stream.load.draining:
+            await stream.report()
+        assert worker.service.is_alive()
+        assert stream.load.num_leases == 1
+        await stream.release(handle.lease_id, handle.epoch)
+        await stream.until_broken()
+    assert await exit_code(worker) == 0
