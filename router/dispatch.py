@@ -182,11 +182,15 @@ class Dispatcher:
                     self._received(journal, delta.token_ids, now)
                 if is_first:
                     is_first = False
+                    first_time, num_tokens_before = now, len(journal.output_token_ids)
                     self._explain.first_delta(journal, attempt, phase, now)
                     attempt.mailbox.shortcut = partial(self._pass_on, journal)
                 yield deltas
                 if deltas[-1].finish_reason:
                     journal.outcome = _OUTCOMES.get(deltas[-1].finish_reason, journal.outcome)
+                    if phase == "decode":
+                        self._answers.observe(len(journal.output_token_ids))
+                        link.rates.observe_answer(len(journal.output_token_ids) - num_tokens_before, now - first_time)
                     return
         except RETRYABLE:
             lost.add(worker)
@@ -247,8 +251,6 @@ class Dispatcher:
                 if link.info is not None and link.info.worker_id == journal.kv_handle.worker_id:
                     link.release(journal.kv_handle)
         now = time.monotonic()
-        if journal.outcome in _OUTCOMES.values():
-            self._answers.observe(len(journal.output_token_ids))
         self._metrics.choice_ended(journal, now)
         self._explain.ended(journal, now)
 

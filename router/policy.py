@@ -40,6 +40,7 @@ class WorkerView:
     prefill_tokens_per_second: float = 0.0
     pull_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
+    token_seconds: float = 0.0  # what a step takes, seen from an answer
     kv_used_share: float = 0.0
     max_num_seqs: int = 64
     num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
@@ -164,7 +165,7 @@ def _decode_terms(request: RequestView, worker: WorkerView, rates: _Rates) -> di
     slots = max(worker.num_slots, 1)
     ahead = max(0, worker.load + 1 - slots)  # each of them ends before this one starts, `slots` at a time
     return {
-        "slot": ahead * request.expected_tokens * step / slots,
+        "slot": ahead * request.expected_tokens * max(worker.token_seconds, step) / slots,
         "decode": request.expected_tokens * step * (1 + taken + pressure),
     }
 

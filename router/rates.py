@@ -18,7 +18,8 @@ class WorkerRates:
 
     prefill_tokens_per_second: float = 0.0
     pull_tokens_per_second: float = 0.0
-    step_seconds: float = 0.0
+    step_seconds: float = 0.0  # of a step that only decodes
+    token_seconds: float = 0.0  # between an answer's tokens, steps with prompts and everything else included
     _prefill_tokens: float = 0.0  # sums over the recent past
     _prefill_seconds: float = 0.0
     _last_prefill_end: float = 0.0
@@ -41,6 +42,11 @@ class WorkerRates:
             self.pull_tokens_per_second = _mix(
                 self.pull_tokens_per_second, times.num_pulled_tokens / times.kv_pull_seconds
             )
+
+    def observe_answer(self, num_tokens: int, seconds: float) -> None:
+        """Learn from an answer that got so many tokens after its first ones, in that time."""
+        if num_tokens > 0:
+            self.token_seconds = _mix(self.token_seconds, seconds / num_tokens)
 
     def observe_load(self, load: pb.LoadReport) -> None:
         """Learn the duration of a step that only decoded."""

@@ -127,6 +127,7 @@ class WorkerLink:
             prefill_tokens_per_second=self.rates.prefill_tokens_per_second,
             pull_tokens_per_second=self.rates.pull_tokens_per_second,
             step_seconds=self.rates.step_seconds,
+            token_seconds=self.rates.token_seconds,
             kv_used_share=kv_used_share,
             max_num_seqs=max_num_seqs,
             num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
