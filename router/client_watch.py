@@ -69,12 +69,16 @@ class ClientWatch:
         self.start()
 
     def probe(self, cycle: RequestResponseCycle | None) -> None:
-        """After a FIN: send an interim answer, once per request, which HTTP/1.1 clients skip. An answer that has
-        begun needs none: what it writes does the same."""
-        if cycle is None or cycle is self._probed or cycle.response_started or cycle.scope["http_version"] == "1.0":
+        """After a FIN: send, once per request, what a client skips: before the answer an interim one, which HTTP/1.0
+        does not know; inside of a stream of events a comment. Nothing else is sent in chunks."""
+        if cycle is None or cycle is self._probed:
             return
         self._probed = cycle
-        self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not cycle.response_started:
+            if cycle.scope["http_version"] != "1.0":
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding:
+            self._transport.write(b"3\r\n:\n\n\r\n")
 
     # -- one that does not read --------------------------------------------------------------------------------
 

@@ -64,6 +64,28 @@ async def test_a_client_that_leaves_is_noticed(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_that_leaves_a_stream_that_says_nothing_is_noticed(c: Cluster) -> None:
+    worker = c.decode[0]
+    num_cancels = len(worker.cancels)
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
+    writer.write(completion(max_tokens=500, stream=True))
+    await reader.readuntil(b"data: ")
+    worker.script.is_silent = True
+    try:
+        num_tokens = -1
+        while num_tokens != worker.num_tokens:  # until all that was under way has been written
+            num_tokens = worker.num_tokens
+            await asyncio.sleep(0.1)
+        writer.close()
+        await c.until(lambda: len(worker.cancels) > num_cancels, 20)
+    finally:
+        worker.script.is_silent = False
+        for session in worker.sessions:
+            session.wake.set()
+    await c.until(c.is_quiet)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("version", "num_requests"), [("1.0", 1), ("1.1", 1), ("1.1", 3)])
 async def test_a_half_closed_client_gets_its_answers(
