@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         """After an answer that was the last one on this connection."""
-        if self._in_message or self._is_deaf:
+        if (self._in_message or self._is_deaf) and not self.transport.is_closing():
             self._linger()
         else:
             self.transport.close()
