@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-import ipaddress
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from common.errors import InvalidRequestError, MiniInferError, NotFoundError, UnauthenticatedError
+from common.errors import MiniInferError
 from common.metrics import CONTENT_TYPE
 from common.version import VERSION
+from router.api_docs import Operation, openapi, page
 from router.errors import HttpError, error_body, error_headers, log_if_internal, status_of
 from router.gateway import Gateway
 from router.middleware import Guard
+from router.operator_routes import Handler, json_response, operator_routes
 from router.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 
-DRAIN_GRACE_SECONDS = 30.0
-Handler = Callable[[Request], Awaitable[Any]]
+MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
+
+
+class Routes:
+    """Routes in the order in which they are tried, with what the documentation says of each. A GET answers HEAD,
+    too."""
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+        self.operations: list[Operation] = []
+
+    def add(
+        self, method: str, path: str, handler: Handler, summary: str, body: type[BaseModel] | None = None
+    ) -> None:
+        self.routes.append(Route(path, handler, methods=[method]))
+        self.operations.append(Operation(method, path.replace(":path}", "}"), summary, body))
 
 
 def create_app(gateway: Gateway) -> Any:
     """The ASGI application of one router."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await gateway.start()
         try:
             yield
         finally:
             await gateway.stop()
 
-    app = FastAPI(title="mini-infer", version=VERSION, lifespan=lifespan)
-    _add_error_handlers(app, gateway)
-    _add_model_routes(app, gateway)
-    _add_health_routes(app, gateway)
-    _add_operator_routes(app, gateway)
-    return Guard(app, gateway.config.api_key)
+    routes = Routes()
+    _add_model_routes(routes, gateway)
+    _add_health_routes(routes, gateway)
+    for method, path, handler, summary in operator_routes(gateway):
+        routes.add(method, path, handler, summary)
+    _add_documentation(routes)
+    handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
+    inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Guard(inner, gateway.config.api_key)
+    if not gateway.cors_origins:
+        return app
+    # Around the key's check: a browser asks first, without it, whether it may send it.
+    return CORSMiddleware(
+        app,
+        allow_origins=gateway.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-mini-infer-id", "retry-after"],
+    )
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
+def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
     async def known(request: Request, error: Exception) -> Response:
         status = status_of(error)
         gateway.metrics.refused(status)
@@ -61,25 +88,40 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        messages = {404: "no such path", 405: "this path does not take this method"}
+        messages = {404: _no_such_path(request.url.path, paths), 405: "this path does not take this method"}
         message = messages.get(error.status_code, "the request is not valid")
-        return await known(request, HttpError(error.status_code, message))
+        answer = await known(request, HttpError(error.status_code, message))
+        answer.headers.update(error.headers or {})  # Allow
+        return answer
 
-    app.add_exception_handler(MiniInferError, known)
-    app.add_exception_handler(HTTPException, http)
-    # A bug: it is logged, the client learns nothing but that.
-    app.add_exception_handler(Exception, known)
+    # The last one is for bugs: they are logged, the client learns nothing but that.
+    return {MiniInferError: known, HTTPException: http, Exception: known}
 
 
-def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
-    def post(path: str, handler: Handler, body: type[Any]) -> None:
-        # The body is read and checked by hand (bounds, duplicate keys); its schema is for the documentation.
-        # The plain route answers: solving dependencies, of which there are none, would cost 34 us a request.
-        # It comes first, since routes are tried in order.
-        app.router.routes.insert(0, Route(path, handler, methods=["POST"], include_in_schema=False))
-        schema = {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
-        app.add_api_route(path, handler, methods=["POST"], openapi_extra=schema, response_model=None)
+def _no_such_path(path: str, paths: list[str]) -> str:
+    """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
+    if len(path) > MAX_GUESSED_PATH:
+        return "no such path"
+    meant = [known for known in paths if path.endswith(known) or known == f"/v1{path.rstrip('/')}"]
+    near = max(meant, key=len, default=None) or next(iter(get_close_matches(path, paths, 1)), None)
+    return f"no such path; did you mean {near}?" if near else "no such path"
 
+
+def _add_documentation(routes: Routes) -> None:
+    description = openapi("mini-infer", VERSION, routes.operations)
+    text, document = page(description), orjson.dumps(description)
+
+    async def documentation(_: Request) -> Response:
+        return HTMLResponse(text)
+
+    async def schema(_: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes.add("GET", "/docs", documentation, "this page")
+    routes.add("GET", "/openapi.json", schema, "its content for programs")
+
+
+def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
     async def chat(request: Request) -> Response:
         with gateway.bodies.hold() as held:
             return await gateway.chat_completions(request, held)
@@ -90,16 +132,11 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
 
     async def tokenize(request: Request) -> Response:
         with gateway.bodies.hold() as held:
-            return _json(await gateway.tokenize(request, held))
+            return json_response(await gateway.tokenize(request, held))
 
     async def detokenize(request: Request) -> Response:
         with gateway.bodies.hold() as held:
-            return _json(await gateway.detokenize(request, held))
-
-    post("/detokenize", detokenize, DetokenizeBody)
-    post("/tokenize", tokenize, TokenizeBody)
-    post("/v1/completions", completions, CompletionBody)
-    post("/v1/chat/completions", chat, ChatCompletionBody)
+            return json_response(await gateway.detokenize(request, held))
 
     def card() -> dict[str, Any]:
         infos = gateway.workers.infos()
@@ -111,25 +148,26 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
             "max_model_len": min((info.max_model_len for info in infos), default=None),
         }
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return _json({"object": "list", "data": [card()]})
+    async def models(_: Request) -> Response:
+        return json_response({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        gateway.check_model(name)
-        return _json(card())
+    async def model(request: Request) -> Response:
+        gateway.check_model(request.path_params["name"])
+        return json_response(card())
+
+    routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", ChatCompletionBody)
+    routes.add("POST", "/v1/completions", completions, "the continuation of a text", CompletionBody)
+    routes.add("GET", "/v1/models", models, "the model that is served")
+    routes.add("GET", "/v1/models/{name:path}", model, "the same, or 404 for another model")
+    routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)
+    routes.add("POST", "/detokenize", detokenize, "the text of token ids", DetokenizeBody)
 
 
-def _add_health_routes(app: FastAPI, gateway: Gateway) -> None:
-    def is_ready() -> bool:
-        return bool(gateway.workers.usable("decode"))
-
-    @app.get("/healthz")
-    async def healthz() -> Response:
+def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
+    async def healthz(_: Request) -> Response:
         infos = gateway.workers.infos()
         roles = Counter(info.role for info in infos)
-        return _json(
+        return json_response(
             {
                 "status": "ok",
                 "model": gateway.model_name,
@@ -139,67 +177,28 @@ def _add_health_routes(app: FastAPI, gateway: Gateway) -> None:
             }
         )
 
-    @app.get("/livez")
-    async def livez() -> Response:
-        return _json({"status": "ok"})
+    async def livez(_: Request) -> Response:
+        return json_response({"status": "ok"})
 
-    async def ready() -> Response:
-        return _json({"status": "ok"}) if is_ready() else _json({"status": "no decode worker is ready"}, 503)
+    async def ready(_: Request) -> Response:
+        is_ready = bool(gateway.workers.usable("decode"))
+        return (
+            json_response({"status": "ok"})
+            if is_ready
+            else json_response({"status": "no decode worker is ready"}, 503)
+        )
 
-    app.add_api_route("/health", ready, methods=["GET"])
-    app.add_api_route("/readyz", ready, methods=["GET"])
+    async def version(_: Request) -> Response:
+        return json_response({"version": VERSION})
 
-    @app.get("/version")
-    async def version() -> Response:
-        return _json({"version": VERSION})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         dispatcher = gateway.dispatcher
         text = gateway.metrics.render(gateway.workers, dispatcher.num_running, dispatcher.num_waiting)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-
-def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/v1/cluster")
-    async def cluster() -> Response:
-        dispatcher = gateway.dispatcher
-        return _json(
-            {
-                "model": gateway.model_name,
-                "policy": gateway.config.policy,
-                "running": dispatcher.num_running,
-                "waiting": dispatcher.num_waiting,
-                "workers": gateway.workers.describe(),
-            }
-        )
-
-    @app.get("/explain/{request_id}")
-    async def explain(request_id: str) -> Response:
-        choices = gateway.explain.find(request_id, time.monotonic())
-        if not choices:
-            raise NotFoundError("this request is not known, or was too long ago")
-        return _json({"id": request_id, "choices": choices})
-
-    @app.post("/v1/workers/{worker_id}/drain")
-    async def drain(worker_id: str, request: Request) -> Response:
-        # Without a key anybody who reaches the port could empty the cluster: then only from this machine.
-        host = request.client.host if request.client else ""
-        if not gateway.config.api_key and not _is_loopback(host):
-            raise UnauthenticatedError("draining from another machine needs an API key on the router (--api-key)")
-        text = request.query_params.get("grace_seconds", str(DRAIN_GRACE_SECONDS))
-        try:
-            grace = float(text)
-        except ValueError:
-            grace = -1.0
-        if not 0 <= grace <= 3600:
-            raise InvalidRequestError("grace_seconds must be between 0 and 3600", "grace_seconds")
-        num_open = await gateway.workers.by_id(worker_id).drain(grace)
-        return _json({"id": worker_id, "draining": True, "open_requests": num_open})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    routes.add("GET", "/healthz", healthz, "what is served by how many workers")
+    routes.add("GET", "/livez", livez, "200 while the router runs")
+    routes.add("GET", "/readyz", ready, "200 while requests can be served")
+    routes.add("GET", "/health", ready, "the same")
+    routes.add("GET", "/version", version, "the router's version")
+    routes.add("GET", "/metrics", metrics, "metrics for Prometheus")

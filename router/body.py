@@ -27,6 +27,9 @@ async def read_json_object(request: Request, held: HeldBody) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HttpError(415, "the Content-Type must be application/json")
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise HttpError(415, f"the Content-Encoding {coding[:32]!r} is not supported: send the body as it is")
     return parse_json_object(await _read(request, held))
 
 

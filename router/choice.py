@@ -14,7 +14,7 @@ from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
-TIMED_OUT = "timeout"  # a stop reason
+DEADLINE = "deadline"  # a stop reason
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -27,7 +27,7 @@ class Update:
     logprobs: list[pb.TokenLogprobs]
     prompt_logprobs: list[pb.TokenLogprobs]
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or token id that the client gave; or TIMED_OUT
+    stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,29 @@ class StopRules:
     include_in_output: bool = False
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must make is nobody's
 
 
 class Choice:
     """Collects one choice. `push` until an update has a finish_reason."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, rules: StopRules, continues: bool, has_logprobs: bool = True
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        rules: StopRules,
+        continues: bool,
+        has_logprobs: bool = True,
+        skip_special: bool = True,
     ) -> None:
         self.index = index
         self.num_tokens = 0
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self.is_plain = not (rules.stops or has_logprobs)  # tokens become text and nothing else
-        self._detokenizer = tokenizer.detokenizer(continues=continues)
+        self.is_plain = not (
+            rules.stops or has_logprobs or rules.shows_nothing
+        )  # tokens become text and nothing else
+        self._detokenizer = tokenizer.detokenizer(skip_special, continues)
 
     def push(self, deltas: Sequence[pb.TokenDelta]) -> Update:
         """Everything that arrived together, as one update."""
@@ -75,6 +84,8 @@ class Choice:
             if reason is None:
                 raise EngineError("the worker cancelled the request")
             update.finish_reason = reason
+        if self._rules.shows_nothing:
+            return Update("", [], [], prompt_logprobs, "length" if ended or token_ids else None)
         shown = self._shown_tokens(last, token_ids, update) if ended else token_ids
         if self._matcher is None:
             self.num_tokens += len(token_ids)
@@ -94,7 +105,7 @@ class Choice:
         """The time is over: end here, with the text that was held back."""
         update = self.push([pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH)])
         if update.finish_reason == "length":  # not a stop string that the last characters complete
-            update.stop_reason = TIMED_OUT
+            update.stop_reason = DEADLINE
         return update
 
     def _shown_tokens(self, last: pb.TokenDelta, token_ids: list[int], update: Update) -> list[int]:

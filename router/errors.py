@@ -19,9 +19,10 @@ from common.errors import (
     mapping_for,
     public_message,
 )
-from common.logging import traceback_text
+from common.logging import RateLimit, traceback_text
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 
 # Statuses that only HTTP knows; everything else comes from the table.
@@ -33,6 +34,8 @@ HTTP_TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     431: "invalid_request_error",
+    501: "invalid_request_error",
+    505: "invalid_request_error",
 }
 
 

@@ -18,12 +18,14 @@ from common.text.tokenizer import Tokenizer
 from router.body import read_json_object
 from router.choice import Choice, StopRules
 from router.config import HttpConfig, RouterConfig
+from router.deadline import timeout_seconds
 from router.dispatch import Dispatcher
 from router.errors import REQUEST_ID, ModelNotFoundError
 from router.explain import ExplainLog
 from router.generation import ChoiceRun, Generation
 from router.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
+from router.message_schemas import Message
 from router.metrics import RouterMetrics
 from router.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.render import ChatRenderer, ChoiceResult, CompletionRenderer, Renderer, RenderOptions
@@ -33,7 +35,6 @@ from router.schemas import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
-    Message,
     TokenizeBody,
     parse_body,
 )
@@ -51,7 +52,9 @@ class Gateway:
         self, config: RouterConfig, tokenizer: Tokenizer, model_name: str, http: HttpConfig | None = None
     ) -> None:
         self.config = config
-        self.bodies = HeldBodies((http or HttpConfig()).max_body_memory_mb << 20)
+        http = http or HttpConfig()
+        self.cors_origins = http.origins
+        self.bodies = HeldBodies(http.max_body_memory_mb << 20)
         self.tokenizer = tokenizer
         self.model_name = config.served_model_name or model_name
         self.model_names = frozenset({self.model_name, model_name, ALIAS})
@@ -118,7 +121,10 @@ class Gateway:
             include_in_output=bool(body.include_stop_str_in_output),
             min_tokens=body.min_tokens or 0,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
+            shows_nothing=body.max_tokens == 0,
         )
+        timeout = timeout_seconds(request.headers, bool(body.stream), self.config.request_timeout_seconds)
+        skip_special = body.skip_special_tokens is not False
         runs = []
         for prompt_index, token_ids in enumerate(prompts):
             params = sampling_params(body, self.tokenizer, self.limits(), len(token_ids))
@@ -128,7 +134,7 @@ class Gateway:
                     request_id=f"{public_id}-{index}",
                     prompt_token_ids=token_ids,
                     sampling=for_choice(params, number),
-                    deadline=arrival + self.config.request_timeout_seconds,
+                    deadline=arrival + timeout,
                     arrival=arrival,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
@@ -136,7 +142,7 @@ class Gateway:
                     traceparent=request.headers.get("traceparent", "")[:MAX_LABEL_CHARS],
                 )
                 has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
-                choice = Choice(index, self.tokenizer, rules, continues, has_logprobs)
+                choice = Choice(index, self.tokenizer, rules, continues, has_logprobs, skip_special)
                 runs.append(ChoiceRun(choice, journal, prompt_index))
         return runs
 

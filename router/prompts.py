@@ -13,8 +13,9 @@ import orjson
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
+from router.message_schemas import Message
 from router.sampling import ModelLimits
-from router.schemas import CompletionBody, Message
+from router.schemas import CompletionBody
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
 MAX_CHARS_PER_TOKEN = 128  # no text with more characters than this times the context can fit
@@ -94,7 +95,7 @@ async def _maybe_on_thread(encode: Callable[[], list[int]], num_chars: int) -> l
 
 def _template_message(message: Message) -> dict[str, Any]:
     """The form that chat templates expect: content is a string, call arguments are objects."""
-    content = message.content
+    content = message.refusal if message.content is None else message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role

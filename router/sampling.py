@@ -82,7 +82,7 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
             "to generate do not fit",
             param,
         )
-    return asked
+    return max(asked, 1)  # 0, to have a prompt echoed: workers make a token at least; nobody will see it
 
 
 def _known_ids(token_ids: list[int], limits: ModelLimits, param: str) -> list[int]:

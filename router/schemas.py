@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from common.errors import InvalidRequestError
+from router.message_schemas import (
+    MAX_LABEL_CHARS,
+    MAX_LIST,
+    MAX_MESSAGES,
+    Body,
+    Label,
+    Message,
+    check_messages,
+)
 
 MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
 MAX_PROMPTS = 128
-MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512
-MAX_TOKEN_LIST = 128
 MAX_BIASES = 1024
 MAX_ALLOWED_IDS = 65_536
-MAX_LABEL_CHARS = 512
 
 # Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -38,27 +44,22 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None,),
+    "reasoning_effort": (None, "none"),
     "verbosity": (None,),
     "suffix": (None, ""),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
 }
+# Descriptions of functions ask for nothing once the client forbids to call them.
+_FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
 # Fields that change nothing here: labels, hints, and defaults that some clients always send.
 _IGNORED = frozenset(
     {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
 
-Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 B = TypeVar("B", bound="Body")
-
-
-class Body(BaseModel):
-    """Base of all bodies: no coercion, no unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Body):
@@ -69,32 +70,6 @@ class StreamOptions(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: Any = None
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body):
-    name: Label
-    arguments: str
-
-
-class ToolCall(Body):
-    id: Label
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
-    name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOKEN_LIST)] | None = None
-    tool_call_id: Label | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
 
 
 class GenerationBody(Body):
@@ -115,12 +90,16 @@ class GenerationBody(Body):
     ) = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_TOKEN_LIST)] | None = None
+    stop: Annotated[
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
+        Field(description=f"a text or at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters"),
+    ] = None
+    stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_LIST)] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Annotated[list[TokenIdField], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_TOKEN_LIST)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -138,7 +117,7 @@ class GenerationBody(Body):
             raise InvalidRequestError(
                 f"response_format {self.response_format.type} is not supported by this server yet", "response_format"
             )
-        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+        if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self
 
@@ -167,21 +146,23 @@ class ChatCompletionBody(GenerationBody):
             )
         if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
-        _check_messages(self.messages)
+        check_messages(self.messages)
         return self
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: (
+    prompt: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIdField], Field(min_length=1)]
         | Annotated[
             list[Annotated[list[TokenIdField], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
-    )
+        ],
+        Field(description=f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of either; none empty"),
+    ]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -189,6 +170,8 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionBody:
         n = self.n or 1
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo: true", "max_tokens")
         if self.best_of is not None and self.best_of < n:
             raise InvalidRequestError("best_of must not be smaller than n", "best_of")
         if self.best_of is not None and self.best_of > n and self.stream:
@@ -220,7 +203,7 @@ class TokenizeBody(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         if self.messages is not None:
-            _check_messages(self.messages)
+            check_messages(self.messages)
         return self
 
 
@@ -231,21 +214,6 @@ class DetokenizeBody(Body):
     tokens: list[TokenIdField]
 
 
-def _check_messages(messages: list[Message]) -> None:
-    """Tool results must answer a call, and only an assistant's message may lack content."""
-    calls: set[str] = set()
-    for index, message in enumerate(messages):
-        where = f"messages.{index}"
-        if message.role == "assistant":
-            calls |= {call.id for call in message.tool_calls or ()}
-        elif message.tool_calls:
-            raise InvalidRequestError("only assistant messages have tool_calls", f"{where}.tool_calls")
-        if message.content is None and not (message.role == "assistant" and message.tool_calls):
-            raise InvalidRequestError(f"the {message.role} message has no content", f"{where}.content")
-        if message.role == "tool" and message.tool_call_id not in calls:
-            raise InvalidRequestError("this tool result answers no tool call before it", f"{where}.tool_call_id")
-
-
 def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     """Validate `fields`. Raises InvalidRequestError that names the field."""
     kept = {}
@@ -253,6 +221,8 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
         if name in _IGNORED:
             continue
         if name in _NOT_SUPPORTED:
+            if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
+                continue
             if value not in _NOT_SUPPORTED[name]:
                 raise InvalidRequestError(f"{name} is not supported by this server yet", name)
             continue
@@ -260,18 +230,29 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        raise _first_error(error) from None
+        raise _first_error(kind, error) from None
 
 
-def _first_error(error: ValidationError) -> InvalidRequestError:
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    first = details[0]
-    # In a union pydantic adds the name of each alternative; the first field name is what helps.
-    path = [str(part) for part in first["loc"]]
-    name = path[0] if path else None
-    param = ".".join(part for part in path if part.isidentifier() or part.isdigit()) or None
+def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    loc = first["loc"]
+    if rule := _rule_of_union(kind, loc, first["type"]):
+        return rule
+    param = ".".join(str(part) for part in loc) or None
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"unknown field {param or name}", param, "unknown_parameter")
+        return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
-    return InvalidRequestError(f"{param or 'body'}: {first['msg']}", name if name in ("prompt", "stop") else param)
+    return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
+
+
+def _rule_of_union(kind: type[Body], loc: tuple[int | str, ...], error_type: str) -> InvalidRequestError | None:
+    """Pydantic says of each alternative why it was not meant; what may be sent at all is what helps. A field that
+    needs this has a description."""
+    is_content = loc[:1] == ("messages",) and loc[2:3] == ("content",)
+    model, path = (Message, loc[:3]) if is_content else (kind, loc[:1])
+    field = model.model_fields.get(str(path[-1])) if path else None
+    if field is None or field.description is None or (error_type == "missing" and loc == path):
+        return None
+    param = ".".join(str(part) for part in path)
+    return InvalidRequestError(f"{param} must be {field.description}", param)

@@ -16,13 +16,13 @@ import uvloop
 
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
-from common.logging import setup_logging
+from common.logging import RateLimit, setup_logging
 from common.model_files import resolve_model
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
-from router.http_protocol import NUM_SPARE_CONNECTIONS, bounded_protocol
+from router.http_protocol import BoundedProtocol, bounded_protocol
 
 SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level)
-        allow_descriptors(http.max_connections + NUM_SPARE_CONNECTIONS + NUM_OTHER_DESCRIPTORS)
+        protocol = bounded_protocol(http)
+        allow_descriptors(protocol.places.max_open + NUM_OTHER_DESCRIPTORS)
         files = resolve_model(config.model)
         gateway_model, tokenizer = files.name, load_tokenizer(files)
         listener = _listen(config.host, config.port)
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"router: {error}", file=sys.stderr)
         return 1
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, http, tokenizer, gateway_model, listener))
+        return runner.run(_serve(config, protocol, tokenizer, gateway_model, listener))
 
 
 def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
@@ -82,12 +83,16 @@ def allow_descriptors(count: int) -> None:
 
 
 async def _serve(
-    config: RouterConfig, http: HttpConfig, tokenizer: Tokenizer, model_name: str, listener: socket.socket
+    config: RouterConfig,
+    protocol: type[BoundedProtocol],
+    tokenizer: Tokenizer,
+    model_name: str,
+    listener: socket.socket,
 ) -> int:
     server = Server(
         uvicorn.Config(
-            create_app(Gateway(config, tokenizer, model_name, http)),
-            http=bounded_protocol(http),
+            create_app(Gateway(config, tokenizer, model_name, protocol.limits)),
+            http=protocol,
             ws="none",
             access_log=False,
             log_config=None,
@@ -95,11 +100,13 @@ async def _serve(
             date_header=False,
             proxy_headers=False,  # whoever connects is the client: loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
-            timeout_keep_alive=round(http.idle_connection_seconds),
+            timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
             timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
         )
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(RateLimit())
     gc.collect()
     gc.freeze()  # what start-up made stays; the collector need not look at it again
     gc.set_threshold(GC_THRESHOLD, 20, 20)

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import EngineError, MiniInferError
 from router.choice import Update
+from router.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.errors import error_body, error_headers, error_object, log_if_internal, status_of
 from router.generation import Generation
-from router.http_protocol import CHUNK_WRITER, ChunkWriter
 from router.render import ChoiceResult, Renderer, event
 
 DONE = b"data: [DONE]\n\n"

@@ -84,6 +84,10 @@ class WorkerTable:
         self._usable_event.set()
         self._usable_event = asyncio.Event()
 
+    def has_other(self, worker: WorkerLink) -> bool:
+        """Whether its role has another worker that takes requests."""
+        return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
+
     def by_id(self, worker_id: str) -> WorkerLink:
         for link in self._links.values():
             if link.info is not None and link.info.worker_id == worker_id:

@@ -126,6 +126,37 @@ async def test_chat_logprobs() -> None:
         assert [item.model_dump() for item in streamed] == [item.model_dump() for item in content]
 
 
+async def test_echo_alone_scores_a_prompt() -> None:
+    """max_tokens 0, as evaluation harnesses ask: the prompt's logprobs, and nothing that was generated."""
+    for num_prefill in (0, 1):
+        async with cluster(num_prefill=num_prefill, local_prefill_tokens=0) as c:
+            fields: dict[str, Any] = {"echo": True, "max_tokens": 0, "logprobs": 1}
+            answer = (await c.complete(["abc", "de"], **fields)).json()
+            one_token = (await c.complete(["abc", "de"], **{**fields, "max_tokens": 1})).json()
+            assert [choice["text"] for choice in answer["choices"]] == ["abc", "de"]
+            assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+            for choice, longer in zip(answer["choices"], one_token["choices"], strict=True):
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                    assert choice["logprobs"][name] == longer["logprobs"][name][:-1]
+            assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
+            events = await c.events("/v1/completions", prompt="abc", **fields)
+            assert text_of(events) == "abc"
+            assert events[-2]["choices"][0]["finish_reason"] == "length"
+            assert (await c.complete("abc", echo=True, max_tokens=0)).json()["choices"][0]["text"] == "abc"
+            await c.until(c.is_quiet)
+
+
+async def test_special_tokens_are_shown_when_asked_for() -> None:
+    reply = [*b"a", DRY_RUN.encode("<user>", False, True)[0], *b"b"]
+    shown = "a" + DRY_RUN.decode([reply[1]], skip_special=False) + "b"
+    assert len(shown) > 3
+    async with cluster(script=Script(reply=reply)) as c:
+        for skip, expected in ((None, "ab"), (True, "ab"), (False, shown)):
+            answer = await c.chat(skip_special_tokens=skip)
+            assert answer.json()["choices"][0]["message"]["content"] == expected
+            assert text_of(await c.events(skip_special_tokens=skip)) == expected
+
+
 async def test_completions_echo_with_logprobs() -> None:
     async with cluster() as c:
         answer = await c.openai.completions.create(
@@ -313,6 +344,16 @@ async def test_drain_takes_a_worker_out_of_rotation() -> None:
         await c.chat()
         assert not c.decode[0].submits
         assert (await c.http.post("/v1/workers/nobody/drain")).status_code == 404
+        refused = await c.http.post("/v1/workers/d1/drain")
+        assert refused.status_code == 409
+        assert "d1 is the only decode worker: add ?force=true" in refused.json()["error"]["message"]
+        assert (await c.http.post("/v1/workers/d1/drain?force=maybe")).status_code == 400
+        assert (await c.http.post("/v1/workers/d1/drain", headers={"Origin": "http://page"})).status_code == 401
+        assert (await c.http.post("/v1/workers/d0/undrain")).json() == {"id": "d0", "draining": False}
+        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
+        assert (await c.http.post("/v1/workers/d1/drain?force=true")).status_code == 200
+        await c.chat()
+        assert c.decode[0].submits
 
 
 async def test_client_request_ids_are_labels_only() -> None:

@@ -153,6 +153,8 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
     ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
@@ -228,6 +230,37 @@ async def test_prompts(c: Cluster, case: int) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "rule"),
+    [
+        (CHAT, {"stop": list("abcde")}, "stop", "at most 4 texts"),
+        (CHAT, {"stop": 5}, "stop", "at most 4 texts"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages.0.content", "only text parts"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "text parts"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+         "messages.0.content", "only assistant"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, Any], param: str, rule: str) -> None:
+    error = await refused(c, path, orjson.dumps({"messages": MESSAGES, **fields} if path == CHAT else fields))
+    assert error["param"] == param
+    assert rule in error["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf"])
+async def test_request_timeouts(c: Cluster, value: str) -> None:
+    body = orjson.dumps({"prompt": "x"})
+    error = await refused(c, COMPLETIONS, body, {**JSON, "x-request-timeout": value})
+    assert error["param"] == "X-Request-Timeout"
+    headers = {"x-stainless-timeout": value, "x-stainless-read-timeout": value}
+    assert (await c.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_context_length(c: Cluster) -> None:
     error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 600}))
     assert error["code"] == "context_length_exceeded"
@@ -240,6 +273,10 @@ async def test_content_type_method_path_and_size(c: Cluster) -> None:
     body = orjson.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         assert (await refused(c, COMPLETIONS, body, {"content-type": kind}))["status"] == 415
+    for coding in ("gzip", "br", "x" * 5000):
+        error = await refused(c, COMPLETIONS, body, {**JSON, "content-encoding": coding})
+        assert error["status"] == 415
+        assert coding[:32] in error["message"]
     assert (await refused(c, "/v1/nothing", body))["status"] == 404
     assert (await c.http.get(COMPLETIONS)).status_code == 405
     big = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
@@ -294,6 +331,24 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
         parallel_tool_calls=True, response_format={"type": "text"}, suffix=None, modalities=["text"],
     )  # fmt: skip
     assert answer.status_code == 200
+    functions = [{"type": "function", "function": {"name": "f"}}]
+    assert (await c.chat(tools=functions, tool_choice="none", reasoning_effort="none")).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_messages_as_other_servers_give_and_take_them_are_accepted(c: Cluster) -> None:
+    answered = {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None,
+                "function_call": None, "tool_calls": None}  # fmt: skip
+    part = {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}
+    for same in (
+        [answered, {"role": "assistant", "content": "yes"}],
+        [{"role": "user", "content": [part]}, {"role": "user", "content": "two"}],
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+         {"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}],
+    ):  # fmt: skip
+        answers = [await c.http.post("/tokenize", json={"messages": [*MESSAGES, message]}) for message in same]
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({tuple(answer.json()["tokens"]) for answer in answers}) == 1
 
 
 async def raw(c: Cluster, data: bytes, end: bool = False) -> bytes:
@@ -326,8 +381,43 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
         (HEAD + b"content-length: -5\r\n\r\n", b"400"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),
         (b"GET /\xff\xfe HTTP/9.9\r\n\r\n", b"400"),
+        (b"GET /livez\r\n\r\n", b"505"),
+        (b"GET /livez HTTP/2.0\r\nhost: x\r\n\r\n", b"505"),
+        (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\nhost: x/livez\r\n\r\n", b"400"),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x:80\r\n\r\n", b"501"),
+        (HEAD + b"transfer-encoding: gzip\r\n\r\n", b"501"),
+        (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
+        (HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nt: " + b"x" * (1 << 18), b"431"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n2;x=" + b"x" * (1 << 18), b"431"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 70_000, b"413"),
     ],
-    ids=["1 MB header", "endless header", "10k headers", "both lengths", "two lengths", "negative", "tls", "version"],
+    ids=[
+        "1 MB header",
+        "endless header",
+        "10k headers",
+        "both lengths",
+        "two lengths",
+        "negative",
+        "tls",
+        "version",
+        "http/0.9",
+        "http/2",
+        "no host",
+        "two hosts",
+        "host with path",
+        "connect",
+        "coded",
+        "coded and chunked",
+        "chunked twice",
+        "chunked in 1.0",
+        "endless trailer",
+        "endless extension",
+        "tiny chunks",
+    ],
 )
 async def test_http(c: Cluster, data: bytes, status: bytes) -> None:
     answer = await raw(c, data)

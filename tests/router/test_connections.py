@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import resource
 from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 import orjson
 import pytest
 
 from common.errors import ConfigError
 from router.config import HttpConfig
+from router.http_protocol import MAX_PIPELINED
 from router.server import allow_descriptors, parse_settings
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
@@ -40,7 +42,8 @@ async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("router.http_protocol.SPARE_SECONDS", 60.0)
-    async with cluster(http=HttpConfig(max_connections=2)) as c, AsyncExitStack() as stack:
+    limits = HttpConfig(max_connections=2, reserved_per_address=0)
+    async with cluster(http=limits) as c, AsyncExitStack() as stack:
         held = [await connect(c, stack) for _ in range(2)]
         answer = await ask(await connect(c, stack), COMPLETION)
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -58,15 +61,29 @@ async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
                 await asyncio.sleep(0.02)
 
 
-async def test_connections_beyond_the_spare_ones_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http_protocol.NUM_SPARE_CONNECTIONS", 1)
+async def test_health_checks_are_answered_however_many_connections_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer takes the spare place of the oldest: silent connections cannot hold them all."""
+    monkeypatch.setattr("router.connections.NUM_SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("router.http_protocol.SPARE_SECONDS", 60.0)
     async with cluster(http=HttpConfig(max_connections=1)) as c, AsyncExitStack() as stack:
-        held = [await connect(c, stack) for _ in range(2)]
-        reader, _ = await connect(c, stack)
+        silent = [await connect(c, stack) for _ in range(6)]
+        answer = await ask(await connect(c, stack), b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
         with suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), 60) == b""
-        assert (await ask(held[1], COMPLETION)).startswith(b"HTTP/1.1 503 ")
+            assert await asyncio.wait_for(silent[1][0].read(), 60) == b""
+        assert (await ask(silent[-1], COMPLETION)).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_one_address_does_not_shut_out_the_others() -> None:
+    limits = HttpConfig(max_connections=16, reserved_per_address=2)
+    async with cluster(http=limits) as c, AsyncExitStack() as stack:
+        for _ in range(20):
+            await connect(c, stack)
+        assert (await ask(await connect(c, stack), COMPLETION)).startswith(b"HTTP/1.1 503 ")
+        other = await asyncio.open_connection("127.0.0.1", c.port, local_addr=("127.0.0.2", 0))
+        stack.callback(other[1].close)
+        other[1].write(COMPLETION)
+        assert (await asyncio.wait_for(other[0].readline(), 60)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +106,54 @@ async def test_what_follows_an_early_answer_is_not_read_for_ever(monkeypatch: py
                     writer.write(b"x" * 50_000)
                     await writer.drain()
                     await asyncio.sleep(0.01)
+
+
+async def test_an_answer_before_the_end_of_the_body_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after it must not be taken for the next request."""
+    monkeypatch.setattr("router.http_protocol.LINGER_SECONDS", 0.2)
+    async with cluster() as c, AsyncExitStack() as stack:
+        connection = await connect(c, stack)
+        connection[1].write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\n\r\n")
+        assert b" 404 " in await asyncio.wait_for(connection[0].readline(), 60)
+        answer = await ask(connection, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        assert b"connection: close" in answer.partition(b"\r\n\r\n")[0]
+        assert b"200 OK" not in answer
+
+
+async def test_an_endless_trailer_is_cut_off() -> None:
+    head = COMPLETION.partition(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    async with cluster() as c, AsyncExitStack() as stack:
+        for start in (b"2\r\n{}\r\n0\r\nname: ", b"2;extension="):
+            _, writer = await connect(c, stack)
+            writer.write(head + start)
+            num_sent = 0
+            with suppress(ConnectionError):
+                while num_sent < 60 << 20:
+                    writer.write(b"x" * 65536)
+                    num_sent += 65536
+                    await asyncio.wait_for(writer.drain(), 60)
+            assert num_sent < 60 << 20
+        assert (await c.complete(max_tokens=1)).status_code == 200
+
+
+async def test_few_requests_may_wait_behind_one() -> None:
+    async with cluster() as c, AsyncExitStack() as stack:
+        answers = await ask(await connect(c, stack), b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 5000)
+        assert answers.count(b"200 OK") == 1 + MAX_PIPELINED
+
+
+async def test_an_offer_of_another_protocol_changes_nothing() -> None:
+    """As Java's client makes with every request."""
+    offer = (
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\ncontent-length"
+    )
+    async with cluster() as c, AsyncExitStack() as stack:
+        for request in (COMPLETION, b"GET /livez HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"):
+            connection = await connect(c, stack)
+            offered = request.replace(b"content-length", offer)
+            answer = await ask(connection, offered + b"GET /livez HTTP/1.0\r\n\r\n")
+            assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert len(c.decode[0].submits) == 1
 
 
 async def test_a_bad_chunk_after_the_headers_has_one_answer() -> None:
@@ -135,7 +200,11 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(monkey
 def test_settings() -> None:
     for field in ("max_connections", "idle_connection_seconds", "stalled_client_seconds"):
         with pytest.raises(ConfigError):
-            HttpConfig(**{field: 0})
+            HttpConfig(**dict[str, Any]({field: 0}))
+    for origins in ("example.org", "https://x/path", "https://*.x"):
+        with pytest.raises(ConfigError, match="--cors-origins"):
+            HttpConfig(cors_origins=origins)
+    assert HttpConfig(cors_origins="https://a, http://b:1").origins == ["https://a", "http://b:1"]
     config, http = parse_settings(["--decode=a:1", "--max-connections=5"])
     assert (config.decode, http.max_connections) == ("a:1", 5)
 

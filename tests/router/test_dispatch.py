@@ -314,7 +314,7 @@ async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
         answer = await c.chat(**IN_TIME, return_token_ids=True)
         assert answer.status_code == 200
         (choice,) = answer.json()["choices"]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
         assert len(choice["token_ids"]) == answer.json()["usage"]["completion_tokens"] > 0
         assert choice["message"]["content"] == c.tokenizer.decode(choice["token_ids"])
         await c.until(lambda: bool(c.decode[0].cancels))
@@ -329,7 +329,7 @@ async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
         events = await c.events(**IN_TIME, stream_options={"include_usage": True})
         assert events[-1] == "[DONE]"
         ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
-        assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("length", "timeout")]
+        assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("length", "deadline")]
         assert len(text_of(events)) == events[-2]["usage"]["completion_tokens"] > 0
         await c.until(c.is_quiet)
 
@@ -350,7 +350,7 @@ async def test_at_the_deadline_held_back_text_is_shown_and_every_choice_ends() -
         assert answer.status_code == 200, answer.text
         choices = answer.json()["choices"]
         assert [choice["text"] for choice in choices] == ["so far ST", ""]
-        assert {(choice["finish_reason"], choice["stop_reason"]) for choice in choices} == {("length", "timeout")}
+        assert {(choice["finish_reason"], choice["stop_reason"]) for choice in choices} == {("length", "deadline")}
         await c.until(c.is_quiet)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineError
-from common.logging import traceback_text
+from common.logging import RateLimit, traceback_text
 from protos import types_pb2 as pb
 from router.choice import Choice
 from router.dispatch import Dispatcher
@@ -18,6 +19,12 @@ from tests.router.scripted_worker import Script
 
 SECRET = "the sparrow flies at noon"
 INTERNAL = {"message": "internal error", "type": "server_error", "param": None, "code": None}
+
+
+@pytest.fixture(autouse=True)
+def fresh_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another test has logged does not count."""
+    monkeypatch.setattr(logging.getLogger("router.errors"), "filters", [RateLimit()])
 
 
 def broken(*_: Any, **__: Any) -> None:
@@ -91,6 +98,20 @@ async def test_a_workers_failure_is_logged(caplog: pytest.LogCaptureFixture) -> 
         entry = logged(caplog, answer.headers["x-request-id"])
         assert "EngineError: refused by script" in entry
     assert SECRET not in caplog.text
+
+
+async def test_what_a_stranger_can_repeat_is_logged_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster() as c:
+        monkeypatch.setattr(Dispatcher, "admit", broken)
+        for _ in range(30):
+            assert (await c.chat(SECRET)).status_code == 500
+            _, writer = await asyncio.open_connection("127.0.0.1", c.port)
+            writer.write(b"\0garbage\r\n\r\n")
+            writer.close()
+    lines = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert 0 < len(lines) <= 10, {r.getMessage()[:80] for r in lines}
 
 
 async def test_what_clients_do_wrong_is_not(caplog: pytest.LogCaptureFixture) -> None:

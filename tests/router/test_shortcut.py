@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from protos import types_pb2 as pb
-from router.http_protocol import ChunkWriter
+from router.chunk_writer import ChunkWriter
 from router.mailbox import Mailbox
 from tests.router.harness import cluster, text_of
 from tests.router.scripted_worker import Script

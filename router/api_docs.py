@@ -1,0 +1,102 @@
+"""The description of the API: OpenAPI from the schemas of request bodies, and a page that shows it.
+
+The page needs no network and no script: it is made here, once, from the same description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem;
+  color-scheme: light dark }}
+code {{ font-family: ui-monospace, monospace }} td {{ vertical-align: top; padding: .15rem 1rem .15rem 0 }}
+h2 {{ margin: 2rem 0 0; font-size: 1.1rem }} p {{ margin: .2rem 0 }}
+</style><h1>{title}</h1><p>Version {version}. The same for programs: <a href="openapi.json">openapi.json</a></p>
+{body}</html>
+"""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path, as the documentation shows it."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+
+
+def openapi(title: str, version: str, operations: Sequence[Operation]) -> dict[str, Any]:
+    """The description of an API, OpenAPI 3.1."""
+    bodies = [operation.body for operation in operations if operation.body is not None]
+    _, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+        entry: dict[str, Any] = {
+            "summary": operation.summary,
+            "responses": {"200": {"description": "OK"}},
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ],
+        }
+        if operation.body is not None:
+            schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
+            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths.setdefault(operation.path, {})[operation.method.lower()] = entry
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+
+
+def page(description: dict[str, Any]) -> str:
+    """HTML that shows what `openapi` has made: every operation, and the fields of its body."""
+    pieces = []
+    for path, methods in description["paths"].items():
+        for method, entry in methods.items():
+            pieces.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(entry['summary'])}</p>")
+            if "requestBody" in entry:
+                name = entry["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                pieces.append(_fields(description["components"]["schemas"][name]))
+    return _PAGE.format(body="\n".join(pieces), **description["info"])
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        f"<tr><td><code>{escape(name)}</code>{' (required)' if name in required else ''}"
+        f"<td><code>{escape(field.get('description') or _type(field))}</code>"
+        for name, field in schema["properties"].items()
+    ]
+    return f"<details><summary>Fields</summary><table>{''.join(rows)}</table></details>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A field's type and bounds in a few characters, null aside: every optional field may be that."""
+    if "anyOf" in schema:
+        return " | ".join(_type(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2])
+    if "enum" in schema:
+        return " | ".join(f'"{value}"' for value in schema["enum"])
+    kind = str(schema.get("type", "any"))
+    if kind == "array":
+        kind = f"list of {_type(schema.get('items', {}))}"
+    signs = {
+        "minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<", "maxItems": "at most",
+    }  # fmt: skip
+    bounds = [f"{sign} {schema[name]}" for name, sign in signs.items() if name in schema]
+    return f"{kind} ({', '.join(bounds)})" if bounds else kind
