@@ -181,12 +181,9 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        is_ready = bool(gateway.workers.usable("decode"))
-        return (
-            json_response({"status": "ok"})
-            if is_ready
-            else json_response({"status": "no decode worker is ready"}, 503)
-        )
+        if not gateway.workers.usable("decode"):
+            return json_response({"status": "no decode worker is ready"}, 503)
+        return json_response({"status": "ok"})
 
     async def version(_: Request) -> Response:
         return json_response({"version": VERSION})

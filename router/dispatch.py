@@ -185,12 +185,13 @@ class Dispatcher:
                     first_time, num_tokens_before = now, len(journal.output_token_ids)
                     self._explain.first_delta(journal, attempt, phase, now)
                     attempt.mailbox.shortcut = partial(self._pass_on, journal)
-                yield deltas
-                if deltas[-1].finish_reason:
-                    journal.outcome = _OUTCOMES.get(deltas[-1].finish_reason, journal.outcome)
-                    if phase == "decode":
-                        self._answers.observe(len(journal.output_token_ids))
-                        link.rates.observe_answer(len(journal.output_token_ids) - num_tokens_before, now - first_time)
+                reason = deltas[-1].finish_reason
+                if reason in _OUTCOMES:
+                    journal.outcome = _OUTCOMES[reason]
+                    self._answers.observe(len(journal.output_token_ids))
+                    link.rates.observe_answer(len(journal.output_token_ids) - num_tokens_before, now - first_time)
+                yield deltas  # whoever reads may stop here
+                if reason:
                     return
         except RETRYABLE:
             lost.add(worker)

@@ -171,13 +171,16 @@ class WorkerLink:
         """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
         if self._connection is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        return await self._connection.drain(grace_seconds)
+        num_open = await self._connection.drain(grace_seconds)
+        self.load.draining = True  # its next report says so, too
+        return num_open
 
     async def undrain(self) -> None:
         """Ask a draining worker to take requests again. Raises UnavailableError."""
         if self._connection is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
         await self._connection.undrain()
+        self.load.draining = False
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
