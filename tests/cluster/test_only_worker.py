@@ -70,6 +70,36 @@ async def test_streams_survive_the_death_of_the_only_decode_worker(tmp_path: Pat
     await survive(tmp_path, reference, num_streams=40, num_rounds=2)
 
 
+async def test_drained_workers_are_replaced_one_after_the_other(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
+    """A rolling restart: nothing is lost, and each worker is another process afterwards."""
+    served = Served(tmp_path, "--decode=2")
+    try:
+        await asyncio.to_thread(served.wait_for, "stop with Ctrl-C")
+        before = {pid for pid in descendants(served.process.pid) if "_service " in command_line(pid)}
+        jobs = make_jobs(24, seed=9)
+        expected = expected_texts(reference, jobs)
+        client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=120.0)
+        async with client, httpx.AsyncClient(base_url=served.url, timeout=30.0) as http:
+            streams = [asyncio.create_task(stream_job(client, job)) for job in jobs]
+            refused = await http.post("/v1/workers/prefill-0/drain")
+            assert refused.status_code == 409  # the only one of its role
+            for worker, query in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "?force=true")):
+                assert (await http.post(f"/v1/workers/{worker}/drain{query}")).status_code == 200
+                await asyncio.to_thread(served.wait_for, rf"{worker} ended in good order.*\n(.*\n)*.*{worker}: ready")
+                while not await is_ready(http, worker):
+                    await asyncio.sleep(0.05)
+            assert [text for text, _ in await asyncio.gather(*streams)] == expected
+        assert not before & set(descendants(served.process.pid))
+    finally:
+        served.process.terminate()
+        assert served.process.wait(60) == 0
+
+
+async def is_ready(http: httpx.AsyncClient, worker: str) -> bool:
+    workers = (await http.get("/v1/cluster")).json()["workers"]
+    return any(item["id"] == worker and item["state"] == "ready" for item in workers)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 async def test_200_streams_and_ten_deaths(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
