@@ -173,7 +173,7 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
     maps: dict[int, Linear] = {}
 
     def convert(linear: Any) -> Linear:
-        wide = Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float(), linear.names)
+        wide = Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float())
         return maps.setdefault(id(linear), wide)
 
     model.embedding = model.embedding.float()

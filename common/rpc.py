@@ -13,14 +13,16 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import _async as aio_health
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, MiniInferError, mapping_for, public_message
+from common.rpc_health import HealthService
 
 TOKEN_KEY = "mini-infer-token"
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens takes 4 MB, its KV handle included
+MAX_REPLY_BYTES = 64 << 20  # a snapshot of cached keys, log-probabilities of a long prompt
+MAX_CALLS_PER_CONNECTION = 256
 
 if TYPE_CHECKING:  # the stubs make these generic; at run time they are not
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,8 +36,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     # A worker that restarts at the same address must be reachable at once.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -47,8 +49,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
     ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a feature
 )
 
@@ -74,20 +77,19 @@ def check_bind(host: str, token: str) -> None:
 
 
 class TokenInterceptor(Interceptor):
-    """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token."""
+    """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token.
+
+    A denied call is treated as a stream whatever the method is: the request of a unary one would be received first,
+    all of it.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-        async def deny(_request: Any, context: Context) -> None:
+        async def deny(_requests: Any, context: Context) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "cluster token missing or wrong")
 
-        self._deny = {
-            (False, False): grpc.unary_unary_rpc_method_handler(deny),
-            (False, True): grpc.unary_stream_rpc_method_handler(deny),
-            (True, False): grpc.stream_unary_rpc_method_handler(deny),
-            (True, True): grpc.stream_stream_rpc_method_handler(deny),
-        }
+        self._deny = grpc.stream_stream_rpc_method_handler(deny)
 
     async def intercept_service(
         self,
@@ -101,7 +103,7 @@ class TokenInterceptor(Interceptor):
         sent_bytes = sent if isinstance(sent, bytes) else str(sent).encode()
         if hmac.compare_digest(sent_bytes, self._token):
             return handler
-        return self._deny[(handler.request_streaming, handler.response_streaming)]
+        return self._deny
 
 
 class RpcServer:
@@ -111,9 +113,9 @@ class RpcServer:
         check_bind(host, token)
         interceptors = (TokenInterceptor(token),) if token else ()
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
-        self._health = aio_health.HealthServicer()
+        self._health = HealthService()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
         self.host = host
         try:
             self.port: int = self._server.add_insecure_port(f"{host}:{port}")
@@ -136,10 +138,8 @@ class RpcServer:
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Readiness, for every service of this server and for the empty name that probes use."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ["", *self._names]:
-            await self._health.set(name, status)
+        """Readiness of this server, with all of its services."""
+        await self._health.set_serving(serving)
 
     async def stop(self, grace_seconds: float) -> None:
         await self._server.stop(grace_seconds)

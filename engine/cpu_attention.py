@@ -84,13 +84,18 @@ class CpuAttention:
 
     def prepare(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
         metadata = CpuMetadata(inputs[2], inputs[3])
-        num_decode = batch.num_decode_rows
-        starts = [seq_len - 1 for seq_len in batch.seq_lens[:num_decode]]
-        rows = self._mirror.sync(batch.requests[:num_decode], starts)
+        # The last token of a prompt, all others cached, is a chunk: computed as if nothing had been cached.
+        decoding = [
+            index
+            for index, request in enumerate(batch.requests[: batch.num_decode_rows])
+            if batch.seq_lens[index] > request.num_prompt_tokens
+        ]
+        starts = [batch.seq_lens[index] - 1 for index in decoding]
+        rows = self._mirror.sync([batch.requests[index] for index in decoding], starts)
         by_arena: dict[int, list[tuple[int, MirrorRow]]] = {}
         mirrored: list[int] = []
-        unmirrored = list(range(num_decode, len(batch.requests)))
-        for index, row in enumerate(rows):
+        unmirrored = sorted(set(range(len(batch.requests))).difference(decoding))
+        for index, row in zip(decoding, rows, strict=True):
             if row is None:
                 unmirrored.append(index)
             else:

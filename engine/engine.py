@@ -104,6 +104,7 @@ class Engine:
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt must hold at least one token", "prompt")
         self._check_token_ids(prompt_token_ids, params)
+        self._check_in_vocabulary("the output", output_token_ids, None)  # not a field of a client's request
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         request = Request(
@@ -219,10 +220,13 @@ class Engine:
             ("bad_words", [token_id for word in params.bad_words for token_id in word]),
         ]
         for param, token_ids in named:
-            if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-                raise InvalidRequestError(
-                    f"{param} holds a token id outside the vocabulary (0 to {self.vocab_size - 1})", param
-                )
+            self._check_in_vocabulary(param, token_ids, param)
+
+    def _check_in_vocabulary(self, what: str, token_ids: Sequence[int], param: str | None) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            raise InvalidRequestError(
+                f"{what} holds a token id outside the vocabulary (0 to {self.vocab_size - 1})", param
+            )
 
 
 def _failed(rows: Sequence[ScheduledRow], error: Exception) -> StepResult:

@@ -16,9 +16,8 @@ from engine.attention import AttentionBackend, PoolAttention
 from engine.batch import build_batch
 from engine.config import EngineConfig
 from engine.cpu_attention import CpuAttention
-from engine.cpu_forward import MAX_ROWS, FewRowForward
+from engine.cpu_forward import CpuForwards, Forward
 from engine.kv_memory import copy_in, copy_out, kv_dtype
-from engine.layers.decoder import DecoderModel
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.request import (
@@ -31,8 +30,6 @@ from engine.request import (
 )
 from engine.sampler import LogitsHook, Sampler
 from kvstore.types import BlockId
-
-Forward = DecoderModel | FewRowForward  # tokens to hidden states, hidden states to logits
 
 
 class ModelRunner:
@@ -56,7 +53,7 @@ class ModelRunner:
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._model = loaded.model
-        self._few_rows = FewRowForward(loaded.model) if loaded.device.type == "cpu" else None
+        self._cpu_forwards = CpuForwards(loaded.model) if loaded.device.type == "cpu" else None
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -78,7 +75,7 @@ class ModelRunner:
         batch = build_batch(rows, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.prepare(batch, inputs)
-        model = self._few_rows if self._few_rows and batch.num_tokens <= MAX_ROWS else self._model
+        model = self._forward_for(rows, batch.num_tokens)
         hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
         _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
         self._add_samples(model, rows, batch.query_starts, hidden, result)
@@ -100,6 +97,12 @@ class ModelRunner:
             request = Request(RequestId("warmup"), [0] * num_tokens, SamplingParams(max_tokens=1, temperature=0.0))
             request.block_ids = [BlockId(index) for index in range(num_blocks)]
             self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
+
+    def _forward_for(self, rows: list[ScheduledRow], num_tokens: int) -> Forward:
+        if self._cpu_forwards is None:
+            return self._model
+        only_decodes = num_tokens == len(rows) and all(row.start >= row.request.num_prompt_tokens for row in rows)
+        return self._cpu_forwards.choose(num_tokens, only_decodes)
 
     def _copy(self, plan: StepPlan) -> None:
         if not (plan.copies_out or plan.copies_in):

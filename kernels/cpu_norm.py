@@ -26,7 +26,8 @@ def add_opposed_(pairs: Tensor, x: Tensor, signs: Tensor) -> Tensor:
     return pairs.addcmul_(x.unsqueeze(1), signs)
 
 
-def rms_norm_of_opposed(pairs: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """(rows, 2, n), weights (2, n), two equal rows -> (rows, n), dense. Computed in float32, rounded once."""
+def rms_norm_of_opposed(pairs: Tensor, weights: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """(rows, 2, n), weights (2, n), two equal rows, in the dtype of `pairs` -> (rows, n), dense."""
     normed: Tensor = torch.native_layer_norm(pairs, weights.shape, weights, None, eps)[0]
-    return normed.select(1, 0).contiguous()
+    first = normed.select(1, 0)
+    return first.contiguous() if dtype == first.dtype else first.to(dtype)

@@ -6,6 +6,8 @@ from torch import Tensor
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In place: x (num_tokens, num_heads, head_dim), cos and sin (num_tokens, 1, head_dim)."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return x.mul_(cos).addcmul_(swapped, sin)
+    """In place: x (num_tokens, num_heads, head_dim), cos and sin (num_tokens, 1, head_dim). Rounded once."""
+    wide = x.to(cos.dtype)
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    wide.mul_(cos).addcmul_(swapped, sin)
+    return x if wide is x else x.copy_(wide)

@@ -38,7 +38,10 @@ class DecoderLayer:
 
 @dataclass(slots=True)
 class DecoderModel:
-    """A whole model: tokens to hidden states, hidden states to logits."""
+    """A whole model: tokens to hidden states, hidden states to logits.
+
+    The sums over layers are kept in float32; a linear map gets its inputs in the dtype of the norm before it.
+    """
 
     config: ModelConfig
     embedding: Tensor  # (vocab, hidden)
@@ -50,14 +53,14 @@ class DecoderModel:
     def forward(
         self, token_ids: Tensor, positions: Tensor, backend: AttentionBackend, metadata: AttentionMetadata
     ) -> Tensor:
-        """token_ids, positions (num_tokens,) -> hidden states (num_tokens, hidden) before the final norm."""
+        """token_ids, positions (num_tokens,) -> hidden states (num_tokens, hidden) before the final norm, float32."""
         config = self.config
         eps, head_dim = config.rms_norm_eps, config.head_dim
         num_tokens = token_ids.shape[0]
         num_qk_heads = config.num_heads + config.num_kv_heads
         table = self.rotary[positions]
         cos, sin = table[:, :1], table[:, 1:]
-        hidden = functional.embedding(token_ids, self.embedding)
+        hidden = functional.embedding(token_ids, self.embedding).float()
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(rms_norm(hidden, layer.attention_norm, eps))
             qkv = qkv.view(num_tokens, -1, head_dim)
@@ -102,8 +105,13 @@ def build_decoder(config: ModelConfig, weights: WeightSource, on_layer: OnLayer 
         head = Linear(embedding, names=("model.embed_tokens.weight",))
     else:
         head = Linear(weights.take("lm_head.weight", (config.vocab_size, hidden)), names=("lm_head.weight",))
+    on_cpu = embedding.device.type == "cpu"
     rotary = rotary_table(
-        config.rope, config.head_dim, config.max_position_embeddings, embedding.dtype, embedding.device
+        config.rope,
+        config.head_dim,
+        config.max_position_embeddings,
+        torch.float32 if on_cpu else embedding.dtype,
+        embedding.device,
     )
     return DecoderModel(config, embedding, layers, final_norm, head, rotary)
 

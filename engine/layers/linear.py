@@ -59,6 +59,36 @@ def dense_linear(weight: Tensor, bias: Tensor | None) -> LinearMap:
     return Linear(weight, bias)
 
 
+class HalfLinear:
+    """A weight in float16, x and y in float32: torch's product for few rows of float32 (FBGEMM), on x86 only.
+
+    A row's result does not depend on the rows beside it. bfloat16 weights lose nothing but what float16 has no
+    exponent for, below 1e-7. [49152, 576] on two cores: 0.9 ms at 1 row, 1.4 at 8, 2.9 at 16, 12 at 64; PackedLinear
+    0.9, 1.2, 1.7, 4.8.
+    """
+
+    __slots__ = ("_product", "bias", "packed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+
+    @staticmethod
+    def is_available() -> bool:
+        return "fbgemm" in torch.backends.quantized.supported_engines
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) float32, computed anew."""
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
+        return weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._product(x, self.packed)
+        return y
+
+
 class Int8Linear:
     """Int8 weights with one scale per output row for few rows of x, a dense copy of them for many.
 

@@ -7,7 +7,7 @@
     others                     int8         int8, inputs as they are
 
 Knows no files. Maps that the checkpoint left plain stay plain on a GPU; on a CPU they become int8, as in models that
-are not quantized.
+are not quantized, but for the output projection (`give_float32_logits`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.decoder import DecoderModel
-from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearMap
+from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearMap
 from engine.layers.reordered import Reordered
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.quantize import INT4_ROW_MULTIPLE, to_int8
+from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
 
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit product
@@ -76,8 +76,12 @@ def place_packed_maps(model: DecoderModel, weights: PackedWeights, dtype: torch.
     """
     maker = _maker(dtype, device)
     kinds: Counter[str] = Counter()
+    give_float32_logits(model)
 
     def convert(linear: LinearMap) -> LinearMap:
+        if isinstance(linear, HalfLinear):
+            kinds["float16"] += 1
+            return linear
         assert isinstance(linear, Linear)
         if linear.weight.device.type == "meta":
             made, kind = map_of_parts([weights.rows(name) for name in linear.names], linear.bias, dtype, maker)

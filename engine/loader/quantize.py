@@ -19,7 +19,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.layers.decoder import DecoderLayer, DecoderModel
-from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearMap, quantize_int8
+from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearMap, quantize_int8
 from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows, rounded_int4
 from kernels.w4a16_gemm import pack_w4
 
@@ -55,7 +55,12 @@ class Quantizer:
         layer.down = self._convert(layer.down)
 
     def finish(self, model: DecoderModel) -> None:
-        """Replace the output projection, when all layers are done."""
+        """Replace the output projection, when all layers are done.
+
+        On a CPU its results are float32 where torch has a product for it: bfloat16 has steps of 1/8 at a logit of 20.
+        """
+        if give_float32_logits(model):
+            return
         model.lm_head = self._convert(model.lm_head, is_head=True)
 
     def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
@@ -80,6 +85,18 @@ class Quantizer:
         if self._gpu is None:
             linear.weight = rows.dequantize(linear.weight.dtype)  # many rows are multiplied by it
         return [rows]
+
+
+def give_float32_logits(model: DecoderModel) -> bool:
+    """Let a bfloat16 model on a CPU compute its logits in float32. False for others, and where HalfLinear cannot."""
+    head = model.lm_head
+    if not isinstance(head, Linear) or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
+        return False
+    if not HalfLinear.is_available() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
+        return False
+    model.lm_head = HalfLinear(head.weight, head.bias)
+    model.final_norm = model.final_norm.float()
+    return True
 
 
 class GpuMaps:

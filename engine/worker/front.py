@@ -11,13 +11,13 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from common.errors import UnavailableError
 from engine.worker.protobuf import failure, submit_fields, token_delta
 from engine.worker.rank_process import RankProcess
-from engine.worker.sessions import Session
+from engine.worker.sessions import Session, kv_handles
 from kvstore.events import EventLog, to_proto
 from kvstore.leases import LeaseMirror
 from kvstore.staging import StagingDesk
@@ -122,6 +122,12 @@ class WorkerFront:
         self._sessions.discard(session)
         for request_id in list(session.names):
             self._cancel(session, request_id)
+        self._release(session.unsent_handles())
+
+    def _release(self, handles: Iterable[pb.KvHandle]) -> None:
+        """Free KV that its router will not hear of, or not in time."""
+        for handle in handles:
+            self._rank.release(handle.lease_id, handle.epoch)
 
     # -- in and out of service -------------------------------------------------------------------------------
 
@@ -195,8 +201,10 @@ class WorkerFront:
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
         for fields in frame["deltas"]:
             owner = self._owner.get(fields[0])
-            if owner is None:
-                continue  # cancelled while the step ran
+            if owner is None:  # cancelled while the step ran
+                if fields[6] is not None:  # a KV handle
+                    self._rank.release(fields[6]["lease_id"], fields[6]["epoch"])
+                continue
             session, request_id = owner
             reports[session].deltas.append(token_delta(fields, request_id, self._location))
             if fields[2] is not None:
@@ -227,8 +235,9 @@ class WorkerFront:
             session.last_report_time = now
             if not session.send(report):
                 logger.warning("a router does not read its reports: closing its stream")
-                session.close("the router does not keep up")
                 self._close(session)
+                self._release(kv_handles(report))
+                session.close("the router does not keep up")
 
     def heartbeat(self) -> None:
         """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""

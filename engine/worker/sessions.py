@@ -26,6 +26,19 @@ class Session:
         self.reports.put_nowait(report)
         return True
 
+    def unsent_handles(self) -> list[pb.KvHandle]:
+        """KV handles that the router will not hear of. Empties the queue."""
+        handles: list[pb.KvHandle] = []
+        while not self.reports.empty():
+            report = self.reports.get_nowait()
+            if report is not None:
+                handles += kv_handles(report)
+        return handles
+
     def close(self, reason: str) -> None:
         self.closed_reason = reason
         self.reports.put_nowait(None)
+
+
+def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
+    return [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]

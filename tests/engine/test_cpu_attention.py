@@ -63,7 +63,9 @@ class Sequences:
 
     def new(self) -> Request:
         self.count += 1
-        return Request(RequestId(f"r{self.count}"), [0] * 1000, SamplingParams())
+        request = Request(RequestId(f"r{self.count}"), [0, 0], SamplingParams())
+        request.output_token_ids = [0] * 1000  # so that single tokens are decode rows
+        return request
 
     def row(self, request: Request, count: int) -> ScheduledRow:
         stop = request.num_computed_tokens + count

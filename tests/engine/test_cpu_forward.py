@@ -48,15 +48,15 @@ def test_equals_the_plain_forward(family: str, num_rows: int, tmp_path: Path) ->
         torch.testing.assert_close(few_rows.logits(stream), model.logits(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])  # of the result
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_norm_of_opposed_rows_is_the_rms_norm(dtype: torch.dtype, scale: float) -> None:
     """Also for rows that are far from zero on average, and with single entries far above the rest."""
     torch.manual_seed(0)
     x = (torch.randn(6, 200) + torch.arange(6.0)[:, None]) * scale
     x[3, 7] = 200 * scale
-    x, weight = x.to(dtype), (1 + torch.randn(200) / 5).to(dtype)
-    got = rms_norm_of_opposed(opposed(x, signs_like(x)), torch.stack([weight, weight]), 1e-5)
+    weight = 1 + torch.randn(200) / 5
+    got = rms_norm_of_opposed(opposed(x, signs_like(x)), torch.stack([weight, weight]), 1e-5, dtype)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert got.is_contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.layers.linear import Linear, PackedLinear, dense_linear
+from engine.layers.linear import HalfLinear, Linear, PackedLinear, dense_linear
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +28,14 @@ def test_a_packed_weight_is_the_same_map(num_rows: int, has_bias: bool) -> None:
 
 def test_other_types_stay_plain() -> None:
     assert isinstance(dense_linear(torch.randn(48, 32), None), Linear)
+
+
+@pytest.mark.skipif(not HalfLinear.is_available(), reason="torch was built without FBGEMM")
+def test_a_float16_weight_is_multiplied_in_float32_and_rows_do_not_depend_on_company() -> None:
+    weight, bias, x = torch.randn(50, 36).bfloat16(), torch.randn(50).bfloat16(), torch.randn(70, 36)
+    linear = HalfLinear(weight, bias)
+    assert torch.equal(linear.weight, weight.float())
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(linear(x).double(), exact, atol=1e-5, rtol=1e-5)
+    for count in (1, 3, 17):
+        assert torch.equal(linear(x[:count]), linear(x)[:count])

@@ -121,6 +121,10 @@ def test_a_bad_prompt_starts_nothing() -> None:
     llm = make()
     with pytest.raises(InvalidRequestError, match="vocabulary"):
         llm.generate([[1, 2], [99999]], GREEDY)
+    for token_id in (-1, llm.engine.vocab_size):
+        with pytest.raises(InvalidRequestError, match="vocabulary") as caught:
+            llm.engine.add_request([1, 2], GREEDY, output_token_ids=[3, token_id])
+        assert caught.value.param is None
     with pytest.raises(ContextLengthError):
         llm.generate(["ok", "x" * 5000], GREEDY)
     assert llm.engine.scheduler.num_requests == 0
