@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import InvalidRequestError, MiniInferError, TransferError, UnavailableError
+from common.logging import RateLimit
 from common.rpc import Context, abort_with
 from kvstore.block_hash import KEY_BYTES
 from kvstore.digest import WORD_BYTES, digest_blocks
@@ -30,6 +31,7 @@ from kvstore.unix_socket import UnixListener, pack, read_frame
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 MAX_CLIENTS = 256
 HELLO_SECONDS = 5.0
 

@@ -16,11 +16,13 @@ from collections import deque
 from pathlib import Path
 
 from common.errors import TransferError
+from common.logging import RateLimit
 from kvstore import pool_info
 from kvstore.pool_info import PoolInfo
 from kvstore.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 
 MAX_INFO_BYTES = 1 << 16
 SEND_TIMEOUT_SECONDS = 1.0

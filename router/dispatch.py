@@ -15,6 +15,7 @@ from contextlib import aclosing
 from functools import partial
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
+from common.logging import RateLimit
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.admission import AnswerLength, check_in_time
@@ -28,6 +29,7 @@ from router.worker_link import WorkerLink
 from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 LOOK_SECONDS = 0.25  # between looks for a worker: breakers close without telling
 RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
 _OUTCOMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}

@@ -12,9 +12,11 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
+from common.logging import RateLimit
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 
 
 class WorkerLostError(UnavailableError):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from common.errors import UnavailableError
+from common.logging import RateLimit
 from engine.worker.protobuf import failure, submit_fields, token_delta
 from engine.worker.rank_process import RankProcess
 from engine.worker.sessions import Session, kv_handles
@@ -24,6 +25,7 @@ from kvstore.staging import StagingDesk
 from protos import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
 LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
 ReportListener = Callable[[dict[str, Any]], None]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import MiniInferError, TransferError
+from common.logging import RateLimit
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from engine.worker.cores import SharedCores
@@ -25,6 +26,7 @@ from kvstore.leases import LeaseTable
 from kvstore.types import Epoch, LeaseId
 
 logger = logging.getLogger("rank")
+logger.addFilter(RateLimit())
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
 LEASE_WAIT_SECONDS = 0.1  # nothing to compute, but leases may expire
 BLOCKED_WAIT_SECONDS = 0.002  # work is there but blocks are not: leases and loads will free some
