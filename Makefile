@@ -20,11 +20,14 @@ chat: setup      ## talk to a running cluster
 
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
+# These start no clusters of processes: two at a time, one core each.
+LIGHT := $(addprefix tests/,common compile engine kvstore router)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)  # they use one core each
-	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED))
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(LIGHT)
+	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED) $(LIGHT))
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif

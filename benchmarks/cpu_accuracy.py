@@ -26,6 +26,7 @@ from torch import Tensor
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.decoder import DecoderModel
 from engine.loader.gguf import GgufFile, GgufWeights
@@ -33,7 +34,6 @@ from engine.loader.load import LoadedModel, load_model
 from engine.models.config import config_from_gguf
 from engine.models.families import family_of
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
-from engine.runner import ModelRunner
 from kvstore.types import BlockId
 
 BLOCK_SIZE = 16

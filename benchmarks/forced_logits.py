@@ -35,6 +35,7 @@ from common.model_files import ModelFiles, resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.kv_manager import KVManager
@@ -42,10 +43,9 @@ from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel, load_model, resolve_device
 from engine.request import Request, SamplingParams
-from engine.runner import ModelRunner
 from engine.sampler import LogitsHook
 from engine.scheduler import Scheduler
-from kvstore.block_pool import BlockPool
+from kvstore.pool.block_pool import BlockPool
 
 BLOCK_SIZE = 16  # of the reference
 WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass

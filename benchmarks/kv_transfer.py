@@ -27,15 +27,15 @@ import torch
 
 from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
-from engine.worker.shared_pool import SharedPoolMemory
-from kvstore.block_pool import BlockPool
-from kvstore.events import EventLog
-from kvstore.leases import Lease, LeaseMirror, LeaseTable
-from kvstore.service import KvTransferService, PoolView
-from kvstore.staging import StagingDesk
-from kvstore.transport import peer_from_handle
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.events import EventLog
+from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
+from kvstore.transport.client import peer_from_handle
+from kvstore.transport.service import KvTransferService, PoolView
+from kvstore.transport.staging import StagingTable
 from kvstore.types import BlockId, Epoch, HostSlot, LeaseId, PeerPool, PoolGeometry
 from protos import kvstore_pb2_grpc, types_pb2
+from worker.shared_pool import SharedPoolMemory
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
 WARM_UP, LEASE_SECONDS = 2, 600.0
@@ -54,7 +54,7 @@ class Owner:
         self._leases = LeaseTable(self._memory.epoch)
         self._mirror = LeaseMirror(self._memory.epoch)
         self._memory.serve()
-        self._desk = StagingDesk(self._stage)
+        self._desk = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
 
     async def start(self) -> None:

@@ -24,7 +24,7 @@ from cli.local_server import LocalServer
 
 SAMPLE_SECONDS = 10.0
 SETTLED_SHARE = 1 / 3  # of the run, after which memory may not grow any more
-NAMES = (" router ", " prefill_service ", " decode_service ", " engine.worker.rank_main ", " kvstore ")
+NAMES = (" router ", " prefill_service ", " decode_service ", " worker.engine_main ", " kvstore ")
 
 
 def descendants(pid: int) -> list[int]:

@@ -19,9 +19,9 @@ from common.config import ENV_PREFIX, setting, to_argv
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
+from worker.config import WorkerConfig
 
 MAX_PORT = (1 << 16) - 1
 SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user

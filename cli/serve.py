@@ -29,9 +29,9 @@ from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
+from worker.config import WorkerConfig
 
 T = TypeVar("T")
 

@@ -7,10 +7,9 @@ from common.startup import exit_on_sigterm
 
 def main() -> int:
     exit_on_sigterm()
-    from decode_service.server import register
-    from engine.worker.service import run_worker
+    from worker.service import run_worker
 
-    return run_worker("decode", register)
+    return run_worker("decode")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from engine.kv_memory import (
     pool_geometry,
 )
 from engine.scheduler import Scheduler
-from kvstore.block_pool import BlockPool
-from kvstore.host_tier import HostTier, LocalHostTier
+from kvstore.pool.block_pool import BlockPool
+from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.types import PoolGeometry
 
 if TYPE_CHECKING:
@@ -173,6 +173,6 @@ def _make_runner(
         from engine.gpu.runner import GpuRunner  # needs triton
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len)
-    from engine.runner import ModelRunner
+    from engine.cpu.runner import ModelRunner
 
     return ModelRunner(loaded, pool, host_buffer, config)

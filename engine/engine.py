@@ -1,6 +1,6 @@
 """One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
 
-Used as it is by `engine.LLM` (in-process) and by a worker's rank (`engine/worker/rank.py`). It does not know where
+Used as it is by `engine.LLM` (in-process) and by a worker's rank (`worker/engine_process.py`). It does not know where
 requests come from, what text is, or how KV reaches a load job's blocks.
 """
 
@@ -34,7 +34,7 @@ class DeviceLostError(Exception):
 
 
 class Runner(Protocol):
-    """Executes plans. `engine.runner.ModelRunner` is the plain one; tests of the loop bring their own."""
+    """Executes plans. `engine.cpu.runner.ModelRunner` is the plain one; tests of the loop bring their own."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.request import Request, StepPlan
-from kvstore.block_hash import block_key, root_key
-from kvstore.block_pool import BlockPool
-from kvstore.host_tier import HostTier
+from kvstore.pool.block_hash import block_key, root_key
+from kvstore.pool.block_pool import BlockPool
+from kvstore.tier.host_tier import HostTier
 from kvstore.types import BlockId, BlockKey
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from kvstore.runs import merged_runs
+from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
 logger = logging.getLogger(__name__)

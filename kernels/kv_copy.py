@@ -3,7 +3,7 @@
     target[target_ids[i]] = source[source_ids[i]]
     digest_i = sum_j (a_j * x_ij + b_j * (x_ij >> 32))  mod 2^64     of the words x_i of block source_ids[i]
 
-The weights a, b are those of `kvstore.digest`; they come as an argument.
+The weights a, b are those of `kvstore.pool.digest`; they come as an argument.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from common.startup import exit_on_sigterm
 
 def main() -> int:
     exit_on_sigterm()
-    from kvstore.agent_server import main as serve
+    from kvstore.tier.agent_server import main as serve
 
     return serve()
 

@@ -7,10 +7,9 @@ from common.startup import exit_on_sigterm
 
 def main() -> int:
     exit_on_sigterm()
-    from engine.worker.service import run_worker
-    from prefill_service.server import register
+    from worker.service import run_worker
 
-    return run_worker("prefill", register)
+    return run_worker("prefill")
 
 
 if __name__ == "__main__":

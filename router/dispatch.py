@@ -18,15 +18,15 @@ from common.errors import DeadlineExceededError, EngineError, MiniInferError, Ov
 from common.logging import RateLimit
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.admission import AnswerLength, check_in_time
+from router.cluster.admission import AnswerLength, check_in_time
+from router.cluster.failures import WorkerLostError
+from router.cluster.policy import EXPECTED_TOKENS, Decision, RequestView, choose, policy_by_name
+from router.cluster.worker_link import WorkerLink
+from router.cluster.workers import WorkerTable
 from router.config import RouterConfig
 from router.explain import ExplainLog
-from router.failures import WorkerLostError
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.policy import EXPECTED_TOKENS, Decision, RequestView, choose, policy_by_name
-from router.worker_link import WorkerLink
-from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())

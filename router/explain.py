@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from router.cluster.policy import Candidate, Decision
+from router.cluster.worker_link import Attempt
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.policy import Candidate, Decision
-from router.worker_link import Attempt
 
 MAX_ENTRIES = 1_024
 MAX_CANDIDATES_SHOWN = 16

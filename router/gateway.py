@@ -15,22 +15,13 @@ from starlette.responses import Response
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.body import read_json_object
-from router.choice import Choice, StopRules
-from router.config import HttpConfig, RouterConfig
-from router.deadline import timeout_seconds
-from router.dispatch import Dispatcher
-from router.errors import REQUEST_ID, ModelNotFoundError
-from router.explain import ExplainLog
-from router.generation import ChoiceRun, Generation
-from router.held_bodies import HeldBodies, HeldBody
-from router.journal import Journal
-from router.message_schemas import Message
-from router.metrics import RouterMetrics
-from router.prompts import chat_prompt, completion_prompts, text_prompt, truncated
-from router.render import ChatRenderer, ChoiceResult, CompletionRenderer, Renderer, RenderOptions
-from router.sampling import ModelLimits, for_choice, sampling_params
-from router.schemas import (
+from router.api.choice import Choice, StopRules
+from router.api.generation import ChoiceRun, Generation
+from router.api.message_schemas import Message
+from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
+from router.api.render import ChatRenderer, ChoiceResult, CompletionRenderer, Renderer, RenderOptions
+from router.api.sampling import ModelLimits, for_choice, sampling_params
+from router.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
     DetokenizeBody,
@@ -38,8 +29,17 @@ from router.schemas import (
     TokenizeBody,
     parse_body,
 )
-from router.sse import GenerationResponse, Selector
-from router.workers import WorkerTable
+from router.cluster.workers import WorkerTable
+from router.config import HttpConfig, RouterConfig
+from router.dispatch import Dispatcher
+from router.explain import ExplainLog
+from router.http.body import read_json_object
+from router.http.deadline import timeout_seconds
+from router.http.errors import REQUEST_ID, ModelNotFoundError
+from router.http.held_bodies import HeldBodies, HeldBody
+from router.http.sse import GenerationResponse, Selector
+from router.journal import Journal
+from router.metrics import RouterMetrics
 
 ALIAS = "mini-infer"  # a model name that always means the one that is served
 MAX_LABEL_CHARS = 128

@@ -6,11 +6,11 @@ from collections import Counter as Tally
 from typing import TYPE_CHECKING
 
 from common.metrics import MetricSet
-from kvstore.index import IndexState
+from kvstore.pool.index import IndexState
 from router.journal import Journal
 
 if TYPE_CHECKING:
-    from router.workers import WorkerTable
+    from router.cluster.workers import WorkerTable
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")

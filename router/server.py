@@ -19,10 +19,10 @@ from common.errors import ConfigError
 from common.logging import RateLimit, setup_logging
 from common.model_files import resolve_model
 from common.text.tokenizer import Tokenizer, load_tokenizer
-from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
-from router.http_protocol import BoundedProtocol, bounded_protocol
+from router.http.app import create_app
+from router.http.protocol import BoundedProtocol, bounded_protocol
 
 SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024

@@ -60,12 +60,11 @@ def test_nothing_shipped_executes_data(path: Path) -> None:
     ("module", "forbidden"),
     [
         ("router.server", ["torch", "engine", "transformers", "numpy"]),
-        ("engine.worker.front", ["torch", "transformers"]),
-        ("prefill_service.server", ["torch", "transformers"]),
-        ("decode_service.server", ["torch", "transformers"]),
-        ("kvstore.agent", ["torch", "transformers"]),
+        ("worker.front", ["torch", "transformers"]),
+        ("worker.servicer", ["torch", "transformers"]),
+        ("kvstore.tier.agent", ["torch", "transformers"]),
         ("cli.main", ["torch", "starlette", "transformers"]),
-        ("kvstore.block_pool", ["torch", "numpy", "grpc"]),
+        ("kvstore.pool.block_pool", ["torch", "numpy", "grpc"]),
         ("engine.scheduler", ["torch", "numpy", "grpc"]),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.pinning import pin
-from kvstore.runs import merged_runs
+from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
 PIECE_BYTES = 64 << 20

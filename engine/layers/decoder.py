@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention import AttentionBackend, AttentionMetadata
+from engine.cpu.pool_attention import AttentionBackend, AttentionMetadata
 from engine.layers.linear import Linear, LinearMap
 from engine.layers.rotary import rotary_table
 from engine.layers.weights import WeightSource

@@ -123,6 +123,7 @@ def fixed_ports(monkeypatch):
 # Flags of `serve` itself, whose effect is not in the plan: tests/cli/test_serve.py and test_supervisor.py see it.
 OF_SERVE_ITSELF = {"--verbose", "--exit-on-failure"}
 OTHER_VALUES = {
+    "--cors-origins": "https://x.example",
     "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
     "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
 }  # fmt: skip

@@ -120,7 +120,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         assert len(pids) >= 4
 
         piped = subprocess.run(
-            command("chat", "--url", served.url, "--max-tokens=4"),
+            command("chat", "--url", served.url, "--max-tokens=32"),
             input="hello\n/exit\n",
             capture_output=True,
             text=True,
@@ -165,7 +165,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
             assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
 
         processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
-        for part in (" kvstore ", " decode_service ", " engine.worker.rank_main ", " router ", "rm -rf"):
+        for part in (" kvstore ", " decode_service ", " worker.engine_main ", " router ", "rm -rf"):
             assert any(part in text for text in processes.values()), processes
         for pid, text in processes.items():
             assert "open-sesame" not in text

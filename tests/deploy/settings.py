@@ -9,9 +9,9 @@ from typing import Any
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.worker.config import WorkerConfig
 from kvstore.config import AgentConfig
 from router.config import HttpConfig, RouterConfig
+from worker.config import WorkerConfig
 
 SETTINGS: dict[str, tuple[type[Any], ...]] = {
     "router": (RouterConfig, HttpConfig),

@@ -83,7 +83,7 @@ def test_compose_merges_the_file_for_gpus(cluster):
 def test_workers_share_the_cores(cluster):
     """While one computes, the others' kernel shows its lock on the file that they have in common."""
     program = (
-        "import fcntl, os, sys, time; from engine.worker.cores import SharedCores; from pathlib import Path\n"
+        "import fcntl, os, sys, time; from worker.cores import SharedCores; from pathlib import Path\n"
         "cores = SharedCores(Path('/run/mini-infer/cores'), 4); end = time.monotonic() + 20\n"
         "while (found := cores.share()) == 4 and time.monotonic() < end: time.sleep(0.001)\n"
         "print(found)"

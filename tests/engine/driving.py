@@ -12,10 +12,10 @@ from torch import Tensor
 
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel, load_model
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan, StepResult
-from engine.runner import ModelRunner
 from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, seed=0)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import cpu_attention, kv_mirror
-from engine.attention import PoolAttention
-from engine.batch import build_batch
-from engine.cpu_attention import CpuAttention, runs_of
-from engine.kv_mirror import KVMirror, capacity_for
+from engine.cpu import attention as cpu_attention
+from engine.cpu import kv_mirror
+from engine.cpu.attention import CpuAttention, runs_of
+from engine.cpu.batch import build_batch
+from engine.cpu.kv_mirror import KVMirror, capacity_for
+from engine.cpu.pool_attention import PoolAttention
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow
 from kernels.cpu_attention import padded_len
 from kvstore.types import BlockId

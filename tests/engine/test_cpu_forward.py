@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.cpu_forward import FewRowForward
+from engine.cpu.forward import FewRowForward
 from engine.loader.load import load_model
 from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE

@@ -73,7 +73,7 @@ def fail_with(message: str) -> None:
         ("engine.loader.load.load_model", "The weights do not fit"),
         ("engine.assembly.allocate_pool", "Lower --gpu-memory-fraction"),
         ("engine.assembly._make_runner", "Lower --gpu-memory-fraction"),
-        ("engine.runner.ModelRunner.warmup", "Lower --gpu-memory-fraction"),
+        ("engine.cpu.runner.ModelRunner.warmup", "Lower --gpu-memory-fraction"),
     ],
 )
 @pytest.mark.parametrize(

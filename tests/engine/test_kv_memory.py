@@ -22,7 +22,7 @@ from engine.kv_memory import (
     pool_over,
 )
 from engine.loader.random_weights import DRY_RUN_CONFIG
-from kvstore.runs import merged_runs
+from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot, PoolGeometry
 
 

@@ -14,11 +14,11 @@ from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
 from engine.kv_memory import check_kv_dtype, pool_geometry
 from engine.kv_scales import fold_layer_scales, kv_head_scales
 from engine.layers.linear import Linear
 from engine.loader import LoadedModel
-from engine.runner import ModelRunner
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 

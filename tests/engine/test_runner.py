@@ -11,10 +11,10 @@ import transformers
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
-from engine.runner import ModelRunner
 from kvstore.types import BlockId, HostSlot
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits

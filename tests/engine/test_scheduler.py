@@ -11,8 +11,8 @@ from engine.engine import DeviceLostError, Engine
 from engine.kv_manager import KVManager
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
-from kvstore.block_pool import BlockPool
-from kvstore.host_tier import HostTierAllocator
+from kvstore.pool.block_pool import BlockPool
+from kvstore.tier.host_tier import HostTierAllocator
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, OverlappedFake, expected_tokens
 
 BLOCK = 4

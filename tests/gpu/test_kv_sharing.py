@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from common.errors import MiniInferError, TransferError
-from engine.worker.shared_pool import SharedPoolMemory
-from kvstore.transport import KvClient
+from kvstore.transport.client import KvClient
 from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+from worker.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GEOMETRY = PoolGeometry(700, 28, 4, 16, 128, "bfloat16", "test-model")  # 642 MB
@@ -33,7 +33,7 @@ def pattern(device: str) -> torch.Tensor:
 
 def be_owner(folder: Path, device: str) -> None:
     """The other process: hands out its pool and prints a handle."""
-    from kvstore.block_pool import BlockPool
+    from kvstore.pool.block_pool import BlockPool
 
     memory = SharedPoolMemory("owner", str(folder), "", 64 << 20)
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))

@@ -5,7 +5,7 @@ import torch
 
 from kernels import kv_copy as reference
 from kernels.gpu import kv_copy as gpu
-from kvstore.digest import digest_blocks, digest_weights
+from kvstore.pool.digest import digest_blocks, digest_weights
 
 
 def random_words(num_blocks: int, num_words: int, device: torch.device) -> torch.Tensor:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.descriptor_server import DescriptorServer
-from kvstore.digest import digest_blocks
-from kvstore.leases import LeaseTable, new_epoch
-from kvstore.memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.pool_info import PoolInfo
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.pool_info import PoolInfo
+from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
 
 GEOMETRY = PoolGeometry(8, 2, 2, 4, 8, "float32", "test-model")  # blocks of 1 KB

@@ -18,16 +18,16 @@ import pytest
 
 from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.rpc import free_port
-from kvstore.agent_client import AgentHostTier
-from kvstore.agent_server import serve
-from kvstore.block_hash import block_keys, root_key
 from kvstore.config import AgentConfig
-from kvstore.digest import digest_blocks
-from kvstore.host_tier import HostTier
-from kvstore.regions import Regions
-from kvstore.tcp_transport import receive_blocks
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.digest import digest_blocks
+from kvstore.tier.agent_client import AgentHostTier
+from kvstore.tier.agent_server import serve
+from kvstore.tier.host_tier import HostTier
+from kvstore.tier.regions import Regions
+from kvstore.transport.tcp import receive_blocks
+from kvstore.transport.unix_socket import connect_unix, pack, recv_frame, send_frame
 from kvstore.types import BlockId
-from kvstore.unix_socket import connect_unix, pack, recv_frame, send_frame
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 KEYS = block_keys(range(8), 1, root_key("model"))
@@ -36,8 +36,8 @@ NUM_SLOTS = 6
 
 CLIENT_PROCESS = """
 import sys
-from kvstore.agent_client import AgentHostTier
-from kvstore.block_hash import block_keys, root_key
+from kvstore.tier.agent_client import AgentHostTier
+from kvstore.pool.block_hash import block_keys, root_key
 keys = block_keys(range(8), 1, root_key("model"))
 tier = AgentHostTier(sys.argv[1], "model", 4096)
 committed, open_slots = tier.reserve(keys[:2]), tier.reserve([keys[2], None])

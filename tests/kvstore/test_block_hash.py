@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block_hash import block_key, block_keys, extend_keys, root_key
+from kvstore.pool.block_hash import block_key, block_keys, extend_keys, root_key
 
 ROOT = root_key("model")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import OverloadedError
-from kvstore.block_hash import block_keys, root_key
-from kvstore.block_pool import BlockPool, PoolExhausted
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.block_pool import BlockPool, PoolExhausted
 from kvstore.types import BlockId, BlockKey
 
 KEYS = block_keys(range(12), 1, root_key("model"))

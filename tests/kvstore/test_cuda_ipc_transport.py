@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
-from kvstore.cuda_ipc_transport import CudaIpcTransport, RemotePool
-from kvstore.descriptor_server import DescriptorServer
-from kvstore.digest import digest_blocks
-from kvstore.lease_client import LeaseClient
-from kvstore.memory import blocks_over, map_fd, reopen_read_only
-from kvstore.transport import KvClient, Transport, host_transports
+from kvstore.pool.digest import digest_blocks
+from kvstore.transport.client import KvClient, Transport, host_transports
+from kvstore.transport.cuda_ipc import CudaIpcTransport, RemotePool
+from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, PeerPool
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, TransferError
-from kvstore import cuda_memory
+from kvstore.transport import cuda_memory
 
 GRANULARITY = 2 << 20
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from kvstore.descriptor_server import DescriptorServer, fetch_pool
-from kvstore.memory import map_fd, reopen_read_only
-from kvstore.unix_socket import UnixListener, send_frame
+from kvstore.transport.descriptor_server import DescriptorServer, fetch_pool
+from kvstore.transport.shared_memory import map_fd, reopen_read_only
+from kvstore.transport.unix_socket import UnixListener, send_frame
 from tests.kvstore.helpers import GEOMETRY, Owner, num_descriptors_of, wait_until
 
 CRASHING_OWNER = """

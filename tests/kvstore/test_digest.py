@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from kvstore.digest import check_block_bytes, digest_blocks, digest_weights
+from kvstore.pool.digest import check_block_bytes, digest_blocks, digest_weights
 
 RNG = np.random.default_rng(5)
 Block = npt.NDArray[np.uint8]

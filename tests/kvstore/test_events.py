@@ -3,8 +3,8 @@
 import pytest
 
 from common.errors import TransferError
-from kvstore.block_hash import block_keys, root_key
-from kvstore.events import CacheEvent, EventLog, from_proto, to_proto
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.events import CacheEvent, EventLog, from_proto, to_proto
 from protos import types_pb2
 
 KEYS = block_keys(range(6), 1, root_key("model"))

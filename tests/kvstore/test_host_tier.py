@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ConfigError
-from kvstore.block_hash import block_keys, root_key
-from kvstore.host_tier import HostTier, HostTierAllocator, LocalHostTier
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.tier.host_tier import HostTier, HostTierAllocator, LocalHostTier
 from kvstore.types import BlockKey, HostSlot
 
 KEYS = block_keys(range(8), 1, root_key("model"))

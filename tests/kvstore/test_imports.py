@@ -6,15 +6,17 @@ import sys
 import pytest
 
 PROBE = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
-PURE = ["block_hash", "block_pool", "host_tier", "index", "leases", "runs", "types"]
+PURE = [
+    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "transport.runs", "types",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
         (PURE, {"numpy", "google", "grpc", "msgpack", "torch"}),
-        (["events"], {"numpy", "grpc", "torch"}),
-        (["agent", "transport", "service", "agent_client", "config"], {"torch", "engine"}),
+        (["pool.events"], {"numpy", "grpc", "torch"}),
+        (["tier.agent", "transport.client", "transport.service", "tier.agent_client", "config"], {"torch", "engine"}),
     ],
 )
 def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:

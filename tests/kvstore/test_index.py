@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.block_hash import block_keys, root_key
-from kvstore.events import EventLog
-from kvstore.index import IndexState, PrefixIndex
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.events import EventLog
+from kvstore.pool.index import IndexState, PrefixIndex
 from kvstore.types import BlockKey, WorkerId
 
 KEYS = block_keys(range(10), 1, root_key("model"))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import TransferError
-from kvstore.block_pool import BlockPool
-from kvstore.leases import MAX_LEASE_SECONDS, LeaseMirror, LeaseTable, new_epoch
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.leases import MAX_LEASE_SECONDS, LeaseMirror, LeaseTable, new_epoch
 from kvstore.types import BlockId, Epoch, LeaseId
 
 EPOCH = Epoch(7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, TransferError
-from kvstore.memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 
 
 def test_readers_see_what_the_owner_writes_and_cannot_write() -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import HandshakeError
-from kvstore import pool_info
-from kvstore.pool_info import PoolInfo, check_compatible
+from kvstore.transport import pool_info
+from kvstore.transport.pool_info import PoolInfo, check_compatible
 from kvstore.types import Epoch, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 

@@ -13,14 +13,14 @@ import pytest
 
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
-from kvstore import service as service_module
-from kvstore.block_hash import block_keys, root_key
-from kvstore.events import EventLog, from_proto
-from kvstore.leases import LeaseMirror
-from kvstore.service import EventWatcher, KvTransferService, PoolView
-from kvstore.staging import StagingDesk
-from kvstore.tcp_transport import receive_blocks
-from kvstore.transport import KvClient, host_client
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.events import EventLog, from_proto
+from kvstore.pool.leases import LeaseMirror
+from kvstore.transport import service as service_module
+from kvstore.transport.client import KvClient, host_client
+from kvstore.transport.service import EventWatcher, KvTransferService, PoolView
+from kvstore.transport.staging import StagingTable
+from kvstore.transport.tcp import receive_blocks
 from kvstore.types import BlockId, Epoch, LeaseId, PeerPool
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
@@ -33,7 +33,7 @@ BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
 class Worker:
     """A front with its service; what the rank would be told is written down."""
 
-    def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingDesk | None = None) -> None:
+    def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None) -> None:
         self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
         self.leases = LeaseMirror(self.owner.epoch)
         self.events = EventLog()
@@ -56,7 +56,7 @@ class Worker:
 
 @asynccontextmanager
 async def running(
-    folder: Path, geometry: object = GEOMETRY, staging: StagingDesk | None = None
+    folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None
 ) -> AsyncIterator[Worker]:
     worker = Worker(folder, geometry, staging)
     await worker.server.start()
@@ -158,7 +158,7 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         asked.append(lease_id)
         asyncio.get_running_loop().call_later(0.01, desk.answer, lease_id, [6, 2])
 
-    desk = StagingDesk(ask)
+    desk = StagingTable(ask)
     async with running(tmp_path, staging=desk) as worker:
         worker.leases.grant(LeaseId("lease"), ids(100, 101), time.monotonic() + 60)
         rows = worker.owner.peer([6, 2], "lease", worker.server.address)
@@ -179,7 +179,7 @@ async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_p
     def ask(lease_id: LeaseId) -> None:
         asyncio.get_running_loop().call_soon(desk.answer, lease_id, answers.pop(0))
 
-    desk = StagingDesk(ask)
+    desk = StagingTable(ask)
     async with running(tmp_path, staging=desk) as worker:
         worker.leases.grant(LeaseId("lease"), ids(100), time.monotonic() + 60)
         peer = replace(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
@@ -192,7 +192,7 @@ async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_p
 
 
 async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
-    desk = StagingDesk(lambda lease: None)
+    desk = StagingTable(lambda lease: None)
     waiting = asyncio.create_task(desk.rows(LeaseId("x")))
     await asyncio.sleep(0)
     desk.end(LeaseId("x"))

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
-from kvstore.digest import digest_blocks
-from kvstore.lease_client import LeaseClient
-from kvstore.shm_transport import ShmTransport
-from kvstore.transport import host_client, peer_from_handle
+from kvstore.pool.digest import digest_blocks
+from kvstore.transport.client import host_client, peer_from_handle
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch, PeerPool
 from protos import types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool

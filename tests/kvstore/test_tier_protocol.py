@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from kvstore.block_hash import block_keys, root_key
-from kvstore.host_tier import HostTierAllocator
-from kvstore.tier_protocol import TierSession, parse_hello
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.tier.host_tier import HostTierAllocator
+from kvstore.tier.protocol import TierSession, parse_hello
 from kvstore.types import HostSlot
 
 KEYS = block_keys(range(6), 1, root_key("model"))

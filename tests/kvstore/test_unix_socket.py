@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, TransferError, UnavailableError
-from kvstore.unix_socket import (
+from kvstore.transport.unix_socket import (
     HEADER,
     UnixListener,
     connect_unix,

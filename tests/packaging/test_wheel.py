@@ -129,7 +129,7 @@ def test_the_installed_commands_serve_chat_and_show_the_demo(folder: Path, insta
         assert httpx.get(f"{served.url}/version").json() == {"version": VERSION}
         for pid in descendants(served.process.pid):
             assert command_line(pid).startswith((str(installed), "/bin/sh"))
-        answer = run(installed / "mini-infer-chat", "--url", served.url, "--max-tokens=4", cwd=here, input="hello\n")
+        answer = run(installed / "mini-infer-chat", "--url", served.url, "--max-tokens=32", cwd=here, input="hello\n")
         assert answer.strip()
         tour = run(installed / "mini-infer-demo", "--url", served.url, cwd=here)
         assert "stopped reading after 3 pieces" in tour

@@ -16,10 +16,10 @@ from openai import AsyncOpenAI
 
 from common.model_files import resolve_model
 from common.text.tokenizer import Tokenizer, load_tokenizer
-from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
-from router.http_protocol import bounded_protocol
+from router.http.app import create_app
+from router.http.protocol import bounded_protocol
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))

@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import OverloadedError
 from kvstore.types import WorkerId
-from router.admission import AnswerLength, check_in_time
-from router.policy import Candidate, CostPolicy, RequestView, WorkerView, choose
+from router.cluster.admission import AnswerLength, check_in_time
+from router.cluster.policy import Candidate, CostPolicy, RequestView, WorkerView, choose
 
 MAX_WAIT = 60.0
 

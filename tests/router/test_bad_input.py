@@ -434,7 +434,7 @@ async def test_a_half_closed_and_an_abandoned_body_leave_nothing_open(c: Cluster
 
 
 async def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.body.BODY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("router.http.body.BODY_TIMEOUT_SECONDS", 0.1)
     async with cluster() as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
         writer.write(HEAD + b'content-length: 50\r\n\r\n{"prompt"')
@@ -443,7 +443,7 @@ async def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_slow_headers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("router.http.protocol.HEADER_TIMEOUT_SECONDS", 0.1)
     async with cluster() as c:
         assert (await raw(c, HEAD)).startswith(b"HTTP/1.1 408")
 

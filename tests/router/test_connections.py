@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import ConfigError
 from router.config import HttpConfig
-from router.http_protocol import MAX_PIPELINED
+from router.http.protocol import MAX_PIPELINED
 from router.server import allow_descriptors, parse_settings
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
@@ -41,7 +41,7 @@ async def ask(connection: Connection, data: bytes) -> bytes:
 async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.http_protocol.SPARE_SECONDS", 60.0)
+    monkeypatch.setattr("router.http.protocol.SPARE_SECONDS", 60.0)
     limits = HttpConfig(max_connections=2, reserved_per_address=0)
     async with cluster(http=limits) as c, AsyncExitStack() as stack:
         held = [await connect(c, stack) for _ in range(2)]
@@ -63,8 +63,8 @@ async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
 
 async def test_health_checks_are_answered_however_many_connections_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer takes the spare place of the oldest: silent connections cannot hold them all."""
-    monkeypatch.setattr("router.connections.NUM_SPARE_CONNECTIONS", 2)
-    monkeypatch.setattr("router.http_protocol.SPARE_SECONDS", 60.0)
+    monkeypatch.setattr("router.http.connections.NUM_SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("router.http.protocol.SPARE_SECONDS", 60.0)
     async with cluster(http=HttpConfig(max_connections=1)) as c, AsyncExitStack() as stack:
         silent = [await connect(c, stack) for _ in range(6)]
         answer = await ask(await connect(c, stack), b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -87,7 +87,7 @@ async def test_one_address_does_not_shut_out_the_others() -> None:
 
 
 async def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("router.http.protocol.HEADER_TIMEOUT_SECONDS", 0.1)
     async with cluster() as c, AsyncExitStack() as stack:
         silent, line_ends = await connect(c, stack), await connect(c, stack)
         assert await ask(silent, b"") == b""
@@ -99,7 +99,7 @@ async def test_what_follows_an_early_answer_is_not_read_for_ever(monkeypatch: py
         reader, writer = await connect(c, stack)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         assert b" 415 " in await asyncio.wait_for(reader.readline(), 60)
-        monkeypatch.setattr("router.http_protocol.HEADER_TIMEOUT_SECONDS", 0.3)
+        monkeypatch.setattr("router.http.protocol.HEADER_TIMEOUT_SECONDS", 0.3)
         async with asyncio.timeout(60):
             with suppress(ConnectionError):
                 while True:
@@ -110,7 +110,7 @@ async def test_what_follows_an_early_answer_is_not_read_for_ever(monkeypatch: py
 
 async def test_an_answer_before_the_end_of_the_body_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after it must not be taken for the next request."""
-    monkeypatch.setattr("router.http_protocol.LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("router.http.protocol.LINGER_SECONDS", 0.2)
     async with cluster() as c, AsyncExitStack() as stack:
         connection = await connect(c, stack)
         connection[1].write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\n\r\n")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from common.errors import InvalidRequestError
-from router.deadline import timeout_seconds
+from router.http.deadline import timeout_seconds
 from tests.router.harness import cluster
 from tests.router.scripted_worker import Script
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from protos import types_pb2 as pb
-from router import sse
+from router.http import sse
 from tests.router.harness import Cluster, cluster, sse_events, text_of
 from tests.router.scripted_worker import Script, ScriptedWorker
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError, OverloadedError
 from router.config import HttpConfig
-from router.held_bodies import UNCOUNTED_BYTES, HeldBodies
+from router.http.held_bodies import UNCOUNTED_BYTES, HeldBodies
 from tests.router.harness import Cluster, cluster
 
 MB = 1 << 20

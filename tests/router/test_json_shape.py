@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from router import body
-from router.json_shape import Shape, shape_of
+from router.http import body
+from router.http.json_shape import Shape, shape_of
 
 TEXTS = st.text(st.sampled_from('a":[{,\\\n\u00e9'), max_size=8)
 VALUES = st.recursive(

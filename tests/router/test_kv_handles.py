@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protos import types_pb2 as pb
-from router.mailbox import Mailbox
+from router.cluster.mailbox import Mailbox
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
 

@@ -12,7 +12,7 @@ import pytest
 from common.errors import EngineError
 from common.logging import RateLimit, traceback_text
 from protos import types_pb2 as pb
-from router.choice import Choice
+from router.api.choice import Choice
 from router.dispatch import Dispatcher
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
@@ -24,7 +24,7 @@ INTERNAL = {"message": "internal error", "type": "server_error", "param": None, 
 @pytest.fixture(autouse=True)
 def fresh_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test has logged does not count."""
-    monkeypatch.setattr(logging.getLogger("router.errors"), "filters", [RateLimit()])
+    monkeypatch.setattr(logging.getLogger("router.http.errors"), "filters", [RateLimit()])
 
 
 def broken(*_: Any, **__: Any) -> None:

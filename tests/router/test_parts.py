@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from common.errors import ConfigError, EngineError, HandshakeError, UnavailableError
-from kvstore.block_hash import HASH_VERSION
+from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
-from router.breaker import OPEN_SECONDS, Breaker
+from router.api.render import ChoiceResult
+from router.api.sampling import for_choice
+from router.cluster.breaker import OPEN_SECONDS, Breaker
+from router.cluster.handshake import check_worker
+from router.cluster.mailbox import Mailbox
+from router.cluster.rates import WorkerRates
 from router.config import RouterConfig
 from router.gateway import best_results
-from router.handshake import check_worker
 from router.journal import Journal
-from router.mailbox import Mailbox
-from router.rates import WorkerRates
-from router.render import ChoiceResult
-from router.sampling import for_choice
 
 
 def test_breaker_opens_after_three_failures_close_together() -> None:

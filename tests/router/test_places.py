@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.connections import NUM_SPARE_CONNECTIONS, Places, network_of
+from router.http.connections import NUM_SPARE_CONNECTIONS, Places, network_of
 
 
 def fill(places: Places[str], count: int, host: str) -> list[str]:

@@ -9,8 +9,7 @@ import pytest
 
 from common.errors import UnavailableError
 from kvstore.types import WorkerId
-from router.config import POLICIES
-from router.policy import (
+from router.cluster.policy import (
     CostPolicy,
     PowerOfTwoPolicy,
     RandomPolicy,
@@ -21,6 +20,7 @@ from router.policy import (
     choose,
     policy_by_name,
 )
+from router.config import POLICIES
 
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
 

@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from protos import types_pb2 as pb
-from router.chunk_writer import ChunkWriter
-from router.mailbox import Mailbox
+from router.cluster.mailbox import Mailbox
+from router.http.chunk_writer import ChunkWriter
 from tests.router.harness import cluster, text_of
 from tests.router.scripted_worker import Script
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.block_hash import block_keys, root_key
-from kvstore.index import IndexState
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.pool.index import IndexState
 from kvstore.types import WorkerId
 from tests.router.harness import Cluster, cluster, text_of
 from tests.router.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
@@ -87,7 +87,7 @@ class Names:
         self.hosts = list(hosts)
         self._getaddrinfo = socket.getaddrinfo
         monkeypatch.setattr(socket, "getaddrinfo", self)
-        monkeypatch.setattr("router.workers.RESOLVE_INTERVAL_SECONDS", 0.02)
+        monkeypatch.setattr("router.cluster.workers.RESOLVE_INTERVAL_SECONDS", 0.02)
 
     def __call__(self, host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
         if host != "decode.test":

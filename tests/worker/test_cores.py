@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.worker.cores import NUM_PLACES, SharedCores
-from engine.worker.rank_main import _shared_cores
+from worker.cores import NUM_PLACES, SharedCores
+from worker.engine_main import _shared_cores
 
 HOLDER = """
 import sys
 from pathlib import Path
-from engine.worker.cores import SharedCores
+from worker.cores import SharedCores
 print(SharedCores(Path(sys.argv[1]), 8).share(), flush=True)
 sys.stdin.read()
 """
@@ -67,7 +67,7 @@ def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(*_: object) -> bytes:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr("engine.worker.cores.fcntl.fcntl", refuse)
+    monkeypatch.setattr("worker.cores.fcntl.fcntl", refuse)
     with pytest.raises(ConfigError, match="Invalid argument; or give --num-threads"):
         _shared_cores(str(tmp_path))
 

@@ -11,7 +11,7 @@ from common.errors import HandshakeError
 from common.rpc import open_channel
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
-from router.handshake import check_worker
+from router.cluster.handshake import check_worker
 from tests.cluster.harness import free_ports
 from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, prefill, ready
 

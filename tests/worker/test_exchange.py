@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from common.errors import TransferError
-from engine.worker.bounce import BounceTransport
-from engine.worker.device_pool import AttachedPool, DevicePool
-from engine.worker.exchange import DeviceExchange, DirectExchange, HostRows
-from kvstore.block_pool import BlockPool
-from kvstore.cuda_memory import CudaMemory
-from kvstore.digest import digest_blocks
-from kvstore.leases import LeaseTable, new_epoch
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transport.cuda_memory import CudaMemory
 from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, WorkerId
+from worker.device_pool import AttachedPool, DevicePool
+from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
+from worker.pinned_staging import StagedTransport
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
 PEER = PeerPool(WorkerId("w"), Epoch(1), "", "", LeaseId("l"), (), (), 0, 1.0)
@@ -33,7 +33,7 @@ class Parts:
         self.rows = HostRows(memory.numpy(), memory)
         self.pool = BlockPool(NUM_BLOCKS)
         self.device_pool = DevicePool(self.kv_pool)
-        self.exchange = DeviceExchange(self.device_pool, self.rows, self.pool)
+        self.exchange = DeviceExporter(self.device_pool, self.rows, self.pool)
         self.leases = LeaseTable(new_epoch())
 
 
@@ -102,7 +102,7 @@ def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
 
 def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
-    bounce = BounceTransport(inner, parts.rows, parts.device_pool)
+    bounce = StagedTransport(inner, parts.rows, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
     assert bounce.pull(PEER, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [0, 1, 2, 3, 4]
@@ -118,12 +118,12 @@ def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        BounceTransport(inner, parts.rows, parts.device_pool).pull(PEER, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
+        StagedTransport(inner, parts.rows, parts.device_pool).pull(PEER, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
     assert parts.rows.num_free == NUM_ROWS
 
 
 def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
-    bounce = BounceTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    bounce = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
         bounce.pull(PEER, [0], ids(0), 0.02)
@@ -143,7 +143,7 @@ def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
 def test_direct_exchange_leaves_blocks_where_they_are() -> None:
     pool = BlockPool(3)
     blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
-    exchange = DirectExchange(blocks, pool)
+    exchange = DirectExporter(blocks, pool)
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
     assert exchange.digests(lease.block_ids) == digest_blocks(blocks[list(lease.block_ids)])
     assert exchange.stage(lease) == list(lease.block_ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.worker.frames import HEADER, MAX_FRAME_BYTES, FrameSocket, pack, read_frame
+from worker.frames import HEADER, MAX_FRAME_BYTES, FrameSocket, pack, read_frame
 
 
 def test_messages_survive_any_cut() -> None:

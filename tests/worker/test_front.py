@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from common.errors import UnavailableError
-from engine.worker import sessions
-from engine.worker.front import WorkerFront
-from kvstore.events import EventLog
-from kvstore.leases import LeaseMirror
+from kvstore.pool.events import EventLog
+from kvstore.pool.leases import LeaseMirror
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
+from worker import sessions
+from worker.front import WorkerFront
 
 HANDLE = {"lease_id": "lease", "epoch": 7, "num_tokens": 3, "block_ids": [1], "digests": [2], "lease_seconds": 10.0}
 
 
-class Rank:
+class EngineProcess:
     """Writes down what it is told; frames come from the test."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Attached:
     """A front, its rank, and one router's stream."""
 
     def __init__(self) -> None:
-        self.rank = Rank()
+        self.rank = EngineProcess()
         self.front = WorkerFront(self.rank, EventLog(), LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
         self.reports = self.front.attach(self._read(), prefill_only=True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.worker.liveness import (
+from worker.liveness import (
     BLOCKED_SECONDS,
     STOPPED_SECONDS,
     ProcessSample,

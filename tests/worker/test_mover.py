@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import TransferError
 from engine.request import RequestId
-from engine.worker.mover import KvMover, LoadResult
-from engine.worker.rank import Rank
-from kvstore.transport import KvClient, PullResult
+from kvstore.transport.client import KvClient, PullResult
 from kvstore.types import BlockId, PeerPool
+from worker.engine_process import EngineProcess
+from worker.kv_puller import KvPuller, LoadResult
 
 HANDLE: dict[str, Any] = {
     "lease_id": "lease", "worker_id": "w", "epoch": 1, "kv_address": "", "shm_socket": "", "num_tokens": 16,
@@ -55,15 +55,15 @@ def has_result() -> threading.Event:
 
 
 @pytest.fixture
-def mover(client: Client, has_result: threading.Event) -> Iterator[KvMover]:
-    made = KvMover(cast(KvClient, client), has_result.set)
+def mover(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
+    made = KvPuller(cast(KvClient, client), has_result.set)
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
 def test_every_load_has_a_result_and_ends_its_lease(
-    error: Exception | None, mover: KvMover, client: Client, has_result: threading.Event
+    error: Exception | None, mover: KvPuller, client: Client, has_result: threading.Event
 ) -> None:
     client.error = error
     mover.keep_alive(HANDLE)
@@ -89,14 +89,14 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
         _report_next=SimpleNamespace(add_pull=counted.append),
         _engine=SimpleNamespace(scheduler=SimpleNamespace(finish_load=lambda *result: ended.append(result))),
     )
-    Rank._apply_load(rank, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
+    EngineProcess._apply_load(rank, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
     assert ended == [("r", False)]  # its blocks are given back either way
     assert counted == [result] * is_open
     assert ("told to fail" in caplog.text) == is_open
 
 
 def test_a_bug_in_a_pull_is_logged(
-    mover: KvMover, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
+    mover: KvPuller, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.error = RuntimeError("a bug")
     mover.keep_alive(HANDLE)
@@ -106,7 +106,7 @@ def test_a_bug_in_a_pull_is_logged(
 
 
 def test_a_lease_that_another_request_gave_back_is_not_read(
-    mover: KvMover, client: Client, has_result: threading.Event
+    mover: KvPuller, client: Client, has_result: threading.Event
 ) -> None:
     mover.keep_alive(HANDLE)
     mover.abandon(HANDLE)

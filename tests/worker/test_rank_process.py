@@ -12,9 +12,9 @@ import pytest
 from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.worker.config import WorkerConfig
-from engine.worker.frames import Event, pack
-from engine.worker.rank_process import RankProcess
+from worker.config import WorkerConfig
+from worker.engine_client import EngineClient
+from worker.frames import Event, pack
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ async def test_an_engine_that_ends_while_loading_is_explained(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
     with pytest.raises(ConfigError, match=message):
-        await RankProcess.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", str(tmp_path))
+        await EngineClient.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", str(tmp_path))
 
 
 async def test_an_engine_that_ends_later_is_heard() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(pack([Event.STEP, {"load": 1}]) + pack([Event.FAILED, "told to fail"]))
-    frames = RankProcess(cast(Any, None), reader, cast(Any, None), cast(Any, None)).frames()
+    frames = EngineClient(cast(Any, None), reader, cast(Any, None), cast(Any, None)).frames()
     assert await anext(frames) == {"load": 1}
     with pytest.raises(UnavailableError, match="told to fail"):
         await anext(frames)

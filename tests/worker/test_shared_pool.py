@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.errors import ConfigError, TransferError
-from engine.worker.shared_pool import SharedPoolMemory
-from kvstore import cuda_memory
+from kvstore.transport import cuda_memory
 from kvstore.types import BlockId, PeerPool, PoolGeometry
 from tests.kvstore.helpers import GEOMETRY, Owner
+from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,148 @@
+"""Executes a plan: copies, one forward pass over all rows, one draw per sampling row.
+
+Knows tensors, not queues: what runs, and which blocks it owns, was decided by the scheduler. A row whose logits
+cannot be drawn from fails alone; an exception of the forward pass itself propagates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.cpu.attention import CpuAttention
+from engine.cpu.batch import build_batch
+from engine.cpu.forward import CpuForwards, Forward
+from engine.cpu.pool_attention import AttentionBackend, PoolAttention
+from engine.kv_memory import copy_in, copy_out, kv_dtype
+from engine.loader import LoadedModel
+from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
+from engine.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+)
+from engine.sampler import LogitsHook, Sampler
+from kvstore.types import BlockId
+
+
+class ModelRunner:
+    """One model over one KV pool.
+
+    kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+    host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
+    ) -> None:
+        model_config = loaded.config
+        config = config.resolved(loaded.device.type)
+        expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
+        expected_dtype = kv_dtype(config, loaded.dtype)
+        if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
+            raise ConfigError(
+                f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
+                f"the model needs {list(expected)} {expected_dtype}"
+            )
+        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
+        self._model = loaded.model
+        self._cpu_forwards = CpuForwards(loaded.model) if loaded.device.type == "cpu" else None
+        self._device = loaded.device
+        self._pool = kv_pool
+        self._host_buffer = host_buffer
+        self._block_size = config.block_size
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._backend = _attention_for(loaded, kv_pool)
+        self._sampler = Sampler()
+        if loaded.device.type == "cpu" and config.num_threads:
+            torch.set_num_threads(config.num_threads)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Do everything in `plan`, in its order, and return the sampled tokens."""
+        self._copy(plan)
+        rows = plan.rows
+        result = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
+        if not rows:
+            return result
+        batch = build_batch(rows, self._block_size)
+        inputs = torch.from_numpy(batch.inputs).to(self._device)
+        metadata = self._backend.prepare(batch, inputs)
+        model = self._forward_for(rows, batch.num_tokens)
+        hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
+        _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
+        self._add_samples(model, rows, batch.query_starts, hidden, result)
+        return result
+
+    def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
+        """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
+        self._backend = wrap(self._backend)
+
+    def warmup(self) -> None:
+        """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.
+
+        Uses the pool's first blocks; call it before they hold anything.
+        """
+        pool_tokens = self._pool.shape[0] * self._block_size
+        longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
+        for num_tokens in (1, longest):
+            num_blocks = -(-num_tokens // self._block_size)
+            request = Request(RequestId("warmup"), [0] * num_tokens, SamplingParams(max_tokens=1, temperature=0.0))
+            request.block_ids = [BlockId(index) for index in range(num_blocks)]
+            self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
+
+    def _forward_for(self, rows: list[ScheduledRow], num_tokens: int) -> Forward:
+        if self._cpu_forwards is None:
+            return self._model
+        only_decodes = num_tokens == len(rows) and all(row.start >= row.request.num_prompt_tokens for row in rows)
+        return self._cpu_forwards.choose(num_tokens, only_decodes)
+
+    def _copy(self, plan: StepPlan) -> None:
+        if not (plan.copies_out or plan.copies_in):
+            return
+        assert self._host_buffer is not None, "a plan copies to host slots that do not exist"
+        copy_out(self._pool, self._host_buffer, plan.copies_out)
+        copy_in(self._pool, self._host_buffer, plan.copies_in)
+
+    def _add_samples(
+        self, model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+    ) -> None:
+        """Draw a token for each sampling row."""
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        if not sampling:
+            return
+        if len(sampling) == len(rows) == hidden.shape[0]:
+            last_hidden = hidden
+        else:
+            last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
+        drawn = self._sampler.sample(model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
+        for place, index in enumerate(sampling):
+            if place in drawn.errors:
+                result.errors[index] = drawn.errors[place]
+                continue
+            result.token_ids[index].append(drawn.token_ids[place])
+            entry = drawn.logprobs[place]
+            if entry is not None:
+                result.logprobs[index].append(entry)
+
+
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
+    if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
+        return CpuAttention(kv_pool, loaded.config.num_heads)
+    return PoolAttention(kv_pool)
+
+
+def _add_prompt_logprobs(
+    model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+) -> None:
+    for index, row in enumerate(rows):
+        if wants_prompt_logprobs(row):
+            own = hidden[query_starts[index] : query_starts[index + 1]]
+            result.prompt_logprobs[index] = prompt_logprobs(row, own, model.logits)

@@ -1,0 +1,140 @@
+"""Leases: blocks that a peer may read for a limited time.
+
+Pure: the clock comes as an argument (seconds of time.monotonic, which processes of one host share). A lease
+holds one reference on each of its blocks; the caller does `pool.acquire` at grant and `pool.release` with
+what `release` and `expire` return. The front of a worker keeps a `LeaseMirror`, so that reads need
+no message to the engine; both see the same deadlines.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import TransferError
+from kvstore.types import BlockId, Epoch, LeaseId
+
+MAX_LEASE_SECONDS = 600.0
+
+
+def new_epoch() -> Epoch:
+    """The name of one life of a pool: 64 random bits, never 0."""
+    return Epoch(secrets.randbits(64) | 1)
+
+
+@dataclass(slots=True)
+class Lease:
+    """`block_ids` in sequence order, readable while the clock is before `deadline`."""
+
+    lease_id: LeaseId
+    epoch: Epoch
+    block_ids: tuple[BlockId, ...]
+    deadline: float
+
+
+class LeaseTable:
+    """All leases of one pool life. What names another epoch, or is unknown, is refused."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self._leases: dict[LeaseId, Lease] = {}
+        self._next_deadline = math.inf  # no lease ends before this; makes expire() cheap
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def leases(self) -> list[Lease]:
+        return list(self._leases.values())
+
+    def get(self, lease_id: LeaseId) -> Lease | None:
+        return self._leases.get(lease_id)
+
+    def grant(self, block_ids: Sequence[BlockId], now: float, lease_seconds: float) -> Lease:
+        """A lease with an unguessable id."""
+        lease_id = LeaseId(secrets.token_hex(16))
+        return self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), now + _bounded(lease_seconds)))
+
+    def adopt(self, lease: Lease) -> Lease:
+        """Enter a lease as it is, for example one that another process granted."""
+        self._leases[lease.lease_id] = lease
+        self._next_deadline = min(self._next_deadline, lease.deadline)
+        return lease
+
+    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> bool:
+        """Let a lease that still holds last at least `lease_seconds` from now. False: it does not hold."""
+        lease = self._leases.get(lease_id)
+        if lease is None or epoch != self.epoch or now >= lease.deadline:
+            return False
+        lease.deadline = max(lease.deadline, now + _bounded(lease_seconds))
+        return True
+
+    def release(self, lease_id: LeaseId, epoch: Epoch) -> Lease | None:
+        """End a lease; None when there is none, for example because it was released before."""
+        return self._leases.pop(lease_id, None) if epoch == self.epoch else None
+
+    def expire(self, now: float) -> list[Lease]:
+        """End and return the leases whose deadline has come."""
+        if now < self._next_deadline:
+            return []
+        over = [lease for lease in self._leases.values() if now >= lease.deadline]
+        for lease in over:
+            del self._leases[lease.lease_id]
+        self._next_deadline = min((lease.deadline for lease in self._leases.values()), default=math.inf)
+        return over
+
+    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
+        """Blocks at `positions` of a lease (None: all). Raises TransferError that says why they may not be read."""
+        if epoch != self.epoch:
+            raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise TransferError("unknown or released lease")
+        if now >= lease.deadline:
+            raise TransferError("the lease has expired")
+        num_blocks = len(lease.block_ids)
+        if positions is None:
+            return list(lease.block_ids)
+        for position in positions:
+            if not 0 <= position < num_blocks:
+                raise TransferError(f"position {position} is outside the lease of {num_blocks} blocks")
+        return [lease.block_ids[position] for position in positions]
+
+
+class LeaseMirror:
+    """The front's copy of its engine's leases, changed as the engine reports them and as readers ask.
+
+    The engine decides; the mirror answers reads without asking it. Deadlines are the engine's own.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._table = LeaseTable(epoch)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._table)
+
+    def grant(self, lease_id: LeaseId, block_ids: Sequence[BlockId], deadline: float) -> None:
+        """The engine granted it, readable until `deadline` (time.monotonic)."""
+        self._table.adopt(Lease(lease_id, self._table.epoch, tuple(block_ids), deadline))
+
+    def end(self, lease_id: LeaseId) -> None:
+        """The engine released it or let it expire."""
+        self._table.release(lease_id, self._table.epoch)
+
+    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> bool:
+        return self._table.renew(lease_id, epoch, now, lease_seconds)
+
+    def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
+        """A reader is done. False: there is no such lease (any more)."""
+        return self._table.release(lease_id, epoch) is not None
+
+    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
+        """As LeaseTable.resolve."""
+        return self._table.resolve(lease_id, epoch, positions, now)
+
+
+def _bounded(lease_seconds: float) -> float:
+    """A peer's wish, made finite: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
+    return min(lease_seconds, MAX_LEASE_SECONDS) if lease_seconds > 0 else 0.0

@@ -1,0 +1,59 @@
+"""Life of the node agent's process: bind, serve, end on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from common.config import from_args
+from common.errors import ConfigError
+from common.logging import setup_logging
+from common.rpc import RpcServer
+from kvstore.config import AgentConfig
+from kvstore.tier.agent import AgentService, TierServer
+from kvstore.tier.agent_metrics import serve_metrics
+from kvstore.tier.regions import Regions
+from protos import kvstore_pb2, kvstore_pb2_grpc
+
+logger = logging.getLogger("kvstore")
+
+
+async def serve(config: AgentConfig) -> None:
+    """Until SIGTERM or SIGINT. Raises ConfigError when a port, path or the memory is not to be had."""
+    if not config.host_tier_gb:
+        raise ConfigError("--host-tier-gb 0 leaves a node agent nothing to do: don't start one")
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    regions = Regions(int(config.host_tier_gb * 2**30), int(config.region_gb * 2**30))
+    server = RpcServer(config.host, config.port, config.cluster_token)
+    tier = TierServer(regions, config.socket_path)
+    close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier)
+    service_name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+    server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, AgentService(regions), service_name)
+    try:
+        await server.start()
+        await tier.start()
+        await server.set_serving(True)
+        logger.info("ready: node agent on %s, workers on %s", server.address, config.socket_path)
+        await stopping.wait()
+        logger.info("stopping")
+        await server.set_serving(False)
+        await server.stop(config.drain_grace_seconds)
+    finally:
+        await tier.close()
+        close_metrics()
+        regions.close()
+
+
+def main() -> int:
+    try:
+        config = from_args(AgentConfig, prog="kvstore")
+        setup_logging("kvstore", config.log_level)
+        asyncio.run(serve(config))
+    except ConfigError as error:
+        print(f"kvstore: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,149 @@
+"""The host-memory tier: where evicted and swapped KV blocks go, and come back from.
+
+`HostTier` is what the scheduler uses, synchronously and between steps. A slot is free, pinned (somebody
+copies to or from it, or a swapped sequence lies in it) or cached (findable by key, LRU). These are the
+states of a `BlockPool`, so the allocator is one; only the names follow the use. Bytes are copied by the
+engine, through `buffer`. `LocalHostTier` lives in this process, `agent_client.AgentHostTier` in the node
+agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.errors import ConfigError
+from kvstore.pool.block_pool import BlockPool
+from kvstore.types import BlockId, BlockKey, HostSlot
+
+
+class HostTier(Protocol):
+    """Slots of `block_bytes` each. Everything that returns slots pins them until `unpin`."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        """`num_slots * block_bytes` writable bytes; slot i begins at i * block_bytes."""
+        ...
+
+    def contains(self, key: BlockKey) -> bool: ...
+
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those of `keys` that are not findable here; one question where `contains` would be many."""
+        ...
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
+        """Slots of the longest prefix of `keys` that is present, pinned."""
+        ...
+
+    def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
+        """One pinned slot per key, not yet findable; None (and no change) when there is no room.
+
+        None as a key: the slot never becomes findable (a swapped partial block).
+        """
+        ...
+
+    def commit(self, slots: Sequence[HostSlot]) -> None:
+        """The reserved slots are written; those with a key become findable."""
+        ...
+
+    def unpin(self, slots: Sequence[HostSlot]) -> None:
+        """Give up one pin of each, in sequence order: findable slots stay as cache, others become free."""
+        ...
+
+    def close(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
+class HostTierAllocator:
+    """States of `num_slots` slots; pure."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._pool = BlockPool(num_slots)
+        self._pending: dict[HostSlot, BlockKey] = {}  # reserved and not committed
+
+    @property
+    def num_slots(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return self._pool.num_cached
+
+    @property
+    def num_pinned(self) -> int:
+        return self._pool.num_used
+
+    def contains(self, key: BlockKey) -> bool:
+        return self._pool.contains(key)
+
+    def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        return [key for key in keys if not self._pool.contains(key)]
+
+    def num_pins(self, slot: HostSlot) -> int:
+        return self._pool.refcount(BlockId(slot))
+
+    def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
+        found = self._pool.lookup(keys)
+        self._pool.acquire(found)
+        return [HostSlot(block_id) for block_id in found]
+
+    def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
+        if len(keys) > self._pool.num_available:
+            return None
+        slots = [HostSlot(block_id) for block_id in self._pool.allocate(len(keys))]
+        self._pool.take_evicted()  # there is no tier below this one
+        self._pool.take_events()  # and nobody is told
+        self._pending.update((slot, key) for slot, key in zip(slots, keys, strict=True) if key is not None)
+        return slots
+
+    def commit(self, slots: Sequence[HostSlot]) -> None:
+        for slot in slots:
+            key = self._pending.pop(slot, None)
+            if key is not None:
+                self._pool.publish(BlockId(slot), key)
+
+    def unpin(self, slots: Sequence[HostSlot]) -> None:
+        self._pool.release([BlockId(slot) for slot in slots])
+        for slot in slots:
+            if self._pool.refcount(BlockId(slot)) == 0:
+                self._pending.pop(slot, None)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError that lists what is wrong."""
+        self._pool.check_integrity()
+        for slot in self._pending:
+            if self._pool.refcount(BlockId(slot)) == 0 or self._pool.key_of(BlockId(slot)) is not None:
+                raise AssertionError(f"slot {slot} waits for a commit but is not reserved")
+
+
+class LocalHostTier(HostTierAllocator):
+    """A host tier of this process alone, over anonymous memory. Raises ConfigError without the memory."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        num_bytes = num_slots * block_bytes
+        try:
+            self._buffer = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"no memory for a host tier of {num_bytes / 2**30:.1f} GB: lower --host-tier-gb"
+            ) from error
+        super().__init__(num_slots)
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        return self._buffer
+
+    def close(self) -> None:
+        """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
+        with contextlib.suppress(BufferError):
+            self._buffer.close()

@@ -1,0 +1,106 @@
+"""The agent's host memory: one region per kind of block, within one budget.
+
+Blocks of different models never share a key (keys contain the model's fingerprint) but differ in size, so each
+(fingerprint, block_bytes) has a region of its own: a memfd and the states of its slots. A region is made when
+its first worker connects, and outlives its workers; the one that was idle longest goes when another needs room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+
+from common.errors import OverloadedError
+from kvstore.tier.host_tier import HostTierAllocator
+from kvstore.transport.shared_memory import create_memfd, map_fd
+from kvstore.types import BlockKey
+
+logger = logging.getLogger(__name__)
+RegionName = tuple[str, int]  # fingerprint, block_bytes
+
+
+class Region:
+    """Slots and memory for blocks of one kind."""
+
+    def __init__(self, name: RegionName, num_slots: int) -> None:
+        """Raises ConfigError without the memory."""
+        self.name = name
+        self.block_bytes = name[1]
+        self.fd = create_memfd("mini-infer-tier", num_slots * self.block_bytes)
+        self.buffer: mmap.mmap = map_fd(self.fd, num_slots * self.block_bytes, writable=True)
+        self.tier = HostTierAllocator(num_slots)
+        self.num_users = 0
+        self.last_use = 0  # order of openings
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tier.num_slots * self.block_bytes
+
+    def block(self, slot: int) -> bytes:
+        """A copy of one slot's bytes."""
+        return self.buffer[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):
+            self.buffer.close()
+        os.close(self.fd)
+
+
+class Regions:
+    """All regions of one agent, at most `budget_bytes` together."""
+
+    def __init__(self, budget_bytes: int, region_bytes: int = 0) -> None:
+        """`region_bytes` bounds one region; 0: only the budget does."""
+        self._budget_bytes = budget_bytes
+        self._region_bytes = region_bytes or budget_bytes
+        self._regions: dict[RegionName, Region] = {}
+        self._openings = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(region.num_bytes for region in self._regions.values())
+
+    def all(self) -> list[Region]:
+        return list(self._regions.values())
+
+    @contextlib.contextmanager
+    def using(self, fingerprint: str, block_bytes: int) -> Iterator[Region]:
+        """The region for such blocks, made at need and kept at least until the end.
+
+        Raises OverloadedError when the budget is taken by regions in use, ConfigError without the memory.
+        """
+        region = self._regions.get((fingerprint, block_bytes)) or self._create((fingerprint, block_bytes))
+        region.num_users += 1
+        self._openings += 1
+        region.last_use = self._openings
+        try:
+            yield region
+        finally:
+            region.num_users -= 1
+
+    def find(self, key: BlockKey) -> Region | None:
+        """The region that has this block."""
+        return next((region for region in self._regions.values() if region.tier.contains(key)), None)
+
+    def close(self) -> None:
+        for region in self._regions.values():
+            region.close()
+        self._regions.clear()
+
+    def _create(self, name: RegionName) -> Region:
+        block_bytes = name[1]
+        wanted = min(self._region_bytes, self._budget_bytes)
+        idle = sorted((r for r in self._regions.values() if not r.num_users), key=lambda r: r.last_use)
+        while idle and self._budget_bytes - self.used_bytes < wanted:
+            dropped = idle.pop(0)
+            logger.info("dropping %d cached blocks of a model without workers", dropped.tier.num_cached)
+            del self._regions[dropped.name]
+            dropped.close()
+        num_slots = min(wanted, self._budget_bytes - self.used_bytes) // block_bytes
+        if num_slots < 1:
+            raise OverloadedError("other models use the whole host tier: raise --host-tier-gb or set --region-gb")
+        region = self._regions[name] = Region(name, num_slots)
+        return region

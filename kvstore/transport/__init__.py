@@ -1,0 +1,1 @@
+"""How blocks travel between pools: shared memory, CUDA IPC or TCP, and the KvTransfer service."""

@@ -1,0 +1,158 @@
+"""Reads a peer's pool in GPU memory of the same host: mapped once, and one kernel per pull.
+
+One-sided: the peer does nothing, and its blocks go to the local blocks without passing the host. The reader's device
+computes the digests of what it copied, which prove that the blocks are still those of the lease.
+
+A mapping stays readable when its owner dies, but would keep its memory from a successor: the owner holds a connection
+to every reader, and a mapping ends with it. How memory is mapped and copied is the `Device`'s: no CUDA is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import TransferError
+from kvstore.transport.descriptor_server import fetch_pool_held
+from kvstore.transport.pool_info import check_offer, rows_at
+from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+
+logger = logging.getLogger(__name__)
+FETCH_SECONDS = 2.0
+
+
+class RemotePool(Protocol):
+    """A peer's pool as this device sees it."""
+
+    def close(self) -> None:
+        """Unmap it. Nothing on the device uses it any more."""
+        ...
+
+
+class Device(Protocol):
+    """The local pool and the device that it lies on."""
+
+    def attach(self, fd: int, num_blocks: int) -> RemotePool:
+        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
+        ...
+
+    def pull(self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId]) -> list[int]:
+        """Copy blocks, wait until they are there, and return the digests of what was copied. Raises TransferError."""
+        ...
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """One life of one peer's pool. `remote` is None when it has ended; `lock` is held by whoever reads it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    num_blocks: int
+    remote: RemotePool | None
+    connection: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class CudaIpcTransport:
+    """Mappings of peers' pools by worker. A thread for each waits for the owner's end."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, geometry: PoolGeometry, device: Device) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._lock = threading.Lock()
+        self._mappings: dict[WorkerId, _Mapping] = {}
+
+    @property
+    def num_mappings(self) -> int:
+        return len(self._mappings)
+
+    def offered_by(self, peer: PeerPool) -> bool:
+        return bool(peer.cuda_socket)
+
+    def open(self, peer: PeerPool) -> None:
+        self._mapping(peer)
+
+    def pull(
+        self,
+        peer: PeerPool,
+        positions: Sequence[int],
+        local_block_ids: Sequence[BlockId],
+        deadline_seconds: float,
+    ) -> list[int]:
+        """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
+        mapping = self._mapping(peer)
+        remote_ids = rows_at(peer.block_ids, positions, mapping.num_blocks)
+        with mapping.lock:
+            if mapping.remote is None:
+                raise TransferError("the owner of the KV blocks is gone")
+            return self._device.pull(mapping.remote, remote_ids, local_block_ids)
+
+    def close(self) -> None:
+        with self._lock:
+            mappings = list(self._mappings.values())
+            self._mappings.clear()
+        for mapping in mappings:
+            _end(mapping)
+
+    def _mapping(self, peer: PeerPool) -> _Mapping:
+        with self._lock:
+            known = self._mappings.get(peer.worker_id)
+        if known is not None and known.epoch == peer.epoch:
+            return known
+        mapping = self._map(peer)  # without the lock: a peer that does not answer shall not hold up the others
+        with self._lock:
+            earlier = self._mappings.get(peer.worker_id)
+            is_first = earlier is None or earlier.epoch != peer.epoch
+            if is_first:
+                self._mappings[peer.worker_id] = mapping
+        if earlier is not None and not is_first:  # another thread was faster
+            _end(mapping)
+            mapping.connection.close()
+            return earlier
+        if earlier is not None:
+            _end(earlier)
+        threading.Thread(target=self._watch, args=[mapping], name="kv-cuda-peer", daemon=True).start()
+        return mapping
+
+    def _map(self, peer: PeerPool) -> _Mapping:
+        info, fd, connection = fetch_pool_held(peer.cuda_socket, FETCH_SECONDS)
+        try:
+            check_offer(self._geometry, peer, info)
+            remote = self._device.attach(fd, info.geometry.num_blocks)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            os.close(fd)
+        connection.settimeout(None)
+        return _Mapping(peer.worker_id, peer.epoch, info.geometry.num_blocks, remote, connection)
+
+    def _watch(self, mapping: _Mapping) -> None:
+        """Wait for the end of the connection, and end the mapping with it."""
+        with contextlib.suppress(OSError):
+            while mapping.connection.recv(64):
+                pass
+        with self._lock:
+            if self._mappings.get(mapping.worker_id) is mapping:
+                del self._mappings[mapping.worker_id]
+                logger.info("worker %s is gone: its pool is unmapped", mapping.worker_id)
+        _end(mapping)
+        mapping.connection.close()
+
+
+def _end(mapping: _Mapping) -> None:
+    """Unmap when the last read has ended, and wake the thread that watches. May be called again."""
+    with mapping.lock:
+        remote, mapping.remote = mapping.remote, None
+    if remote is not None:
+        remote.close()
+    with contextlib.suppress(OSError):
+        mapping.connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,182 @@
+"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, leases, cache events.
+
+The front maps the engine's pool read-only and mirrors its leases; the engine owns both. A chunk is copied first and
+the lease looked at once more before the chunk is sent, so nothing leaves under a lease that has ended here. Both
+processes end leases by the same clock, and the reader's digest check covers what is left of the race.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InvalidRequestError, MiniInferError, UnavailableError
+from common.rpc import Context, abort_with
+from kvstore.pool.events import CacheEvent, EventLog, to_proto
+from kvstore.pool.leases import LeaseMirror
+from kvstore.transport import pool_info
+from kvstore.transport.descriptor_server import fetch_pool
+from kvstore.transport.pool_info import PoolInfo
+from kvstore.transport.shared_memory import blocks_over, map_fd
+from kvstore.transport.staging import StagingTable
+from kvstore.types import BlockId, Epoch, LeaseId
+from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
+
+CHUNK_BYTES = 1 << 20
+MAX_POSITIONS = 1 << 16
+MAX_QUEUED_EVENTS = 4096  # of a watcher that reads slowly; it then gets a new snapshot
+Blocks = npt.NDArray[np.uint8]
+
+OnRenew = Callable[[LeaseId, Epoch, float], Awaitable[None]]
+OnRelease = Callable[[LeaseId, Epoch], Awaitable[None]]
+
+
+class PoolView:
+    """A pool of another process of this host, read-only: `blocks` is uint8 [num_blocks, block_bytes]."""
+
+    def __init__(self, info: PoolInfo, fd: int) -> None:
+        """Maps `fd`, which stays the caller's to close. Raises TransferError or ConfigError."""
+        self.info = info
+        geometry = info.geometry
+        mapping = map_fd(fd, geometry.pool_bytes, writable=False)
+        self.blocks: Blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
+
+    @classmethod
+    def fetch(cls, socket_path: str, timeout_seconds: float = 5.0) -> PoolView:
+        """From the owner's DescriptorServer. Raises UnavailableError, TransferError, HandshakeError."""
+        info, fd = fetch_pool(socket_path, timeout_seconds)
+        try:
+            return cls(info, fd)
+        finally:
+            os.close(fd)
+
+
+class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
+    """Add it with `server.add(add_KvTransferServicer_to_server, service, SERVICE_NAME)`.
+
+    `on_renew` and `on_release` tell the engine; the mirror is changed here before they are called.
+    """
+
+    def __init__(
+        self,
+        pool: PoolView,
+        leases: LeaseMirror,
+        events: EventLog,
+        on_renew: OnRenew,
+        on_release: OnRelease,
+        staging: StagingTable | None = None,
+    ) -> None:
+        """`staging` when leases name blocks of GPU memory, and `pool` is a staging area in front of it."""
+        self._pool = pool
+        self._staging = staging
+        self._leases = leases
+        self._events = events
+        self._on_renew = on_renew
+        self._on_release = on_release
+
+    async def Describe(self, request: types_pb2.DescribeRequest, context: Context) -> kvstore_pb2.PoolInfo:
+        return pool_info.to_proto(self._pool.info)
+
+    async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
+        lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
+        held = self._leases.renew(lease_id, epoch, time.monotonic(), request.lease_seconds)
+        if held:
+            await self._on_renew(lease_id, epoch, request.lease_seconds)
+        return kvstore_pb2.LeaseReply(held=held)
+
+    async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
+        lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
+        held = self._leases.release(lease_id, epoch)
+        if held:
+            await self._on_release(lease_id, epoch)
+        return kvstore_pb2.LeaseReply(held=held)
+
+    async def Stage(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.StageReply:
+        rows: Sequence[BlockId] = ()
+        try:
+            rows = await self._rows(request)
+        except MiniInferError as error:
+            await abort_with(context, error)
+        return kvstore_pb2.StageReply(rows=rows)
+
+    async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> AsyncIterator[kvstore_pb2.BlockChunk]:
+        try:
+            if len(request.positions) > MAX_POSITIONS:
+                raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
+            self._resolve(request, request.positions)
+            rows = await self._rows(request)
+            for index, position in enumerate(request.positions):
+                for chunk in block_chunks(index, self._pool.blocks[rows[position]]):
+                    self._resolve(request, [position])  # after the copy
+                    yield chunk
+        except MiniInferError as error:
+            await abort_with(context, error)
+
+    async def ReadKeys(
+        self, request: kvstore_pb2.ReadKeysRequest, context: Context
+    ) -> AsyncIterator[kvstore_pb2.BlockChunk]:
+        await abort_with(
+            context, UnavailableError("a worker serves leases; keys are served by the node agent of its host")
+        )
+        yield kvstore_pb2.BlockChunk()  # never reached; makes this a stream
+
+    async def Watch(self, request: kvstore_pb2.WatchRequest, context: Context) -> AsyncIterator[types_pb2.KvEvent]:
+        watcher = EventWatcher(self._events)
+        try:
+            while True:
+                yield to_proto(await watcher.next())
+        finally:
+            watcher.close()
+
+    async def _rows(self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest) -> list[BlockId]:
+        """Rows of `pool` with the lease's blocks. Raises TransferError when they cannot be brought there."""
+        blocks = self._resolve(request, None)
+        return blocks if self._staging is None else await self._staging.rows(LeaseId(request.lease_id))
+
+    def _resolve(
+        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest, positions: Sequence[int] | None
+    ) -> list[BlockId]:
+        return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
+
+
+class EventWatcher:
+    """One reader of an EventLog: a snapshot first, then each event; a new snapshot when it falls behind."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._queue: asyncio.Queue[CacheEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._needs_snapshot = True
+        self._unsubscribe = log.subscribe(self._put)
+
+    async def next(self) -> CacheEvent:
+        """The next event to send; waits for one."""
+        if not self._needs_snapshot:
+            event = await self._queue.get()
+            if not self._needs_snapshot:
+                return event
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._needs_snapshot = False
+        return self._log.snapshot()
+
+    def close(self) -> None:
+        self._unsubscribe()
+
+    def _put(self, event: CacheEvent) -> None:
+        try:
+            self._queue.put_nowait(event)
+        except asyncio.QueueFull:
+            self._needs_snapshot = True
+
+
+def block_chunks(index: int, block: Blocks) -> list[kvstore_pb2.BlockChunk]:
+    """Copy one block into messages of at most CHUNK_BYTES of data."""
+    return [
+        kvstore_pb2.BlockChunk(position=index, offset=offset, data=block[offset : offset + CHUNK_BYTES].tobytes())
+        for offset in range(0, len(block), CHUNK_BYTES)
+    ]

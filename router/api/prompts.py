@@ -1,0 +1,125 @@
+"""From messages or prompts to token ids: the last place that sees text before the workers.
+
+Long texts are encoded on a thread, so that open streams go on meanwhile. Raises InvalidRequestError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from common.errors import ContextLengthError, InvalidRequestError
+from common.text.tokenizer import Tokenizer
+from router.api.message_schemas import Message
+from router.api.sampling import ModelLimits
+from router.api.schemas import CompletionBody
+
+INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
+MAX_CHARS_PER_TOKEN = 128  # no text with more characters than this times the context can fit
+
+
+async def chat_prompt(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> list[int]:
+    """Token ids of a conversation, by the model's template."""
+    plain = [_template_message(message) for message in messages]
+    num_chars = sum(len(message["content"]) for message in plain)
+    _refuse_hopeless(num_chars, limits, "messages")
+
+    def encode() -> list[int]:
+        return tokenizer.apply_chat_template(plain, None, add_generation_prompt, continue_final_message)
+
+    return await _maybe_on_thread(encode, num_chars)
+
+
+async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
+    """Token ids of every prompt of the request. Texts may hold special tokens: the client owns all of it."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [await text_prompt(prompt, tokenizer, limits)]
+    if isinstance(prompt[0], int):
+        return [_checked_ids(prompt, limits)]
+    prompts = []
+    for item in prompt:
+        if isinstance(item, str):
+            prompts.append(await text_prompt(item, tokenizer, limits))
+        else:
+            prompts.append(_checked_ids(item, limits))
+    return prompts
+
+
+async def text_prompt(
+    text: str, tokenizer: Tokenizer, limits: ModelLimits, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of one text."""
+    _refuse_hopeless(len(text), limits, "prompt")
+    token_ids = await _maybe_on_thread(lambda: tokenizer.encode(text, add_special_tokens, True), len(text))
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty", "prompt")
+    return token_ids
+
+
+def truncated(token_ids: list[int], truncate_prompt_tokens: int | None) -> list[int]:
+    """The last tokens of a prompt, when the client asked for that."""
+    return token_ids if truncate_prompt_tokens is None else token_ids[-truncate_prompt_tokens:]
+
+
+def _checked_ids(token_ids: Sequence[int], limits: ModelLimits) -> list[int]:
+    largest = max(token_ids)
+    if largest >= limits.vocab_size:
+        raise InvalidRequestError(
+            f"prompt: token id {largest} is outside the vocabulary of {limits.vocab_size}", "prompt"
+        )
+    return list(token_ids)
+
+
+def _refuse_hopeless(num_chars: int, limits: ModelLimits, param: str) -> None:
+    if num_chars > limits.max_model_len * MAX_CHARS_PER_TOKEN:
+        raise ContextLengthError(
+            f"this model's context is {limits.max_model_len} tokens; {num_chars} characters cannot fit", param
+        )
+
+
+async def _maybe_on_thread(encode: Callable[[], list[int]], num_chars: int) -> list[int]:
+    if num_chars <= INLINE_CHARS:
+        return encode()
+    return await asyncio.to_thread(encode)
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """The form that chat templates expect: content is a string, call arguments are objects."""
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text  # what a model once wrote; the template shows it as it is

@@ -1,0 +1,130 @@
+"""From API parameters to the SamplingParams that workers understand. Raises InvalidRequestError."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from common.errors import ContextLengthError, InvalidRequestError
+from common.text.tokenizer import Tokenizer
+from protos import types_pb2 as pb
+from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+
+DEFAULT_COMPLETION_TOKENS = 16
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the workers in service agree on."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+def sampling_params(
+    body: ChatCompletionBody | CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, num_prompt_tokens: int
+) -> pb.SamplingParams:
+    """Parameters of the first choice; `for_choice` derives the others."""
+    max_tokens = _max_tokens(body, limits, num_prompt_tokens)
+    params = pb.SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
+        stop_token_ids=_known_ids(body.stop_token_ids or [], limits, "stop_token_ids"),
+        ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=_known_ids(body.allowed_token_ids or [], limits, "allowed_token_ids"),
+        logit_bias=_logit_bias(body, limits),
+        bad_words=[pb.TokenSequence(token_ids=ids) for ids in _bad_words(body.bad_words or [], tokenizer)],
+    )
+    if params.min_tokens > max_tokens:
+        raise InvalidRequestError(f"min_tokens {params.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
+    _set_logprobs(params, body)
+    return params
+
+
+def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
+    """The same for choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
+    if index == 0:
+        return params
+    derived = pb.SamplingParams()
+    derived.CopyFrom(params)
+    derived.seed = (params.seed + index) & SEED_MASK
+    derived.ClearField("prompt_logprobs")
+    return derived
+
+
+def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int) -> int:
+    asked = body.max_tokens
+    if isinstance(body, ChatCompletionBody) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    param = "messages" if isinstance(body, ChatCompletionBody) else "prompt"
+    room = limits.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"this model's context is {limits.max_model_len} tokens; the prompt has {num_prompt_tokens} and leaves "
+            "no room for an answer",
+            param,
+        )
+    if asked is None:
+        default = room if isinstance(body, ChatCompletionBody) else DEFAULT_COMPLETION_TOKENS
+        return min(room, max(default, body.min_tokens or 0))
+    if asked > room:
+        raise ContextLengthError(
+            f"this model's context is {limits.max_model_len} tokens; {num_prompt_tokens} in the prompt and {asked} "
+            "to generate do not fit",
+            param,
+        )
+    return max(asked, 1)  # 0, to have a prompt echoed: workers make a token at least; nobody will see it
+
+
+def _known_ids(token_ids: list[int], limits: ModelLimits, param: str) -> list[int]:
+    for token_id in token_ids:
+        if token_id >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"{param}: token id {token_id} is outside the vocabulary of {limits.vocab_size}", param
+            )
+    return token_ids
+
+
+def _logit_bias(body: GenerationBody, limits: ModelLimits) -> list[pb.TokenBias]:
+    biases = []
+    for key, bias in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) >= limits.vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {key[:20]!r} is not a token id below {limits.vocab_size}", "logit_bias"
+            )
+        biases.append(pb.TokenBias(token_id=int(key), bias=bias))
+    return biases
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Each word as it is spelled at the start of a text and after a space."""
+    sequences: list[list[int]] = []
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for spelled in (bare, " " + bare):
+            token_ids = tokenizer.encode(spelled)
+            if token_ids and token_ids not in sequences:
+                sequences.append(token_ids)
+    return sequences
+
+
+def _set_logprobs(params: pb.SamplingParams, body: ChatCompletionBody | CompletionBody) -> None:
+    if isinstance(body, ChatCompletionBody):
+        if body.logprobs:
+            params.logprobs = body.top_logprobs or 0
+        return
+    if body.logprobs is not None:
+        params.logprobs = body.logprobs
+        if body.echo:
+            params.prompt_logprobs = body.logprobs
+    elif body.best_of is not None and body.best_of > (body.n or 1):
+        params.logprobs = 0  # the best choices are those with the highest mean

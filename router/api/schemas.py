@@ -1,0 +1,258 @@
+"""What clients may send: strict pydantic models of the request bodies, and their bounds.
+
+A field is honoured, listed as harmless, or refused with a message that names it; none is ignored silently.
+Knows nothing of tokens: ranges that need the model (context, vocabulary) are checked in `prompts` and `sampling`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from common.errors import InvalidRequestError
+from router.api.message_schemas import (
+    MAX_LABEL_CHARS,
+    MAX_LIST,
+    MAX_MESSAGES,
+    Body,
+    Label,
+    Message,
+    check_messages,
+)
+
+MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
+MAX_PROMPTS = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 4
+MAX_STOP_CHARS = 512
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 65_536
+
+# Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None,),
+    "suffix": (None, ""),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+}
+# Descriptions of functions ask for nothing once the client forbids to call them.
+_FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
+# Fields that change nothing here: labels, hints, and defaults that some clients always send.
+_IGNORED = frozenset(
+    {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+
+TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+B = TypeVar("B", bound="Body")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: Any = None
+
+
+class GenerationBody(Body):
+    """What chat completions and completions have in common."""
+
+    model: Label | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Annotated[
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
+        Field(description=f"a text or at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters"),
+    ] = None
+    stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_LIST)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[TokenIdField], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_LIST)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: Label | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true", "stream_options")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise InvalidRequestError(
+                f"response_format {self.response_format.type} is not supported by this server yet", "response_format"
+            )
+        if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ChatCompletionBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
+        check_messages(self.messages)
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Annotated[
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIdField], Field(min_length=1)]
+        | Annotated[
+            list[Annotated[list[TokenIdField], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
+        ],
+        Field(description=f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of either; none empty"),
+    ]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionBody:
+        n = self.n or 1
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo: true", "max_tokens")
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequestError("best_of must not be smaller than n", "best_of")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise InvalidRequestError("best_of cannot be streamed", "best_of")
+        if self.num_prompts * (self.best_of or n) > MAX_CHOICES:
+            raise InvalidRequestError(f"prompts times choices must not exceed {MAX_CHOICES}", "n")
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return 1
+        return len(self.prompt)
+
+
+class TokenizeBody(Body):
+    """POST /tokenize"""
+
+    model: Label | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("give either prompt or messages", "prompt")
+        if self.messages is not None:
+            check_messages(self.messages)
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: Label | None = None
+    tokens: list[TokenIdField]
+
+
+def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
+    """Validate `fields`. Raises InvalidRequestError that names the field."""
+    kept = {}
+    for name, value in fields.items():
+        if name in _IGNORED:
+            continue
+        if name in _NOT_SUPPORTED:
+            if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
+                continue
+            if value not in _NOT_SUPPORTED[name]:
+                raise InvalidRequestError(f"{name} is not supported by this server yet", name)
+            continue
+        kept[name] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _first_error(kind, error) from None
+
+
+def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    loc = first["loc"]
+    if rule := _rule_of_union(kind, loc, first["type"]):
+        return rule
+    param = ".".join(str(part) for part in loc) or None
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
+    return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
+
+
+def _rule_of_union(kind: type[Body], loc: tuple[int | str, ...], error_type: str) -> InvalidRequestError | None:
+    """Pydantic says of each alternative why it was not meant; what may be sent at all is what helps. A field that
+    needs this has a description."""
+    is_content = loc[:1] == ("messages",) and loc[2:3] == ("content",)
+    model, path = (Message, loc[:3]) if is_content else (kind, loc[:1])
+    field = model.model_fields.get(str(path[-1])) if path else None
+    if field is None or field.description is None or (error_type == "missing" and loc == path):
+        return None
+    param = ".".join(str(part) for part in path)
+    return InvalidRequestError(f"{param} must be {field.description}", param)

@@ -1,0 +1,44 @@
+"""Which requests are refused because their answer would come too late. Pure; predictions are the policy's.
+
+A refusal at once is worth more to a client than an answer after it has given up, and the work that is not begun goes
+to those who are still waiting.
+"""
+
+from __future__ import annotations
+
+from common.errors import OverloadedError
+from router.cluster.policy import Candidate
+
+MARGIN = 0.9  # of the time left: predictions err, and most of what is admitted must be in time
+WEIGHT = 0.05  # of the newest answer in the mean length
+
+
+class AnswerLength:
+    """Mean number of tokens of answers; 0: none yet."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def observe(self, num_tokens: int) -> None:
+        self.mean = num_tokens if self.mean == 0 else self.mean + WEIGHT * (num_tokens - self.mean)
+
+    def expected(self, max_tokens: int, default: float) -> float:
+        """Of an answer that may have `max_tokens`."""
+        return min(self.mean or default, max_tokens)
+
+
+def check_in_time(chosen: Candidate, seconds_left: float, max_wait_seconds: float) -> None:
+    """Raise OverloadedError when the wait, or wait and answer, would take longer than they may.
+
+    seconds_left: until the request's deadline. Without measured rates nothing is refused.
+    """
+    if not chosen.is_measured:
+        return
+    queueing = chosen.terms["queue"] + chosen.terms["slot"]
+    wait, service = chosen.wait_seconds, chosen.service_seconds
+    time_left = MARGIN * seconds_left
+    if wait - queueing + service > time_left:  # too long on an idle server, too: cut by its deadline, not refused
+        service = 0.0
+    late = max(wait - max_wait_seconds, wait + service - time_left)
+    if queueing > 0 and late > 0:
+        raise OverloadedError(f"the queue is too long: this answer would be {late:.1f} s late", max(1.0, late))

@@ -1,0 +1,1 @@
+"""HTTP: connections and their bounds, routes, errors in the shape of OpenAI, server-sent events."""

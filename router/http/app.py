@@ -1,0 +1,201 @@
+"""The routes of the HTTP gateway. What they do is in `gateway`; what they refuse looks like OpenAI's errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from common.errors import MiniInferError
+from common.metrics import CONTENT_TYPE
+from common.version import VERSION
+from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.gateway import Gateway
+from router.http.api_docs import Operation, openapi, page
+from router.http.errors import HttpError, error_body, error_headers, log_if_internal, status_of
+from router.http.middleware import Guard
+from router.http.operator_routes import Handler, json_response, operator_routes
+
+MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
+
+
+class Routes:
+    """Routes in the order in which they are tried, with what the documentation says of each. A GET answers HEAD,
+    too."""
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+        self.operations: list[Operation] = []
+
+    def add(
+        self, method: str, path: str, handler: Handler, summary: str, body: type[BaseModel] | None = None
+    ) -> None:
+        self.routes.append(Route(path, handler, methods=[method]))
+        self.operations.append(Operation(method, path.replace(":path}", "}"), summary, body))
+
+
+def create_app(gateway: Gateway) -> Any:
+    """The ASGI application of one router."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.stop()
+
+    routes = Routes()
+    _add_model_routes(routes, gateway)
+    _add_health_routes(routes, gateway)
+    for method, path, handler, summary in operator_routes(gateway):
+        routes.add(method, path, handler, summary)
+    _add_documentation(routes)
+    handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
+    inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Guard(inner, gateway.config.api_key)
+    if not gateway.cors_origins:
+        return app
+    # Around the key's check: a browser asks first, without it, whether it may send it.
+    return CORSMiddleware(
+        app,
+        allow_origins=gateway.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-mini-infer-id", "retry-after"],
+    )
+
+
+def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
+    async def known(request: Request, error: Exception) -> Response:
+        status = status_of(error)
+        gateway.metrics.refused(status)
+        headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+        if logged_id := log_if_internal(request.scope, error):
+            headers["x-request-id"] = logged_id
+        return Response(error_body(error), status, headers=headers)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        messages = {404: _no_such_path(request.url.path, paths), 405: "this path does not take this method"}
+        message = messages.get(error.status_code, "the request is not valid")
+        answer = await known(request, HttpError(error.status_code, message))
+        answer.headers.update(error.headers or {})  # Allow
+        return answer
+
+    # The last one is for bugs: they are logged, the client learns nothing but that.
+    return {MiniInferError: known, HTTPException: http, Exception: known}
+
+
+def _no_such_path(path: str, paths: list[str]) -> str:
+    """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
+    if len(path) > MAX_GUESSED_PATH:
+        return "no such path"
+    meant = [known for known in paths if path.endswith(known) or known == f"/v1{path.rstrip('/')}"]
+    near = max(meant, key=len, default=None) or next(iter(get_close_matches(path, paths, 1)), None)
+    return f"no such path; did you mean {near}?" if near else "no such path"
+
+
+def _add_documentation(routes: Routes) -> None:
+    description = openapi("mini-infer", VERSION, routes.operations)
+    text, document = page(description), orjson.dumps(description)
+
+    async def documentation(_: Request) -> Response:
+        return HTMLResponse(text)
+
+    async def schema(_: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes.add("GET", "/docs", documentation, "this page")
+    routes.add("GET", "/openapi.json", schema, "its content for programs")
+
+
+def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
+    async def chat(request: Request) -> Response:
+        with gateway.bodies.hold() as held:
+            return await gateway.chat_completions(request, held)
+
+    async def completions(request: Request) -> Response:
+        with gateway.bodies.hold() as held:
+            return await gateway.completions(request, held)
+
+    async def tokenize(request: Request) -> Response:
+        with gateway.bodies.hold() as held:
+            return json_response(await gateway.tokenize(request, held))
+
+    async def detokenize(request: Request) -> Response:
+        with gateway.bodies.hold() as held:
+            return json_response(await gateway.detokenize(request, held))
+
+    def card() -> dict[str, Any]:
+        infos = gateway.workers.infos()
+        return {
+            "id": gateway.model_name,
+            "object": "model",
+            "created": gateway.created,
+            "owned_by": "mini-infer",
+            "max_model_len": min((info.max_model_len for info in infos), default=None),
+        }
+
+    async def models(_: Request) -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    async def model(request: Request) -> Response:
+        gateway.check_model(request.path_params["name"])
+        return json_response(card())
+
+    routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", ChatCompletionBody)
+    routes.add("POST", "/v1/completions", completions, "the continuation of a text", CompletionBody)
+    routes.add("GET", "/v1/models", models, "the model that is served")
+    routes.add("GET", "/v1/models/{name:path}", model, "the same, or 404 for another model")
+    routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)
+    routes.add("POST", "/detokenize", detokenize, "the text of token ids", DetokenizeBody)
+
+
+def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
+    async def healthz(_: Request) -> Response:
+        infos = gateway.workers.infos()
+        roles = Counter(info.role for info in infos)
+        return json_response(
+            {
+                "status": "ok",
+                "model": gateway.model_name,
+                "roles": {role: roles[role] for role in ("prefill", "decode")},
+                "quantization": infos[0].quantization if infos else None,
+                "cuda_graphs": all(info.cuda_graphs for info in infos) if infos else None,
+            }
+        )
+
+    async def livez(_: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        if not gateway.workers.usable("decode"):
+            return json_response({"status": "no decode worker is ready"}, 503)
+        return json_response({"status": "ok"})
+
+    async def version(_: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def metrics(_: Request) -> Response:
+        dispatcher = gateway.dispatcher
+        text = gateway.metrics.render(gateway.workers, dispatcher.num_running, dispatcher.num_waiting)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    routes.add("GET", "/healthz", healthz, "what is served by how many workers")
+    routes.add("GET", "/livez", livez, "200 while the router runs")
+    routes.add("GET", "/readyz", ready, "200 while requests can be served")
+    routes.add("GET", "/health", ready, "the same")
+    routes.add("GET", "/version", version, "the router's version")
+    routes.add("GET", "/metrics", metrics, "metrics for Prometheus")

@@ -1,0 +1,29 @@
+"""The short way of a chunk to its client. Knows uvicorn's answer to one request, and nothing of what is said."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+CHUNK_WRITER = "router.http.chunk_writer"  # in the scope of a request
+
+
+class ChunkWriter:
+    """Writes chunks of an answer that has begun, in chunked encoding, past the layers of ASGI and without waiting."""
+
+    __slots__ = ("_cycle", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._write = transport.write
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the client is behind by the transport's buffer, when it has gone, and before the headers."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected))
+
+    def write(self, body: bytes) -> None:
+        """One chunk, not empty. Only while `is_ready`."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -1,0 +1,53 @@
+"""What every HTTP request passes before a route sees it: the check of the API key. Plain ASGI.
+
+Also the last one to see what a route let through: a bug, which is logged here when nobody could do it before.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import MiniInferError, UnauthenticatedError
+from router.http.errors import error_body, error_headers, log_if_internal, status_of
+
+OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
+
+
+class Guard:
+    """Refuses what no route may see."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except MiniInferError as error:
+            await send_error(send, error)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - the server would log its message, which may quote the request
+            log_if_internal(scope, error)
+
+    def _check(self, scope: Scope) -> None:
+        if not self._api_key or scope.get("raw_path") in OPEN_PATHS:
+            return
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = sent.partition(b" ")
+        if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)):
+            raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")
+
+
+async def send_error(send: Send, error: BaseException) -> None:
+    """A whole answer that consists of an error."""
+    body = error_body(error)
+    headers = [*error_headers(error), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
+    await send({"type": "http.response.body", "body": body})

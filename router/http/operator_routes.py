@@ -1,0 +1,111 @@
+"""Routes for who runs the cluster: what it does now, why a request went where it went, and taking workers out."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
+from router.gateway import Gateway
+from router.http.errors import HttpError
+
+DRAIN_GRACE_SECONDS = 30.0
+MAX_GRACE_SECONDS = 3600.0
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
+    """(method, path, handler, what it does) of each."""
+
+    async def cluster(_: Request) -> Response:
+        dispatcher = gateway.dispatcher
+        return json_response(
+            {
+                "model": gateway.model_name,
+                "policy": gateway.config.policy,
+                "running": dispatcher.num_running,
+                "waiting": dispatcher.num_waiting,
+                "workers": gateway.workers.describe(),
+            }
+        )
+
+    async def explain(request: Request) -> Response:
+        request_id = request.path_params["request_id"]
+        choices = gateway.explain.find(request_id, time.monotonic())
+        if not choices:
+            raise NotFoundError("this request is not known, or was too long ago")
+        return json_response({"id": request_id, "choices": choices})
+
+    async def drain(request: Request) -> Response:
+        _check_operator(request, gateway)
+        link = gateway.workers.by_id(request.path_params["worker_id"])
+        if not _has_flag(request, "force") and not gateway.workers.has_other(link):
+            raise HttpError(
+                409, f"{link.worker_id} is the only {link.role} worker: add ?force=true to drain it all the same"
+            )
+        num_open = await link.drain(_grace_seconds(request))
+        return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})
+
+    async def undrain(request: Request) -> Response:
+        _check_operator(request, gateway)
+        link = gateway.workers.by_id(request.path_params["worker_id"])
+        await link.undrain()
+        return json_response({"id": link.worker_id, "draining": False})
+
+    return [
+        ("GET", "/v1/cluster", cluster, "the workers and what they do"),
+        ("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request"),
+        (
+            "POST",
+            "/v1/workers/{worker_id}/drain",
+            drain,
+            "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false",
+        ),
+        ("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back"),
+    ]
+
+
+def _check_operator(request: Request, gateway: Gateway) -> None:
+    """Without a key anybody who reaches the port could empty the cluster: then only from this machine, and not from
+    a page in its browser."""
+    if gateway.config.api_key:
+        return
+    host = request.client.host if request.client else ""
+    if not _is_loopback(host) or "origin" in request.headers:
+        raise UnauthenticatedError(
+            "draining from another machine or a page needs an API key on the router (--api-key)"
+        )
+
+
+def _grace_seconds(request: Request) -> float:
+    try:
+        seconds = float(request.query_params.get("grace_seconds", str(DRAIN_GRACE_SECONDS)))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_GRACE_SECONDS:
+        raise InvalidRequestError(f"grace_seconds must be between 0 and {MAX_GRACE_SECONDS:.0f}", "grace_seconds")
+    return seconds
+
+
+def _has_flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidRequestError(f"{name} must be true or false", name)
+    return text in ("true", "1")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,342 @@
+"""uvicorn's httptools protocol with bounds on all that a client can send, and an eye on clients that are gone.
+
+Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request behind it)
+counts against one bound. What is refused is refused with an error in JSON, and the connection closes. While a request
+waits behind another one, or after the client's FIN, nothing is read: then a timer asks the socket whether the client
+is still there (decision 0101). Who gets a connection at all is in `connections`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sized
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from common.errors import MiniInferError, UnavailableError
+from router.config import HttpConfig
+from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
+from router.http.client_watch import ClientWatch
+from router.http.connections import Places
+from router.http.errors import HttpError, error_body, error_headers, status_of
+from router.http.middleware import OPEN_PATHS
+from router.http.rules import (
+    CHUNK_FRAMING_BYTES,
+    MAX_CHUNKS,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    check_head,
+    head_bytes,
+)
+
+HEADER_TIMEOUT_SECONDS = 10.0
+SPARE_SECONDS = 1.0  # that a connection in a spare place may take to ask
+LINGER_SECONDS = 1.0
+MAX_LINGER_BYTES = 32 << 20
+MAX_PIPELINED = 16  # requests that may wait behind the one that is answered
+
+
+class _Flow(FlowControl):
+    """Reads nothing while a request waits behind another one: uvicorn would go on after each answer."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: Sized, when_paused: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+        self._when_paused = when_paused
+
+    def pause_reading(self) -> None:
+        super().pause_reading()
+        self._when_paused()
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
+class _CycleTransport:
+    """The transport as an answer sees it: closing does not cut off the client while it still sends."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class _StopParsing(Exception):
+    """What follows in these bytes is of no interest. A callback can stop the parser in no other way."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `limits` and `places` belong to the class: uvicorn makes the instances, see
+    `bounded_protocol`."""
+
+    limits = HttpConfig()
+    places: Places[BoundedProtocol]
+    _running: RequestResponseCycle | None = None  # the request that is being answered
+    # of the request that is arriving
+    _in_message = False
+    _in_headers = False
+    _num_other_bytes = 0  # that are not a body
+    _has_ended = False  # a request before it, whose head is among these bytes
+    _num_chunks = 0
+    _may_stay = False  # once it has been answered
+    # of the connection
+    _is_spare = False
+    _is_deaf = False  # drops what comes
+    _is_lingering = False  # waits for the client to read its last answer
+    _has_eof = False  # the client sends no more, and may be gone
+    _timer: asyncio.TimerHandle | None = None  # until the headers are complete
+
+    # -- connection --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch = ClientWatch(self.loop, transport, self.watched, self.abort, self.limits.stalled_client_seconds)
+        self.flow = _Flow(transport, self.pipeline, self._watch.start)
+        self._cycle_transport: Any = _CycleTransport(transport, self._close)
+        displaced = self.places.enter(self, self.client[0] if self.client else "")
+        if displaced is not None:
+            displaced.abort()
+        self._is_spare = self.places.is_spare(self)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.places.leave(self)
+        self._stop_timer()
+        self._watch.stop()
+        self._end_answers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._num_other_bytes += len(data)
+            if self._num_other_bytes > MAX_LINGER_BYTES:
+                self.abort()
+            return
+        self._unset_keepalive_if_required()
+        if not self._in_message:
+            self._num_other_bytes = 0
+            self._has_ended = False
+        self._num_other_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            if not self._is_deaf:
+                self._refuse(HttpError(400, "this is not a valid HTTP request"))
+            return
+        if self._in_message and self._num_other_bytes > MAX_HEADER_BYTES:
+            self._refuse(HttpError(431, "too long headers, trailers or chunk extensions"))
+        elif self._running is None and self._timer is None:
+            self._start_timer()  # bytes that begin no request: not for ever
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser takes all that follows for another protocol. Nobody has to upgrade: read the same request
+            # without that wish, or the body of clients that always offer HTTP/2 (Java's) would be lost.
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                self._refuse(HttpError(501, "this server is no proxy"))
+                return
+            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            head = b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._has_ended = False
+            self._parse(b"".join((head, *lines, b"\r\n", data[upgrade.args[0] :])))
+
+    def abort(self) -> None:
+        """Close now. Answers end at once: the event loop tells of the end later, and writing until then fails."""
+        self._end_answers()
+        self.transport.abort()
+
+    def _end_answers(self) -> None:
+        """Tell the request that is being answered: uvicorn would tell only the last one that has come."""
+        self.pipeline.clear()
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def shutdown(self) -> None:
+        self._may_stay = False
+        if self._running is None:
+            self.transport.close()
+            return
+        self.pipeline.clear()
+        self._running.keep_alive = False
+
+    def _close(self) -> None:
+        """After an answer that was the last one on this connection."""
+        if (self._in_message or self._is_deaf) and not self.transport.is_closing():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close for sending, drop what the client still sends, then close: closing at once would reset the
+        connection under the answer, and the client would never see it."""
+        self._is_deaf = self._is_lingering = True
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    # -- a request as it arrives -------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:  # answer those, then close: the client may ask again for the others
+            self.cycle.keep_alive = False
+            self._is_deaf = True
+            raise _StopParsing
+        if self._has_ended:
+            self._num_other_bytes -= head_bytes(self.url, self.headers)
+            self._has_ended = False
+        super().on_message_begin()
+        self._in_message = self._in_headers = True
+        self._num_chunks = 0
+        if self._running is None:
+            self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_headers:
+            return  # a trailer: nobody has a use for it
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._stop(HttpError(431, "too many headers"))
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_headers = False
+        if self.parser.should_upgrade():
+            return  # see _parse
+        if self._num_other_bytes > MAX_HEADER_BYTES and head_bytes(self.url, self.headers) > MAX_HEADER_BYTES:
+            self._stop(HttpError(431, "too long headers"))
+        try:
+            check_head(self.parser.get_http_version(), self.headers)
+        except HttpError as error:
+            self._stop(error)
+        if self._is_spare and self.url.partition(b"?")[0] not in OPEN_PATHS:
+            self._stop(UnavailableError("the server has too many connections"))
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = self._cycle_transport
+        # An answer that comes before the request's end is the last one: nobody knows how much of it is to come.
+        self._may_stay, cycle.keep_alive = cycle.keep_alive and not self._is_spare, False
+        self.scope[CHUNK_WRITER] = ChunkWriter(cycle, self.transport)  # type: ignore[literal-required]
+
+    def on_chunk_header(self) -> None:
+        self._num_other_bytes = max(self._num_other_bytes - CHUNK_FRAMING_BYTES, 0)
+        self._num_chunks += 1
+        if self._num_chunks > MAX_CHUNKS:
+            self._stop(HttpError(413, f"the body has more than {MAX_CHUNKS} chunks"))
+
+    def on_body(self, body: bytes) -> None:
+        self._num_other_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._has_ended = True
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._may_stay
+
+    def _stop(self, error: MiniInferError) -> None:
+        self._refuse(error)
+        raise _StopParsing
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        seconds = SPARE_SECONDS if self._is_spare else HEADER_TIMEOUT_SECONDS
+        self._timer = self.loop.call_later(seconds, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self._in_message:
+            self._refuse(HttpError(408, "the headers did not arrive in time"))
+        else:
+            self.transport.close()  # it has not asked for anything
+
+    # -- answers, one after the other --------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+        if self._has_eof:
+            self._watch.probe(cycle)
+            self._watch.start()
+
+    def on_response_complete(self) -> None:
+        self._running = None
+        if self._is_lingering:
+            return
+        super().on_response_complete()
+        if self._running is None:  # nobody waited
+            if self._has_eof:
+                self.transport.close()
+            elif self._in_message:
+                self._start_timer()
+
+    # -- a client that has gone --------------------------------------------------------------------------------
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Whoever only closed its half (nc -N) still gets the answers it asked for."""
+        if self._is_lingering or (self._running is None and not self._in_message):
+            return False  # closes
+        if self._in_message:
+            self._refuse(HttpError(400, "the connection was closed before the request was complete"))
+            return False
+        self._has_eof = True
+        self._watch.probe(self._running)
+        self._watch.start()
+        return True
+
+    def watched(self) -> RequestResponseCycle | None:
+        """The request that may be computed for nobody: nothing is read that would tell."""
+        return self._running if self._has_eof or self.flow.read_paused else None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch.writing_paused()
+
+    def resume_writing(self) -> None:
+        self._watch.writing_resumed()
+        super().resume_writing()
+
+    # -- refusal -----------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: MiniInferError) -> None:
+        """Answer the request that is arriving with an error, and close."""
+        self._stop_timer()
+        self._is_deaf = True
+        if self._is_lingering or self.transport.is_closing():
+            return
+        running = self._running
+        if running is not None and (running.response_started or not running.more_body):
+            self.abort()  # the error would land inside of the answer to an earlier request
+            return
+        self._end_answers()  # this is the answer; the application need not make one
+        body = error_body(error)
+        head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
+        for name, value in error_headers(error):
+            head += name + b": " + value + b"\r\n"
+        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+        self._linger()
+
+
+def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
+    """The protocol class of one server, with these limits."""
+    places = Places[BoundedProtocol](config.max_connections, config.reserved_per_address)
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": config, "places": places})

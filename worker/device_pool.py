@@ -1,0 +1,151 @@
+"""A worker's pool in GPU memory as its transports use it: pulls from peers' pools, digests, copies to host rows.
+
+Several threads work on it beside the step loop, each on a stream of its own with high priority. Blocks that a load
+fills may still be written by a step in flight whose request has ended: `fence` marks where the step stream stands
+when blocks are given to loads, and copies into the pool wait for the last mark. Reads of what the host has seen
+finished need none.
+
+On a CPU, for tests, the same without streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import TransferError
+from kvstore.pool.digest import WORD_BYTES, digest_weights
+from kvstore.transport import cuda_memory
+from kvstore.transport.cuda_ipc import RemotePool
+from kvstore.transport.cuda_memory import CudaMemory
+from kvstore.transport.runs import merged_runs
+from kvstore.types import BlockId
+
+MASK = (1 << 64) - 1
+
+
+class DeviceMemoryView:
+    """A CUDA mapping as torch.as_tensor takes it: bytes without an owner."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (memory.num_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3
+        }  # fmt: skip
+
+
+def tensor_over(memory: CudaMemory, device: torch.device) -> Tensor:
+    """The mapping as uint8 (num_bytes,). Valid until the mapping is closed."""
+    return torch.as_tensor(DeviceMemoryView(memory), device=device)
+
+
+class AttachedPool:
+    """A peer's pool, mapped. words: int64 (num_blocks, num_words)."""
+
+    def __init__(self, memory: CudaMemory, words: Tensor) -> None:
+        self.words = words
+        self._memory = memory
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class DevicePool:
+    """kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) of any dtype.
+
+    Implements `kvstore.transport.cuda_ipc.Device`.
+    """
+
+    def __init__(self, kv_pool: Tensor) -> None:
+        self._words = kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
+        self._device = kv_pool.device
+        self._on_gpu = kv_pool.is_cuda
+        weights = digest_weights(self._words.shape[1])
+        self._weights = torch.stack([torch.from_numpy(each) for each in weights]).to(self._device)
+        # Here, because the first needs triton.
+        self._kernels: Any = import_module("kernels.gpu.kv_copy" if self._on_gpu else "kernels.kv_copy")
+        self._own = threading.local()  # .stream
+        self._fence: torch.cuda.Event | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return self._words.shape[1] * WORD_BYTES
+
+    def fence(self) -> None:
+        """Called by the step loop after it has launched a step and before loads get their blocks."""
+        if self._on_gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._fence = event
+
+    def attach(self, fd: int, num_blocks: int) -> AttachedPool:
+        """See Device."""
+        memory = cuda_memory.attach(self._device.index or 0, fd, num_blocks * self.block_bytes)
+        return AttachedPool(memory, tensor_over(memory, self._device).view(torch.int64).view(num_blocks, -1))
+
+    def pull(self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId]) -> list[int]:
+        """See Device."""
+        assert isinstance(remote, AttachedPool)
+        if not remote_ids:
+            return []
+        with self._stream(writes_pool=True):
+            ids = self._ids(remote_ids, local_ids)
+            digests = self._kernels.copy_blocks(remote.words, ids[0], self._words, ids[1], self._weights)
+            return [digest & MASK for digest in digests.tolist()]
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Digests of blocks that the host has seen finished, as `kvstore.pool.digest` computes them."""
+        if not block_ids:
+            return []
+        with self._stream(writes_pool=False):
+            digests = self._kernels.digest_blocks(self._words, self._ids(block_ids)[0], self._weights)
+            return [digest & MASK for digest in digests.tolist()]
+
+    def copy_out(self, block_ids: Sequence[BlockId], rows: Tensor, row_ids: Sequence[int]) -> None:
+        """Copy finished blocks to host rows uint8 (num_rows, block_bytes), and wait."""
+        with self._stream(writes_pool=False):
+            blocks = self._words.view(torch.uint8)
+            for block, row, count in merged_runs(list(zip(block_ids, row_ids, strict=True))):
+                rows[row : row + count].copy_(blocks[block : block + count], non_blocking=True)
+            self._synchronize()
+
+    def copy_in(self, rows: Tensor, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+        """Copy host rows to blocks, and wait."""
+        with self._stream(writes_pool=True):
+            blocks = self._words.view(torch.uint8)
+            for row, block, count in merged_runs(list(zip(row_ids, block_ids, strict=True))):
+                blocks[block : block + count].copy_(rows[row : row + count], non_blocking=True)
+            self._synchronize()
+
+    def _ids(self, *lists: Sequence[BlockId]) -> Tensor:
+        return torch.tensor(lists, dtype=torch.int32).to(self._device, non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    @contextlib.contextmanager
+    def _stream(self, writes_pool: bool) -> Iterator[None]:
+        """This thread's stream, made current; what writes to the pool comes behind the fence. Raises TransferError.
+
+        The body waits for the end of its work.
+        """
+        with torch.inference_mode():
+            if not self._on_gpu:
+                yield
+                return
+            if not hasattr(self._own, "stream"):
+                self._own.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            stream, fence = self._own.stream, self._fence
+            try:
+                with torch.cuda.stream(stream):  # and its device
+                    if writes_pool and fence is not None:
+                        stream.wait_event(fence)
+                    yield
+            except torch.AcceleratorError as error:
+                raise TransferError("the device failed while it copied KV blocks") from error

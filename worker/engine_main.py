@@ -1,0 +1,121 @@
+"""`python -m worker.engine_main`: take the settings, load the model, say READY, run the loop until the end."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError, MiniInferError
+from common.logging import setup_logging
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from kvstore.pool.block_hash import HASH_VERSION
+from worker.cores import SharedCores
+from worker.engine_process import EngineProcess
+from worker.frames import Event, FrameSocket
+from worker.heartbeat import BeatingAttention, Heartbeat
+from worker.kv_puller import KvPuller
+from worker.shared_pool import SharedPoolMemory
+
+logger = logging.getLogger("engine")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the process; the front passes the descriptor of its socket."""
+    parser = argparse.ArgumentParser(prog="worker.engine_process")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--heartbeat-fd", type=int, required=True)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = FrameSocket(socket.socket(fileno=args.fd))
+    heartbeat = Heartbeat(args.heartbeat_fd)
+    os.close(args.heartbeat_fd)
+    try:
+        [[_, start]] = link.receive(60.0)
+        setup_logging("engine", start["log_level"])
+        process = _start(link, start, heartbeat)
+        process.run()
+    except ConnectionError:
+        logger.warning("the worker's front is gone: exiting")
+    except MiniInferError as error:
+        link.send([Event.FAILED, str(error)])
+        return 1
+    return 0
+
+
+def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> EngineProcess:
+    config = EngineConfig(**start["engine"])
+    memory = SharedPoolMemory(
+        start["worker_id"],
+        start["run_dir"],
+        start["agent_socket"],
+        int(start["kv_staging_gb"] * 1e9),
+        start["kv_transport"],
+    )
+    cores = None if config.num_threads else _shared_cores(start["run_dir"])
+    parts = assemble(config, memory, GpuConfig(**start["gpu"]))
+    if cores is not None and parts.device != "cpu":
+        cores.close()
+        cores = None
+    if parts.device == "cpu":
+        parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
+    gc.collect()
+    gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
+    exchange = memory.exchange(parts.engine.scheduler.kv.pool)
+    mover = KvPuller(memory.client(start["cluster_token"]), link.wake)
+    memory.serve()
+    geometry = parts.geometry
+    link.send(
+        [
+            Event.READY,
+            {
+                "epoch": memory.epoch,
+                "shm_socket": memory.socket_path,
+                "cuda_socket": memory.cuda_socket_path,
+                "needs_staging": memory.needs_staging,
+                "transports": memory.transports,
+                "model": parts.files.name,
+                "model_fingerprint": geometry.fingerprint,
+                "vocab_size": parts.model_config.vocab_size,
+                "max_model_len": parts.engine.scheduler.max_model_len,
+                "eos_token_ids": sorted(parts.engine.eos_token_ids),
+                "block_size": geometry.block_size,
+                "hash_version": HASH_VERSION,
+                "kv_dtype": geometry.dtype,
+                "num_blocks": geometry.num_blocks,
+                "block_bytes": geometry.block_bytes,
+                "kv_shape": geometry.block_shape,
+                "quantization": parts.quantization,
+                "device": parts.device,
+                "max_num_seqs": parts.max_num_seqs,
+                "cuda_graphs": parts.cuda_graphs,
+                "pid": os.getpid(),
+            },
+        ]
+    )
+    return EngineProcess(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"], heartbeat, cores)
+
+
+def _shared_cores(run_dir: str) -> SharedCores:
+    """With what loading may use taken: it computes too. Raises ConfigError."""
+    try:
+        cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
+        cores.adjust(has_work=True)
+    except OSError as error:  # of a folder without locks too
+        raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
+    return cores
+
+
+if __name__ == "__main__":
+    sys.exit(main())

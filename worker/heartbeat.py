@@ -1,0 +1,56 @@
+"""A counter in shared memory that the engine process raises and its front reads: the sign that the engine gets on.
+
+Raising it costs nothing, so it moves within a step, too: once a layer on a CPU, where steps may take long.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the front uses this file, without torch
+    from torch import Tensor
+
+    from engine.cpu.batch import StepBatch
+    from engine.cpu.pool_attention import AttentionBackend
+
+_COUNTER = struct.Struct("<Q")
+
+
+class Heartbeat:
+    """One side of the memory behind `descriptor`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, _COUNTER.size)
+        self._count = 0
+
+    @staticmethod
+    def create_memory() -> int:
+        """A descriptor to map on both sides. The caller closes it."""
+        descriptor = os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _COUNTER.size)
+        return descriptor
+
+    def beat(self) -> None:
+        self._count += 1
+        _COUNTER.pack_into(self._memory, 0, self._count)
+
+    def read(self) -> int:
+        return int(_COUNTER.unpack_from(self._memory, 0)[0])
+
+
+class BeatingAttention:
+    """An attention backend that beats at every layer."""
+
+    def __init__(self, backend: AttentionBackend, heartbeat: Heartbeat) -> None:
+        self._backend = backend
+        self._heartbeat = heartbeat
+
+    def prepare(self, batch: StepBatch, inputs: Tensor) -> Any:
+        return self._backend.prepare(batch, inputs)
+
+    def attend(self, layer: int, qkv: Tensor, metadata: Any) -> Tensor:
+        self._heartbeat.beat()
+        return self._backend.attend(layer, qkv, metadata)

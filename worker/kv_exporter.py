@@ -1,0 +1,122 @@
+"""What others may read of the pool: nothing to do where the pool is shared memory, digests and staging on a GPU.
+
+A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
+memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
+not. Called from the engine's loop only, except `HostRows`, which pulls share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import Lease
+from kvstore.types import BlockId, LeaseId
+from worker.device_pool import DevicePool
+
+Blocks = npt.NDArray[np.uint8]
+
+
+class KvExporter(Protocol):
+    """The owner's side of leases."""
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Of blocks that are complete."""
+        ...
+
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        """Rows of the shared memory that hold the lease's blocks; None without room."""
+        ...
+
+    def end_export(self, lease: Lease) -> None:
+        """The lease has ended: give up its references and rows."""
+        ...
+
+    def fence(self) -> None:
+        """Blocks are about to be given to loads, behind the steps launched so far."""
+        ...
+
+
+class DirectExporter:
+    """The pool itself is shared memory. blocks: uint8 [num_blocks, block_bytes]."""
+
+    def __init__(self, blocks: Blocks, pool: BlockPool) -> None:
+        self._blocks = blocks
+        self._pool = pool
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return [digest_blocks(self._blocks[block_id : block_id + 1])[0] for block_id in block_ids]
+
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        return list(lease.block_ids)
+
+    def end_export(self, lease: Lease) -> None:
+        self._pool.release(lease.block_ids)
+
+    def fence(self) -> None:
+        """Steps are over when the loop gives blocks away."""
+
+
+class HostRows:
+    """Pinned rows of the shared memory in front of a GPU. Safe to use from several threads.
+
+    blocks: uint8 [num_rows, block_bytes]; memory: the same bytes as a tensor.
+    """
+
+    def __init__(self, blocks: Blocks, memory: Tensor) -> None:
+        self.blocks = blocks
+        self.memory = memory
+        self._rows = BlockPool(len(blocks), enable_prefix_cache=False)
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        return self._rows.num_available
+
+    def take(self, least: int, most: int) -> list[BlockId]:
+        """As many rows as there are, up to `most`; none when there are fewer than `least`."""
+        with self._lock:
+            count = min(self._rows.num_available, most)
+            return self._rows.allocate(count) if count >= least else []
+
+    def give_back(self, rows: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._rows.release(rows)
+
+
+class DeviceExporter:
+    """A pool in GPU memory."""
+
+    def __init__(self, device_pool: DevicePool, rows: HostRows, pool: BlockPool) -> None:
+        self._device_pool = device_pool
+        self._rows = rows
+        self._pool = pool
+        self._staged: dict[LeaseId, list[BlockId]] = {}
+
+    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
+        return self._device_pool.digests(block_ids)
+
+    def stage(self, lease: Lease) -> list[BlockId] | None:
+        rows = self._staged.get(lease.lease_id)
+        if rows is None:
+            count = len(lease.block_ids)
+            rows = self._rows.take(count, count)
+            if not rows:
+                return None
+            self._device_pool.copy_out(lease.block_ids, self._rows.memory, rows)
+            self._staged[lease.lease_id] = rows
+        return rows
+
+    def end_export(self, lease: Lease) -> None:
+        self._pool.release(lease.block_ids)
+        self._rows.give_back(self._staged.pop(lease.lease_id, []))
+
+    def fence(self) -> None:
+        self._device_pool.fence()

@@ -1,0 +1,65 @@
+"""Pulls of host transports into a pool in GPU memory: to pinned rows first, then to the blocks, in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from common.errors import TransferError
+from kvstore.transport.client import Transport
+from kvstore.types import BlockId, PeerPool
+from worker.device_pool import DevicePool
+from worker.kv_exporter import HostRows
+
+ROOM_POLL_SECONDS = 0.005
+PIECE_BYTES = 64 << 20  # other pulls want rows, too
+
+
+class StagedTransport:
+    """`inner` pulls into the rows of `rows`."""
+
+    def __init__(self, inner: Transport, rows: HostRows, device_pool: DevicePool) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._rows = rows
+        self._device_pool = device_pool
+        self._most = max(PIECE_BYTES // device_pool.block_bytes, 1)
+
+    def offered_by(self, peer: PeerPool) -> bool:
+        return self._inner.offered_by(peer)
+
+    def open(self, peer: PeerPool) -> None:
+        self._inner.open(peer)
+
+    def pull(
+        self,
+        peer: PeerPool,
+        positions: Sequence[int],
+        local_block_ids: Sequence[BlockId],
+        deadline_seconds: float,
+    ) -> list[int]:
+        deadline = time.monotonic() + deadline_seconds
+        digests: list[int] = []
+        while (first := len(digests)) < len(positions):
+            rows = self._take(len(positions) - first, deadline)
+            try:
+                stop = first + len(rows)
+                remaining = max(deadline - time.monotonic(), 0.0)
+                digests += self._inner.pull(peer, positions[first:stop], rows, remaining)
+                self._device_pool.copy_in(self._rows.memory, rows, local_block_ids[first:stop])
+            finally:
+                self._rows.give_back(rows)
+        return digests
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _take(self, wanted: int, deadline: float) -> list[BlockId]:
+        """Some rows, as soon as there are any. Raises TransferError."""
+        while True:
+            rows = self._rows.take(1, min(wanted, self._most))
+            if rows:
+                return rows
+            if time.monotonic() > deadline:
+                raise TransferError("no staging memory is free: raise --kv-staging-gb")
+            time.sleep(ROOM_POLL_SECONDS)

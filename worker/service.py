@@ -1,0 +1,185 @@
+"""Life of a worker process: bind, start the engine, serve, drain on SIGTERM, end.
+
+`run_worker` is all that `python -m prefill_service` and `python -m decode_service` do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import add_arguments, from_namespace
+from common.errors import ConfigError
+from common.logging import setup_logging
+from common.model_files import resolve_model
+from common.rpc import RpcServer
+from common.text.tokenizer import load_tokenizer
+from common.version import VERSION
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from protos import types_pb2 as pb
+from worker.config import WorkerConfig
+from worker.engine_client import EngineClient
+from worker.front import WorkerFront
+from worker.kv_service import open_kv_service
+from worker.liveness import ProgressWatch, sample_process
+from worker.metrics import WorkerMetrics
+from worker.servicer import register
+
+WATCH_INTERVAL_SECONDS = 0.25
+DRAIN_INTERVAL_SECONDS = 0.05
+HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings classes of one command line."""
+
+    worker: WorkerConfig
+    engine: EngineConfig
+    gpu: GpuConfig
+
+
+def parse_settings(role: str, argv: list[str] | None = None) -> WorkerSettings:
+    parser = argparse.ArgumentParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
+    add_arguments(parser.add_argument_group("worker"), WorkerConfig)
+    add_arguments(parser.add_argument_group("engine"), EngineConfig)
+    add_arguments(parser.add_argument_group("GPU"), GpuConfig)
+    namespace = parser.parse_args(argv)
+    return WorkerSettings(
+        from_namespace(WorkerConfig, namespace),
+        from_namespace(EngineConfig, namespace),
+        from_namespace(GpuConfig, namespace),
+    )
+
+
+def run_worker(role: str, argv: list[str] | None = None) -> int:
+    """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
+    try:
+        settings = parse_settings(role, argv)
+        setup_logging(role, settings.worker.log_level)
+        return asyncio.run(_serve(role, settings))
+    except ConfigError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(role: str, settings: WorkerSettings) -> int:
+    worker, logger = settings.worker, logging.getLogger(role)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = RpcServer(worker.host, worker.port, worker.cluster_token)
+    worker_id = worker.worker_id or f"{role}-{server.port}"
+    run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
+    began = time.monotonic()
+    try:
+        engine = await _start_engine(settings, worker_id, run_dir, stopping)
+        if engine is None:
+            logger.info("stopped while loading")
+            return 0
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
+            address = f"{worker.advertise_host or worker.host}:{server.port}"
+            info = worker_info(role, worker_id, address, engine.ready, tokenizer.tokenizer_hash())
+            kv = open_kv_service(engine)
+            front = WorkerFront(engine, kv.events, kv.leases, info, kv.staging)
+            metrics = WorkerMetrics(front)
+            if worker.metrics_port:
+                metrics.serve(worker.host, worker.metrics_port)
+            kv.register(server)
+            register(role, server, front)
+            await server.start()
+            await server.set_serving(True)
+            logger.info("%s ready on %s in %.1f s", worker_id, server.address, time.monotonic() - began)
+            status = await _watch(server, front, engine, worker, stopping, logger)
+        finally:
+            await engine.stop()
+        await server.stop(1.0)
+        return status
+    finally:
+        if not worker.run_dir:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def _start_engine(
+    settings: WorkerSettings, worker_id: str, run_dir: str, stopping: asyncio.Event
+) -> EngineClient | None:
+    """The engine with its model loaded; None when `stopping` came first. Raises ConfigError."""
+    client = EngineClient.start(settings.worker, settings.engine, settings.gpu, worker_id, run_dir)
+    start = asyncio.create_task(client)
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+    if start.done():
+        stop.cancel()
+        return start.result()
+    start.cancel()
+    await asyncio.wait([start])
+    return None
+
+
+async def _watch(
+    server: RpcServer,
+    front: WorkerFront,
+    engine: EngineClient,
+    worker: WorkerConfig,
+    stopping: asyncio.Event,
+    logger: logging.Logger,
+) -> int:
+    """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
+    frames = asyncio.create_task(front.run())
+    progress = ProgressWatch(worker.stall_seconds)
+    serving, hung_seconds, last = True, 0.0, time.monotonic()
+    while True:
+        await asyncio.wait([frames], timeout=DRAIN_INTERVAL_SECONDS if front.draining else WATCH_INTERVAL_SECONDS)
+        now = time.monotonic()
+        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # while this process slept, nobody watched
+        if frames.done():
+            await server.set_serving(False)
+            # UnavailableError, by contract; streams are closed already
+            logger.error("this worker ends: %s", frames.exception())
+            return 1
+        if stopping.is_set() and not front.is_stopping:
+            front.stop(worker.drain_grace_seconds)
+        if front.is_drained(now):
+            break
+        trouble = None
+        if not progress.has_beaten(engine.heartbeat.read()):
+            trouble = progress.observe(sample_process(engine.pid), elapsed)
+        hung_seconds = hung_seconds + elapsed if trouble else 0.0
+        if hung_seconds > HUNG_EXIT_SECONDS:
+            logger.error("this worker ends: %s for %.0f s", trouble, hung_seconds)
+            return 1
+        front.set_trouble(trouble)
+        front.heartbeat()
+        if serving != front.is_serving:
+            serving = front.is_serving
+            await server.set_serving(serving)
+    await server.set_serving(False)
+    front.leave_service("the worker has stopped")
+    await asyncio.sleep(0.1)  # let the last reports leave
+    frames.cancel()
+    return 0
+
+
+def worker_info(
+    role: str, worker_id: str, kv_address: str, ready: dict[str, Any], tokenizer_hash: str
+) -> pb.WorkerInfo:
+    """What Describe answers: what the engine said when it was ready, and where this worker is."""
+    known = {name: value for name, value in ready.items() if name in pb.WorkerInfo.DESCRIPTOR.fields_by_name}
+    return pb.WorkerInfo(
+        worker_id=worker_id,
+        role=role,
+        version=VERSION,
+        kv_address=kv_address,
+        tokenizer_hash=tokenizer_hash,
+        **known,
+    )

@@ -1,0 +1,44 @@
+"""One router's Attach stream: which requests it has open here, and the reports that wait to be sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from protos import types_pb2 as pb
+
+MAX_WAITING_REPORTS = 4096  # a router that is so far behind is gone or broken; its stream ends
+
+
+@dataclass(eq=False)
+class Session:
+    """Reports go out in order; None in the queue ends the stream."""
+
+    reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
+    names: dict[str, str] = field(default_factory=dict)  # the router's request id -> the engine's
+    last_report_time: float = 0.0
+    closed_reason: str = ""
+
+    def send(self, report: pb.StepReport) -> bool:
+        """Queue a report; False when the router does not keep up."""
+        if self.reports.qsize() >= MAX_WAITING_REPORTS:
+            return False
+        self.reports.put_nowait(report)
+        return True
+
+    def unsent_handles(self) -> list[pb.KvHandle]:
+        """KV handles that the router will not hear of. Empties the queue."""
+        handles: list[pb.KvHandle] = []
+        while not self.reports.empty():
+            report = self.reports.get_nowait()
+            if report is not None:
+                handles += kv_handles(report)
+        return handles
+
+    def close(self, reason: str) -> None:
+        self.closed_reason = reason
+        self.reports.put_nowait(None)
+
+
+def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
+    return [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]

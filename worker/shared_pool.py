@@ -1,0 +1,171 @@
+"""The memory of a worker's KV that peers can reach, and how this worker reaches theirs.
+
+On a CPU the pool is a memfd that the front and peers of the host map, read-only. On a GPU the pool is device memory
+that peers' GPUs map, handed out over a socket of its own, and the memfd is a staging area in front of it, for all
+others.
+Also opens the host tier: the node agent's when there is one, this process's own otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.errors import ConfigError
+from engine.gpu.failures import describe_out_of_memory
+from engine.gpu.pinning import pin
+from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.digest import check_block_bytes
+from kvstore.pool.leases import new_epoch
+from kvstore.tier.host_tier import HostTier, LocalHostTier
+from kvstore.transport import cuda_memory
+from kvstore.transport.client import KvClient, Transport, host_transports
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.pool_info import PoolInfo
+from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.types import PoolGeometry, WorkerId
+from worker.device_pool import DevicePool, tensor_over
+from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
+from worker.pinned_staging import StagedTransport
+
+logger = logging.getLogger("engine")
+
+
+class SharedPoolMemory:
+    """One life of a worker's pool, named by its epoch."""
+
+    def __init__(
+        self, worker_id: str, run_dir: str, agent_socket: str, staging_bytes: int, kv_transport: str = "auto"
+    ) -> None:
+        self.epoch = new_epoch()
+        self.socket_path = str(Path(run_dir) / f"{worker_id}.kv.sock")
+        self.cuda_socket_path = ""  # set when the pool is in device memory that can be shared
+        self.transports: tuple[str, ...] = ()  # best first
+        self._worker_id = WorkerId(worker_id)
+        self._agent_socket = agent_socket
+        self._staging_bytes = staging_bytes
+        self._kv_transport = kv_transport
+        self._geometry: PoolGeometry
+        self._kv_pool: torch.Tensor
+        self._device_pool: DevicePool | None = None
+        self._rows: HostRows
+        self._fd = -1
+        self._device_fd = -1
+        self._mapping: mmap.mmap | None = None
+        self._servers: list[DescriptorServer] = []
+        self.info: PoolInfo  # of the memfd
+        self._blocks: npt.NDArray[np.uint8]  # [num_blocks, block_bytes], writable
+
+    @property
+    def needs_staging(self) -> bool:
+        """Whether leases name blocks that are not in the memfd."""
+        return self._device_pool is not None
+
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+        """See PoolMemory. Raises ConfigError when the memory is not there."""
+        check_block_bytes(geometry.block_bytes)
+        self._geometry = shared = geometry
+        if device.type != "cpu":
+            num_rows = min(self._staging_bytes // geometry.block_bytes, geometry.num_blocks)
+            if num_rows == 0:
+                raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
+            shared = replace(geometry, num_blocks=num_rows)
+        self._fd = create_memfd("mini-infer-kv", shared.pool_bytes)
+        self._mapping = map_fd(self._fd, shared.pool_bytes, writable=True)
+        self._blocks = blocks_over(self._mapping, shared.num_blocks, shared.block_bytes)
+        if device.type == "cpu":
+            self._kv_pool = pool_over(self._mapping, geometry)
+        else:
+            self._kv_pool = self._allocate_on(device)
+            self._device_pool = DevicePool(self._kv_pool)
+            staging = host_buffer_over(self._mapping, *self._blocks.shape)
+            pin(staging)
+            self._rows = HostRows(self._blocks, staging)
+        self.transports = self._choose_transports()
+        self.info = PoolInfo(self._worker_id, self.epoch, shared, self.transports, self.socket_path)
+        return self._kv_pool
+
+    def exchange(self, pool: BlockPool) -> KvExporter:
+        """How blocks of `pool` are given to readers."""
+        if self._device_pool is None:
+            return DirectExporter(self._blocks, pool)
+        return DeviceExporter(self._device_pool, self._rows, pool)
+
+    def client(self, token: str) -> KvClient:
+        """Reads peers' blocks into this pool."""
+        leases = LeaseClient(token)
+        transports: list[Transport] = []
+        if self._device_pool is None:
+            transports += host_transports(self._geometry, self._blocks, leases, self.transports)
+        else:
+            if "cuda_ipc" in self.transports:
+                transports.append(CudaIpcTransport(self._geometry, self._device_pool))
+            for inner in host_transports(self._geometry, self._blocks, leases, self.transports):
+                transports.append(StagedTransport(inner, self._rows, self._device_pool))
+        return KvClient(transports, leases, self._geometry.block_bytes)
+
+    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
+        """The agent's tier, or one of `host_tier_bytes` here, or None."""
+        if self._agent_socket:
+            from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
+
+            return AgentHostTier(self._agent_socket, geometry.fingerprint, geometry.block_bytes)
+        num_slots = host_tier_bytes // geometry.block_bytes
+        return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
+
+    def serve(self) -> None:
+        """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
+        read_only = reopen_read_only(self._fd)
+        self._servers.append(DescriptorServer(Path(self.socket_path), self.info, read_only))
+        if self._device_fd >= 0:
+            info = PoolInfo(self._worker_id, self.epoch, self._geometry, ("cuda_ipc",))
+            fd, self._device_fd = self._device_fd, -1
+            self._servers.append(DescriptorServer(Path(self.cuda_socket_path), info, fd, holds=True))
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for fd in (self._fd, self._device_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._device_fd = -1
+
+    def _allocate_on(self, device: torch.device) -> torch.Tensor:
+        """A zeroed pool, in memory that peers can map where that is possible and wanted."""
+        geometry, index = self._geometry, device.index or 0
+        if self._kv_transport not in ("auto", "cuda_ipc"):
+            return allocate_pool(geometry, device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if not cuda_memory.can_share(index):
+            logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
+            return allocate_pool(geometry, device)
+        torch.cuda.empty_cache()  # this memory is not torch's, which would free what it caches by itself
+        try:
+            memory, self._device_fd = cuda_memory.create(index, geometry.pool_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: {describe_out_of_memory()}") from error
+        self.cuda_socket_path = str(Path(self.socket_path).with_suffix(".cuda.sock"))
+        flat = tensor_over(memory, device).zero_()  # the mapping lives as long as the process
+        return flat.view(TORCH_DTYPES[geometry.dtype]).view(geometry.num_blocks, *geometry.block_shape)
+
+    def _choose_transports(self) -> tuple[str, ...]:
+        """Those that this worker has, as far as they are wanted. Raises ConfigError when none is left."""
+        possible = (*(["cuda_ipc"] if self.cuda_socket_path else []), "shm", "tcp")
+        if self._kv_transport == "auto":
+            return possible
+        if self._kv_transport not in possible:
+            raise ConfigError(
+                f"--kv-transport {self._kv_transport} needs GPU memory that processes can share: "
+                "choose auto, shm or tcp"
+            )
+        return (self._kv_transport,)
