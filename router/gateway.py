@@ -41,7 +41,7 @@ from router.http.sse import GenerationResponse, Selector
 from router.journal import Journal
 from router.metrics import RouterMetrics
 
-ALIAS = "mini-infer"  # a model name that always means the one that is served
+ALIASES = ("mini-infer", "default")  # model names that always mean the one that is served
 MAX_LABEL_CHARS = 128
 
 
@@ -57,7 +57,7 @@ class Gateway:
         self.bodies = HeldBodies(http.max_body_memory_mb << 20)
         self.tokenizer = tokenizer
         self.model_name = config.served_model_name or model_name
-        self.model_names = frozenset({self.model_name, model_name, ALIAS})
+        self.model_names = frozenset({self.model_name, model_name, *ALIASES})
         self.created = int(time.time())
         self.metrics = RouterMetrics(self.model_name)
         self.explain = ExplainLog(self.metrics)

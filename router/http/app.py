@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from common.errors import MiniInferError
 from common.metrics import CONTENT_TYPE
+from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.gateway import Gateway
@@ -167,13 +168,18 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
     async def healthz(_: Request) -> Response:
         infos = gateway.workers.infos()
         roles = Counter(info.role for info in infos)
+        cuda_graphs = all(info.cuda_graphs for info in infos) if infos else None
         return json_response(
             {
                 "status": "ok",
                 "model": gateway.model_name,
                 "roles": {role: roles[role] for role in ("prefill", "decode")},
                 "quantization": infos[0].quantization if infos else None,
-                "cuda_graphs": all(info.cuda_graphs for info in infos) if infos else None,
+                "cuda_graphs": cuda_graphs,
+                # The same under the names of the flags.
+                "use_cuda_graph": cuda_graphs,
+                "quant_mode": infos[0].quantization if infos else None,
+                "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
             }
         )
 

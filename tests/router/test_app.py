@@ -280,8 +280,10 @@ async def test_models_tokenize_version_and_health() -> None:
         health = (await c.http.get("/healthz")).json()
         assert health == {
             "status": "ok", "model": "dry-run", "roles": {"prefill": 1, "decode": 1}, "quantization": "none",
-            "cuda_graphs": False,
+            "cuda_graphs": False, "use_cuda_graph": False, "quant_mode": "none", "dry": True,
         }  # fmt: skip
+        for name in ("dry-run", "mini-infer", "default"):
+            assert (await c.chat(model=name, max_tokens=1)).status_code == 200
         for path in ("/health", "/readyz", "/livez", "/version", "/metrics", "/v1/cluster"):
             assert (await c.http.get(path)).status_code == 200, path
 
