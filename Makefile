@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test check format protos test-compose clean
+.PHONY: help serve chat test test-fast test-gpu check format protos test-compose clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -31,6 +31,13 @@ ifeq ($(ARGS),)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
+
+test-fast: setup ## what needs no kernels and no cluster of processes
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) $(ARGS)
+
+# A GPU machine brings its own torch and triton: no environment is made, and the settings of pytest are not needed.
+test-gpu:        ## kernels and GPU engine on an NVIDIA GPU (PYTHON=python3 with torch and triton)
+	@$(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -W ignore -q tests/kernels tests/gpu $(ARGS)
 
 check: setup     ## ruff, mypy strict, import-linter
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
