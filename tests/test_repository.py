@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [
-    "mini_infer", "common", "kernels", "kvstore", "engine", "worker", "prefill_service", "decode_service", "router", "cli",
+    "mini_infer", "common", "kernels", "kvstore", "engine", "worker", "prefill_service", "decode_service", "router",
+    "cli",
 ]  # fmt: skip
 SHIPPED = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FORBIDDEN_IMPORTS = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
