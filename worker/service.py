@@ -36,6 +36,7 @@ from worker.servicer import register
 
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
+IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
@@ -137,7 +138,7 @@ async def _watch(
     """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
     frames = asyncio.create_task(front.run())
     progress = ProgressWatch(worker.stall_seconds)
-    serving, hung_seconds, last = True, 0.0, time.monotonic()
+    serving, silent_seconds, hung_seconds, last = True, 0.0, 0.0, time.monotonic()
     while True:
         await asyncio.wait([frames], timeout=DRAIN_INTERVAL_SECONDS if front.draining else WATCH_INTERVAL_SECONDS)
         now = time.monotonic()
@@ -152,7 +153,8 @@ async def _watch(
         if front.is_drained(now):
             break
         trouble = None
-        if not progress.has_beaten(engine.heartbeat.read()):
+        silent_seconds = 0.0 if progress.has_beaten(engine.heartbeat.read()) else silent_seconds + elapsed
+        if silent_seconds > IDLE_BEAT_SECONDS:
             trouble = progress.observe(sample_process(engine.pid), elapsed)
         hung_seconds = hung_seconds + elapsed if trouble else 0.0
         if hung_seconds > HUNG_EXIT_SECONDS:
