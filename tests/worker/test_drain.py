@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -20,26 +20,27 @@ from tests.worker.harness import Stream, Worker, attached, prefill, stop
 LONG = pb.SamplingParams(max_tokens=1800)
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    tmp_path.chmod(0o700)
-    started = Worker("prefill", tmp_path, free_ports(1)[0])
+@contextmanager
+def running(role: str, folder: Path) -> Iterator[Worker]:
+    folder.chmod(0o700)
+    started = Worker(role, folder, free_ports(1)[0])
     try:
         asyncio.run(started.wait_ready())
         yield started
     finally:
         stop(started)
+
+
+@pytest.fixture
+def prefill_worker(tmp_path: Path) -> Iterator[Worker]:
+    with running("prefill", tmp_path) as worker:
+        yield worker
 
 
 @pytest.fixture
 def decode_worker(tmp_path: Path) -> Iterator[Worker]:
-    tmp_path.chmod(0o700)
-    started = Worker("decode", tmp_path, free_ports(1)[0])
-    try:
-        asyncio.run(started.wait_ready())
-        yield started
-    finally:
-        stop(started)
+    with running("decode", tmp_path) as worker:
+        yield worker
 
 
 @asynccontextmanager
@@ -93,15 +94,15 @@ async def test_undrain_takes_a_worker_back_until_it_stops(decode_worker: Worker)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_draining_prefill_worker_waits_for_its_readers(worker: Worker) -> None:
+async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: Worker) -> None:
     """A request between prefill and decode: its KV stays readable, and the worker ends when it was released."""
-    async with attached(worker) as stream, open_channel(worker.address) as channel:
+    async with attached(prefill_worker) as stream, open_channel(prefill_worker.address) as channel:
         _, handle = await prefill(stream, "p")
-        await worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=60.0), timeout=10)
+        await prefill_worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=60.0), timeout=10)
         while not stream.load.draining:
             await stream.report()
-        assert worker.service.is_alive()
+        assert prefill_worker.service.is_alive()
         assert stream.load.num_leases == 1
         await stream.release(handle.lease_id, handle.epoch)
         await stream.until_broken()
-    assert await exit_code(worker) == 0
+    assert await exit_code(prefill_worker) == 0
