@@ -283,6 +283,8 @@ class Scheduler:
     def _victims_for(self, request: Request, max_tokens: int, moved: set[Request]) -> list[Request] | None:
         """The fewest running requests, least urgent first, without which `request` has room; None: it has to wait."""
         missing_seats = self._num_active + 1 - self._max_num_seqs
+        if missing_seats > 0 and not (self._running and self._policy.gives_way(self._running[-1], request)):
+            return None  # before its prefix is looked up: under load this is the answer of every step
         missing_blocks = self._num_missing_blocks(request, max_tokens)
         victims: list[Request] = []
         if missing_seats <= 0 and missing_blocks <= 0:

@@ -90,6 +90,14 @@ def test_equal_and_less_urgent_requests_wait(priority: int) -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(64, max_num_seqs=2)
+    start(engine, [[1] * 5, [2] * 5])
+    engine.add_request([3] * 5, LONG, priority=5)
+    monkeypatch.setattr(engine.scheduler.kv, "cached_blocks", pytest.fail)
+    engine.step()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_swapped_requests_do_not_block_a_more_urgent_one(overlap: bool) -> None:
     engine, _ = make_engine(12, host_slots=32, swap=True, overlap=overlap)
