@@ -27,6 +27,7 @@ from engine.kv_memory import (
     host_buffer_over,
     pool_geometry,
 )
+from engine.policy import load_policy
 from engine.scheduler import Scheduler
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier, LocalHostTier
@@ -92,6 +93,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
     from engine.loader.load import load_model, resolve_device
 
     began = time.monotonic()
+    policy = load_policy(config.scheduling_policy)
     files = resolve_model(config.model)
     device = resolve_device(config)
     config = config.resolved(device.type, is_offline)
@@ -127,6 +129,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
+        policy=policy,
     )
     engine = Engine(
         scheduler,

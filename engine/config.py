@@ -41,7 +41,10 @@ class EngineConfig:
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
-    preemption: str = setting("recompute", "what to do when blocks run out", choices=("recompute", "swap"))
+    preemption: str = setting("recompute", "what becomes of requests that give way", choices=("recompute", "swap"))
+    scheduling_policy: str = setting(
+        "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
+    )
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )

@@ -6,9 +6,10 @@ budgets or tensors; copies are only written into the plan, for the runner to exe
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from engine.request import Request, StepPlan
+from engine.request import Request, RequestStatus, StepPlan
 from kvstore.pool.block_hash import block_key, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
@@ -61,13 +62,20 @@ class KVManager:
         request.num_published_blocks = len(found)
         return len(found) * self.block_size
 
-    def num_cached_blocks(self, request: Request, max_tokens: int) -> tuple[int, int]:
-        """(blocks of the prefix that are present, how many of them are idle in the cache), changing nothing."""
+    def cached_blocks(self, request: Request) -> list[BlockId]:
+        """The blocks of the longest known prefix of `request`, idle ones included; changes nothing."""
         if not self.enable_prefix_cache:
-            return 0, 0
+            return []
         self.extend_keys(request)
-        found = self.pool.lookup(request.block_keys[: max_tokens // self.block_size])
-        return len(found), sum(1 for block_id in found if self.pool.refcount(block_id) == 0)
+        return self.pool.lookup(request.block_keys[: request.num_reusable_tokens // self.block_size])
+
+    def num_blocks_to_admit(self, request: Request) -> int:
+        """How many of the available blocks all tokens of `request` take; changes nothing.
+
+        Blocks of its prefix that others use are free of charge; idle ones count as available until it takes them.
+        """
+        num_shared = sum(1 for block_id in self.cached_blocks(request) if self.pool.refcount(block_id))
+        return self.num_blocks_for(request.num_tokens) - num_shared
 
     def attach_from_host(self, request: Request, max_tokens: int, plan: StepPlan) -> int:
         """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
@@ -186,3 +194,22 @@ class KVManager:
                 self._roots = {"": self._roots[""]}
             root = self._roots[salt] = root_key(self._fingerprint, salt=salt)
         return root
+
+
+class BlocksFreed:
+    """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
+
+    def __init__(self, kv: KVManager, newcomer: Request) -> None:
+        self._pool = kv.pool
+        self._counts: Counter[BlockId] = Counter()
+        # It shares these already: they are worth nothing to it, whoever lets go of them.
+        self._shared = set(kv.cached_blocks(newcomer)) if newcomer.status is RequestStatus.WAITING else set()
+
+    def add(self, victim: Request) -> int:
+        """How many more blocks are available without `victim` too: those that nobody else has a reference on."""
+        self._counts.update(victim.block_ids)
+        return sum(
+            1
+            for block_id in victim.block_ids
+            if self._counts[block_id] == self._pool.refcount(block_id) and block_id not in self._shared
+        )

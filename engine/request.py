@@ -109,7 +109,8 @@ class Request:
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0  # lower is served first
-    arrival: int = 0  # order of arrival; ties in priority are broken by it
+    arrival: int = 0  # order of arrival
+    rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
     cache_salt: str = ""
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()
@@ -143,6 +144,11 @@ class Request:
     @property
     def needs_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens that caches may give. The last must be computed: its logits are what the step samples from."""
+        return 0 if self.needs_prompt_logprobs else self.num_tokens - 1
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens [start, stop) of prompt + output."""

@@ -3,18 +3,19 @@
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
 Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. Whom to
-serve first is the policy's to say, and `end_conditions` knows when a request has ended.
+serve first and who gives way to whom is the policy's to say, and `end_conditions` knows when a request has ended.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from operator import attrgetter
 
 from common.errors import ContextLengthError
 from engine.end_conditions import append_tokens, is_full
-from engine.kv_manager import KVManager
-from engine.policy import PriorityPolicy, SchedulingPolicy
+from engine.kv_manager import BlocksFreed, KVManager
+from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.request import (
     FinishReason,
     LoadJob,
@@ -28,6 +29,8 @@ from engine.request import (
     StepResult,
 )
 from kvstore.types import BlockId
+
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -49,9 +52,9 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preempt_by_swap = preempt_by_swap
-        self._policy = policy or PriorityPolicy()
+        self._policy = GuardedPolicy(policy or PriorityPolicy())
         self._requests: dict[RequestId, Request] = {}
-        self._waiting: list[Request] = []  # these three are kept in the policy's order
+        self._waiting: list[Request] = []  # these three are sorted by rank
         self._swapped: list[Request] = []
         self._running: list[Request] = []
         self._loading: dict[RequestId, Request] = {}
@@ -72,8 +75,9 @@ class Scheduler:
         assert request.request_id not in self._requests
         request.arrival = self._num_arrived
         self._num_arrived += 1
+        request.rank = self._policy.rank(request)
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=self._policy.key)
+        insort(self._waiting, request, key=_rank)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request and free what it holds; None when it is not here (any more)."""
@@ -112,11 +116,12 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Decode rows first, then chunks of prompts, oldest first."""
+        if self._policy.has_failed:
+            self._replace_policy()
         plan = StepPlan()
         preempted = self._schedule_running(plan)
-        if not preempted:
-            self._resume_swapped(plan)
-            self._admit_waiting(plan)
+        if not preempted and (self._waiting or self._swapped):
+            self._admit(plan)
         plan.rows.sort(key=lambda row: row.num_new_tokens > 1)  # stable: decode rows first
         self.kv.offload_evicted(plan)
         return plan
@@ -182,7 +187,7 @@ class Scheduler:
             request.num_computed_tokens = request.num_source_tokens
             self.kv.publish(request)
         request.status = RequestStatus.RUNNING
-        insort(self._running, request, key=self._policy.key)
+        insort(self._running, request, key=_rank)
         return request
 
     # -- inside a step ---------------------------------------------------------------------------------------
@@ -219,58 +224,123 @@ class Scheduler:
         self.num_preemptions += 1
         if self._preempt_by_swap and self.kv.swap_out(victim, plan):
             victim.status = RequestStatus.SWAPPED
-            insort(self._swapped, victim, key=self._policy.key)
+            insort(self._swapped, victim, key=_rank)
         else:
             self.kv.release(victim)
             victim.num_computed_tokens = 0
             victim.prompt_logprobs.clear()
             victim.status = RequestStatus.WAITING
-            insort(self._waiting, victim, key=self._policy.key)
+            insort(self._waiting, victim, key=_rank)
         return refund
 
-    def _resume_swapped(self, plan: StepPlan) -> None:
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start swapped and waiting requests in the policy's order, until one of them has to wait.
+
+        A request moves once a step at most: the one that gave way may have a token pending, and KV that is swapped in
+        by this plan cannot be swapped out by it (docs/decisions/0002).
+        """
         budget = self._max_num_batched_tokens - plan.num_tokens
-        while self._swapped and budget > 0 and self._num_active < self._max_num_seqs:
-            request = self._swapped[0]
-            num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+        moved: set[Request] = set()
+        while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
+            row = None if budget else self._row_to_take_back(request, plan)
+            if budget == 0 and row is None:
+                return
+            max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
+            victims = self._victims_for(request, max_tokens, moved)
+            if victims is None:
+                return
+            for victim in victims:
+                budget += self._preempt(victim, plan)
+            if budget == 0 and row is not None:  # its request keeps blocks and place, but sits this step out
+                plan.rows.remove(row)
+                budget += row.num_new_tokens
+            moved.update(victims)
+            moved.add(request)
+            if request.status is RequestStatus.SWAPPED:
+                budget -= self._resume(request, plan, min(budget, max_tokens))
+            else:
+                budget -= self._start_waiting(request, plan, budget)
+
+    def _first_in_line(self) -> Request | None:
+        """Swapped requests go before waiting ones, except before one to which they would give way."""
+        if not self._swapped:
+            return self._waiting[0] if self._waiting else None
+        swapped = self._swapped[0]
+        if self._waiting and self._policy.gives_way(swapped, self._waiting[0]):
+            return self._waiting[0]
+        return swapped
+
+    def _is_admitted(self, request: Request) -> bool:
+        return not self._num_active or self._policy.admits(request, self._engine_view())
+
+    def _row_to_take_back(self, request: Request, plan: StepPlan) -> ScheduledRow | None:
+        """The row of the least urgent request in this step, if that gives way to `request`."""
+        last = max(plan.rows, key=lambda row: row.request.rank, default=None)
+        return last if last is not None and self._policy.gives_way(last.request, request) else None
+
+    def _victims_for(self, request: Request, max_tokens: int, moved: set[Request]) -> list[Request] | None:
+        """The fewest running requests, least urgent first, without which `request` has room; None: it has to wait."""
+        missing_seats = self._num_active + 1 - self._max_num_seqs
+        if missing_seats > 0 and not (self._running and self._policy.gives_way(self._running[-1], request)):
+            return None  # before its prefix is looked up: under load this is the answer of every step
+        missing_blocks = self._num_missing_blocks(request, max_tokens)
+        victims: list[Request] = []
+        if missing_seats <= 0 and missing_blocks <= 0:
+            return victims
+        freed = BlocksFreed(self.kv, request)
+        for victim in reversed(self._running):
+            if victim in moved or not self._policy.gives_way(victim, request):
+                return None
+            if victim.prefill_only and is_full(victim, self.max_model_len):
+                return None  # ends with the step in flight, and its blocks go to a peer
+            victims.append(victim)
+            missing_seats -= 1
+            missing_blocks -= freed.add(victim) + 1  # the one that is kept for it, see below
+            if missing_seats <= 0 and missing_blocks <= 0:
+                return victims
+        return None
+
+    def _num_missing_blocks(self, request: Request, max_tokens: int) -> int:
+        """Blocks to free before `request` can start; negative: so many are left.
+
+        A block is kept for each running request, or its next token evicts the newcomer.
+        """
+        if request.status is RequestStatus.SWAPPED:
+            num_new = min(request.num_tokens - request.num_computed_tokens, max_tokens)
             needed = self.kv.num_blocks_for(request.num_computed_tokens + num_new)
-            if not self._has_room_for(needed):
-                return
-            self._swapped.pop(0)
-            self.kv.swap_in(request, plan)
-            self._start(plan, request, num_new)
-            budget -= num_new
+        else:
+            needed = self.kv.num_blocks_to_admit(request)
+        return needed + len(self._running) - self.kv.pool.num_available
 
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        budget = self._max_num_batched_tokens - plan.num_tokens
-        while self._waiting and not self._swapped and budget > 0 and self._num_active < self._max_num_seqs:
-            request = self._waiting[0]
-            # The last token must be computed, because its logits are what the step samples from.
-            reusable = 0 if request.needs_prompt_logprobs else request.num_tokens - 1
-            num_cached, num_idle = self.kv.num_cached_blocks(request, reusable)
-            if not self._has_room_for(self.kv.num_blocks_for(request.num_tokens) - num_cached + num_idle):
-                return
-            self._waiting.pop(0)
-            num_computed = self.kv.attach_cached(request, reusable)
-            if request.kv_source is not None and self._start_load(request, num_computed):
-                continue
-            num_computed += self.kv.attach_from_host(request, reusable, plan)
-            self._count_cache_use(request, num_computed)
-            request.num_computed_tokens = num_computed
-            num_new = min(request.num_tokens - num_computed, budget)
-            self._start(plan, request, num_new)
-            budget -= num_new
+    def _resume(self, request: Request, plan: StepPlan, budget: int) -> int:
+        """Bring a swapped request back; returns the tokens of its row."""
+        num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+        self._swapped.remove(request)
+        self.kv.swap_in(request, plan)
+        self._start(plan, request, num_new)
+        return num_new
 
-    def _has_room_for(self, num_blocks: int) -> bool:
-        """Whether to admit: keep a block for each running request, or its next token evicts the newcomer."""
-        reserve = len(self._running)
-        return num_blocks + reserve <= self.kv.pool.num_available
+    def _start_waiting(self, request: Request, plan: StepPlan, budget: int) -> int:
+        """Give a waiting request what caches have and a row for the rest, or start its load; returns its tokens."""
+        reusable = request.num_reusable_tokens
+        self._waiting.remove(request)
+        num_computed = self.kv.attach_cached(request, reusable)
+        if request.kv_source is not None and self._start_load(request, num_computed):
+            return 0
+        num_computed += self.kv.attach_from_host(request, reusable, plan)
+        self._count_cache_use(request, num_computed)
+        request.num_computed_tokens = num_computed
+        num_new = min(request.num_tokens - num_computed, budget)
+        self._start(plan, request, num_new)
+        return num_new
 
     def _start(self, plan: StepPlan, request: Request, num_new: int) -> None:
         grown = self.kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "admission checked the room"
         request.status = RequestStatus.RUNNING
-        insort(self._running, request, key=self._policy.key)
+        insort(self._running, request, key=_rank)
         self._add_row(plan, request, num_new)
 
     def _add_row(self, plan: StepPlan, request: Request, num_new: int) -> None:
@@ -299,6 +369,21 @@ class Scheduler:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
             self.kv.stats.queried_tokens += request.num_prompt_tokens
             self.kv.stats.hit_tokens += request.num_cached_tokens
+
+    # -- what the policy sees --------------------------------------------------------------------------------
+
+    def _engine_view(self) -> EngineView:
+        pool = self.kv.pool
+        num_waiting = len(self._waiting) + len(self._swapped)
+        return EngineView(pool.num_available, pool.num_blocks, self.kv.block_size, self._num_active, num_waiting)
+
+    def _replace_policy(self) -> None:
+        """The user's policy has failed: rank all requests by the default one, between steps."""
+        self._policy = GuardedPolicy(PriorityPolicy())
+        for request in self._requests.values():
+            request.rank = self._policy.rank(request)
+        for queue in (self._waiting, self._swapped, self._running):
+            queue.sort(key=_rank)
 
     @property
     def _num_active(self) -> int:

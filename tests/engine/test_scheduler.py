@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from common.errors import ContextLengthError, InvalidRequestError
 from engine.engine import DeviceLostError, Engine
 from engine.kv_manager import KVManager
+from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
+from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTierAllocator
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, OverlappedFake, expected_tokens
@@ -32,11 +34,17 @@ def make_engine(
     prefix_cache: bool = True,
     eos: frozenset[int] = frozenset(),
     overlap: bool = False,
+    policy: SchedulingPolicy | None = None,
 ) -> tuple[Engine, BlockMemoryRunner]:
     tier = FakeTier(host_slots) if host_slots else None
     kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
     scheduler = Scheduler(
-        kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=4096, preempt_by_swap=swap
+        kv,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=4096,
+        preempt_by_swap=swap,
+        policy=policy,
     )
     runner = BlockMemoryRunner(BLOCK)
     overlapped = OverlappedFake(runner) if overlap else None
@@ -391,9 +399,17 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     budget=st.integers(4, 24),
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
+    policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
 )
 def test_any_order_of_events_keeps_every_token(
-    data: st.DataObject, num_blocks: int, host_slots: int, swap: bool, budget: int, prefix_cache: bool, overlap: bool
+    data: st.DataObject,
+    num_blocks: int,
+    host_slots: int,
+    swap: bool,
+    budget: int,
+    prefix_cache: bool,
+    overlap: bool,
+    policy: SchedulingPolicy,
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
     engine, _ = make_engine(
@@ -404,6 +420,7 @@ def test_any_order_of_events_keeps_every_token(
         max_num_seqs=4,
         prefix_cache=prefix_cache,
         overlap=overlap,
+        policy=policy,
     )
     live: dict[str, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}
@@ -417,7 +434,7 @@ def test_any_order_of_events_keeps_every_token(
             request = engine.add_request(
                 prompt,
                 SamplingParams(max_tokens=limit, presence_penalty=penalty),
-                priority=data.draw(st.integers(0, 1)),
+                priority=data.draw(st.integers(0, 2)),
             )
             live[request.request_id] = (prompt, limit)
         elif action == "abort" and live:
