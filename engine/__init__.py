@@ -1,4 +1,4 @@
-"""One engine: models, scheduler, runner, sampler. `from engine import LLM, SamplingParams` runs it in-process.
+"""One engine: models, scheduler, runner, sampler. `LLM` and `AsyncLLM` run it in-process.
 
 The names are loaded when they are used, because a worker's front imports this package without torch.
 """
@@ -6,11 +6,17 @@ The names are loaded when they are used, because a worker's front imports this p
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM as AsyncLLM
     from engine.llm import LLM as LLM
-    from engine.llm import Completion as Completion
+    from engine.offline import Completion as Completion
     from engine.request import SamplingParams as SamplingParams
 
-_HOMES = {"LLM": "engine.llm", "Completion": "engine.llm", "SamplingParams": "engine.request"}
+_HOMES = {
+    "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
+    "Completion": "engine.offline",
+    "SamplingParams": "engine.request",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,134 +1,157 @@
-"""The in-process Python API: one engine, no services.
+"""The in-process Python API: one engine, no services, no threads of its own. `async_llm` is its sibling for asyncio.
 
 from engine import LLM, SamplingParams
 LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
+
+Several streams may be open at once, and several threads may call: whoever waits for a token runs the next step, for
+everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from common.errors import EngineError, InvalidRequestError
-from common.text.tokenizer import Tokenizer, load_tokenizer
-from engine.assembly import assemble
-from engine.config import EngineConfig
-from engine.gpu.config import GpuConfig
-from engine.request import Request, RequestOutput, SamplingParams, TokenLogprobs
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Completion:
-    """One finished answer. `text` is without special tokens."""
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    num_cached_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+from common.errors import EngineError
+from engine.mailboxes import Item, Mailboxes, TokensAndParams
+from engine.offline import Answers, Completion, Message, OfflineModel, Prompt, TextStream
+from engine.request import Request, RequestOutput, SamplingParams
 
 
 class LLM:
-    """A model that answers. Keyword arguments are fields of `EngineConfig` and `GpuConfig`. Raises ConfigError."""
+    """A model that answers, from any number of threads. See `generate`, `stream` and `chat`.
+
+    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are fields of
+    `EngineConfig` and `GpuConfig`. Loads the model, which takes seconds. Raises ConfigError with what to do.
+
+    When the engine itself fails (a lost GPU), every open call raises EngineError with that as its cause, and so does
+    every later call.
+    """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
-        of_gpu = {name: settings.pop(name) for name in GpuConfig.__dataclass_fields__ if name in settings}
-        parts = assemble(EngineConfig(model=model, **settings), gpu=GpuConfig(**of_gpu), is_offline=True)
-        self.engine = parts.engine
-        self.model_config = parts.model_config
-        self.tokenizer: Tokenizer = load_tokenizer(parts.files)
+        self._model = OfflineModel.load(model, settings)
+        self.engine = self._model.engine  # to look at: one who steps it takes other callers' tokens
+        self.model_config = self._model.model_config
+        self.tokenizer = self._model.tokenizer
+        self._mailboxes = Mailboxes[deque[Item]](self.engine)
+        self._turns = _Turns()  # held around everything that touches the engine
+        self._left: deque[Request] = deque()  # their callers have gone; whoever holds the turn next aborts them
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Complete all prompts, batched; results in the order of the prompts.
+        """Complete all prompts, batched; one completion per prompt, in their order.
 
+        prompts: texts or lists of token ids, or one of these alone. params: for all of them, or one per prompt.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        chosen = [params] * len(encoded) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(chosen) != len(encoded):
-            raise InvalidRequestError(f"{len(encoded)} prompts but {len(chosen)} sampling parameters", "params")
-        requests: list[Request] = []
+        asked = self._model.encode(prompts, params)
+        answers = Answers(len(asked))
+        requests, mailbox = self._open(asked)
         try:
-            for token_ids, param in zip(encoded, chosen, strict=True):
-                requests.append(self.engine.add_request(token_ids, param or SamplingParams()))
-            outputs = self._run(requests)
-        except BaseException:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            raise
-        return [self._completion(request, outputs[request.request_id]) for request in requests]
+            while answers.num_open:
+                answers.add(self._receive(mailbox))
+        finally:
+            self._leave(requests)
+        return answers.completions(requests, self.tokenizer)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str]:
-        """Yield the text of one completion as it is generated; closing the iterator stops the generation."""
-        request = self.engine.add_request(self._encode(prompt), params or SamplingParams())
-        detokenizer = self.tokenizer.detokenizer()
+        """Yield the text of one completion as it is generated, in pieces of whole characters.
+
+        Starts with the first `next`. Closing the iterator, or dropping it, ends the generation and frees its blocks.
+        Raises, at the first `next`, InvalidRequestError; later EngineError.
+        """
+        text = TextStream(self.tokenizer)
+        requests, mailbox = self._open(self._model.encode([prompt], params))
         try:
-            while True:
-                for output in self.engine.step():
-                    if output.request is not request:
-                        continue
-                    if output.error is not None:
-                        raise EngineError(output.error)
-                    ended = output.finish_reason is not None
-                    token_ids = _visible(output.new_token_ids, output.stop_token_id)
-                    text = detokenizer.push(token_ids) + (detokenizer.finish() if ended else "")
-                    if text:
-                        yield text
-                    if ended:
-                        return
+            while not text.has_ended:
+                if piece := text.push(self._receive(mailbox)):
+                    yield piece
         finally:
-            self.engine.abort(request.request_id)
+            self._leave(requests)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation in the model's own chat template."""
-        prompt = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-        return self.generate([prompt], params)[0]
+        """Answer a conversation in the model's own chat template. Raises like `generate`."""
+        return self.generate(self._model.encode_chat(messages), params)[0]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+    # -- taking turns at the engine --------------------------------------------------------------------------
 
-    def _run(self, requests: Sequence[Request]) -> dict[str, list[RequestOutput]]:
-        outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
-        num_open = len(requests)
-        while num_open:
-            for output in self.engine.step():
-                if output.request.request_id not in outputs:
-                    continue
-                if output.error is not None:
-                    raise EngineError(output.error)
-                outputs[output.request.request_id].append(output)
-                num_open -= output.finish_reason is not None
-        return outputs
+    def _open(self, asked: Sequence[TokensAndParams]) -> tuple[list[Request], deque[Item]]:
+        mailbox: deque[Item] = deque()
+        with self._turn():
+            return self._mailboxes.open(asked, mailbox), mailbox
 
-    def _completion(self, request: Request, outputs: Sequence[RequestOutput]) -> Completion:
-        last = outputs[-1]
-        assert last.finish_reason is not None
-        token_ids = request.output_token_ids
-        return Completion(
-            prompt_token_ids=request.prompt_token_ids,
-            text=self.tokenizer.decode(_visible(token_ids, last.stop_token_id)),
-            token_ids=token_ids,
-            finish_reason=last.finish_reason.value,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=[entry for output in outputs for entry in output.logprobs],
-            prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
-        )
+    def _receive(self, mailbox: deque[Item]) -> RequestOutput:
+        """The next output in `mailbox`; steps the engine while there is none."""
+        while not mailbox:
+            with self._turn():
+                if not mailbox:  # else another thread's step has filled it meanwhile
+                    self._step()
+        item = mailbox.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def _step(self) -> None:
+        assert self._mailboxes.has_work(), "somebody waits for a request that is not in the engine"
+        try:
+            _deliver(self._mailboxes.step())
+        except BaseException:  # Ctrl-C: what the step had for the others is lost
+            _deliver(self._mailboxes.end_open(lambda: EngineError("a step was interrupted")))
+            raise
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the engine to oneself."""
+        try:
+            with self._turns:
+                yield
+        finally:
+            self._abort_left()
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Abort what has not ended. Never waits: the collector may close a stream inside a step of its own thread."""
+        self._left.extend(requests)
+        self._abort_left()
+
+    def _abort_left(self) -> None:
+        """Unless another holds the turn, which does this when it has ended."""
+        while self._left and self._turns.try_take():
+            try:
+                while self._left:
+                    self._mailboxes.close([self._left.popleft()])
+            finally:
+                self._turns.give_back()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _deliver(items: Sequence[tuple[deque[Item], Item]]) -> None:
+    for mailbox, item in items:
+        mailbox.append(item)
 
 
-def _visible(token_ids: Sequence[int], stop_token_id: int | None) -> Sequence[int]:
-    """Without the token that ended the request."""
-    return token_ids[:-1] if stop_token_id is not None and token_ids else token_ids
+class _Turns:
+    """A lock that its holder can't take again past one who waits.
+
+    Beside a thread that ran one step of 2 ms after another, another waited for up to 25 of them at a
+    `threading.Lock`, and for one here.
+    """
+
+    def __init__(self) -> None:
+        self._queue = threading.Lock()  # held by the first of those who wait
+        self._turn = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._queue:
+            self._turn.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.release()
+
+    def try_take(self) -> bool:
+        return self._turn.acquire(blocking=False)
+
+    def give_back(self) -> None:
+        self._turn.release()

@@ -1,4 +1,4 @@
-"""The Python API: `from mini_infer import LLM, SamplingParams` runs one engine in this process.
+"""The Python API: `LLM` and, for asyncio, `AsyncLLM` run one engine in this process.
 
 Names are loaded when they are used, because torch takes seconds to import.
 """
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from common.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from engine import LLM, Completion, SamplingParams
+    from engine import LLM, AsyncLLM, Completion, SamplingParams
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

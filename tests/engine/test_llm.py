@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 
-from common.errors import ConfigError, ContextLengthError, InvalidRequestError
+from common.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 from engine import LLM, SamplingParams
-from engine.request import FinishReason
+from engine.engine import DeviceLostError
+from engine.request import FinishReason, StepPlan, StepResult
 
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -103,6 +109,133 @@ def test_a_closed_stream_frees_its_blocks() -> None:
     stream.close()
     assert llm.engine.scheduler.kv.pool.num_used == 0
     assert not llm.engine.has_work()
+
+
+def is_idle(llm: LLM) -> bool:
+    """Nothing open, and every block free or cached."""
+    pool = llm.engine.scheduler.kv.pool
+    pool.check_integrity()
+    return pool.num_used == 0 and llm.engine.scheduler.num_requests == 0
+
+
+def test_interleaved_streams_equal_solo_runs() -> None:
+    llm = make()
+    expected = [llm.generate(prompt, SAMPLED)[0].text for prompt in PROMPTS[:3]]
+    streams = [llm.stream(prompt, SAMPLED) for prompt in PROMPTS[:3]]
+    rounds = list(zip_longest(*streams, fillvalue=""))  # a piece of each in turn
+    assert ["".join(pieces) for pieces in zip(*rounds, strict=True)] == expected
+    assert is_idle(llm)
+
+
+def test_generate_during_a_stream() -> None:
+    llm = make()
+    [expected] = llm.generate(PROMPTS[1], GREEDY)
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    begun = next(stream)
+    assert llm.generate(PROMPTS[:3], GREEDY)[1].token_ids == expected.token_ids
+    assert begun + "".join(stream) == expected.text
+    assert is_idle(llm)
+
+
+def test_threads_share_an_engine() -> None:
+    llm = make()
+    expected = [completion.text for completion in llm.generate(PROMPTS, SAMPLED)]
+
+    def ask(index: int) -> str:
+        prompt = PROMPTS[index % len(PROMPTS)]
+        return "".join(llm.stream(prompt, SAMPLED)) if index % 2 else llm.generate(prompt, SAMPLED)[0].text
+
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(ask, range(24))) == [expected[index % len(PROMPTS)] for index in range(24)]
+    assert is_idle(llm)
+
+
+def test_a_thread_that_steps_leaves_the_others_their_turn() -> None:
+    llm = make()
+    stream = llm.stream("long", SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    next(stream)
+    ended = []
+    reader = threading.Thread(target=lambda: ended.append("".join(stream)))
+    reader.start()
+    llm.generate("short", SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    assert not ended, "the short one waited for the long one"
+    reader.join()
+    assert is_idle(llm)
+
+
+def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs wherever it likes, in the thread that holds the engine too."""
+    llm = make()
+    holder: list[Any] = [llm.stream("Hello", SamplingParams(max_tokens=500, ignore_eos=True))]
+    next(holder[0])
+    holder.append(holder)  # a cycle, so that only the collector finds it
+    collected = []
+
+    def collect() -> None:
+        if not collected:
+            collected.append(gc.collect())
+
+    before_each_step(llm, monkeypatch, collect)
+    gc.collect()
+    gc.disable()
+    try:
+        del holder
+        thread = threading.Thread(target=llm.generate, args=("another", GREEDY), daemon=True)
+        thread.start()
+        thread.join(20.0)
+        assert not thread.is_alive(), "it waits for itself"
+    finally:
+        gc.enable()
+    assert collected[0] > 0
+    assert is_idle(llm)
+
+
+def before_each_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    run = llm.engine._runner.run
+
+    def first_call(plan: StepPlan) -> StepResult:
+        call()
+        return run(plan)
+
+    monkeypatch.setattr(llm.engine._runner, "run", first_call)
+
+
+def test_a_failed_engine_ends_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+    lost = DeviceLostError("the GPU has fallen off the bus")
+
+    def lose() -> None:
+        raise lost
+
+    before_each_step(llm, monkeypatch, lose)
+    for stream in streams:
+        with pytest.raises(EngineError, match="fallen off the bus") as caught:
+            "".join(stream)
+        assert caught.value.__cause__ is lost
+    with pytest.raises(EngineError, match="fallen off the bus"):
+        llm.generate("too late", GREEDY)
+
+
+def test_ctrl_c_ends_the_open_streams_and_leaves_a_model_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    [expected] = llm.generate("Hello", GREEDY)
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    next(stream)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        before_each_step(llm, patch, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hello", GREEDY)
+    with pytest.raises(EngineError, match="interrupted"):
+        "".join(stream)
+    assert is_idle(llm)
+    assert llm.generate("Hello", GREEDY)[0].token_ids == expected.token_ids
 
 
 def test_logprobs_do_not_depend_on_chunks() -> None:

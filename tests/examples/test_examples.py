@@ -1,0 +1,46 @@
+"""Every script of examples/ runs as its first lines say, on the dry-run model."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.test_serve import Served
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OFFLINE = {
+    "llm.py": r"(?s)length: .*length: .* \| .*chat: '",
+    "async_llm.py": r"(?s)(?=.*Ann: )(?=.*Bob: ).*chat: '",
+}
+SERVED = {
+    "openai_streaming.py": r"\n[1-9]\d* tokens from dry-run\n$",
+    "openai_multi_turn.py": r"(?s)> Name .*\(0 tokens.*> Which .*\([1-9]\d* tokens.*> What .*\([1-9]\d* tokens",
+}
+
+
+def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(scripts: dict[str, str], *arguments: str) -> None:
+        """In this process, which has paid for importing torch already."""
+        for name, pattern in scripts.items():
+            monkeypatch.setattr(sys, "argv", [name, *arguments])
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+            printed = capsys.readouterr().out
+            assert re.search(pattern, printed), f"{name} printed:\n{printed}"
+
+    torch.set_num_threads(1)  # as other tests of the tiny model do
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED}
+    with tempfile.TemporaryDirectory(prefix="mi-") as folder:  # short: sockets lie there
+        served = Served(Path(folder), "--prefill=0", "--host-tier-gb=0")
+        try:
+            run(OFFLINE, "--model", "dry-run")  # while the cluster starts
+            served.wait_for("stop with Ctrl-C")
+            run(SERVED, "--url", served.url)
+        finally:
+            served.process.terminate()
+            served.process.wait(60)
