@@ -22,6 +22,7 @@ SERVED = {
     "openai_streaming.py": r"\n[1-9]\d* tokens from dry-run\n$",
     "openai_multi_turn.py": r"(?s)> Name .*\(0 tokens.*> Which .*\([1-9]\d* tokens.*> What .*\([1-9]\d* tokens",
 }
+MODULES = {"scheduling_policy.py"}  # for --scheduling-policy; tests/engine/test_scheduling_policy.py serves with it
 
 
 def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +35,7 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             assert re.search(pattern, printed), f"{name} printed:\n{printed}"
 
     torch.set_num_threads(1)  # as other tests of the tiny model do
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*OFFLINE, *SERVED, *MODULES}
     with tempfile.TemporaryDirectory(prefix="mi-") as folder:  # short: sockets lie there
         served = Served(Path(folder), "--prefill=0", "--host-tier-gb=0")
         try:
