@@ -3,8 +3,8 @@
     python -m benchmarks.memory [--minutes 30] [--concurrency 8] [--plot memory.png] [-- flags of serve]
 
 Each request has a prompt, session, salt and request id that no other one has; a tenth of the clients leave in the
-middle of a stream. Starts a dry-run cluster, samples the resident memory of its processes every 10 s, and prints, for
-each, how much it grew a minute after the first third of the run.
+middle of a stream. Starts a dry-run cluster, samples the private memory of its processes every 10 s, and prints, for
+each, the samples and how much it grew a minute after the first third of the run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def name_of(pid: int) -> str:
     return f"{found}-{pid}" if found else ""
 
 
-def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+def private_mb(pid: int) -> float:
+    """Anonymous resident memory: a pool or host tier that processes share is bounded, and fills in its own time."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) * 1024 / 1e6
 
 
 async def load(url: str, until: float, counter: list[int]) -> None:
@@ -80,7 +82,7 @@ async def measure(url: str, minutes: float, concurrency: int) -> tuple[int, dict
     while time.monotonic() < until:
         await asyncio.sleep(min(SAMPLE_SECONDS, max(until - time.monotonic(), 0.1)))
         for name, pid in processes.items():
-            samples.setdefault(name, []).append(((time.monotonic() - begin) / 60.0, resident_mb(pid)))
+            samples.setdefault(name, []).append(((time.monotonic() - begin) / 60.0, private_mb(pid)))
     await asyncio.gather(*clients)
     return counter[0], samples
 
@@ -102,7 +104,7 @@ def plot(samples: dict[str, list[tuple[float, float]]], path: str) -> None:
     axes = figure.subplots()
     for name, points in samples.items():
         axes.plot([x for x, _ in points], [y for _, y in points], label=name.rpartition("-")[0])
-    axes.set(xlabel="minutes", ylabel="resident memory (MB)", ylim=(0, None))
+    axes.set(xlabel="minutes", ylabel="private resident memory (MB)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     FigureCanvasAgg(figure).print_figure(path, dpi=110)
@@ -123,6 +125,7 @@ def main() -> None:
             "requests": num_requests,
             "mb": [round(points[0][1], 1), round(points[-1][1], 1)],
             "growth_mb_per_minute": round(growth_per_minute(points), 3),
+            "samples": [round(mb, 2) for _, mb in points],
         }
         print(json.dumps(line), flush=True)
     if arguments.plot:
