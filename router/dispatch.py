@@ -112,7 +112,7 @@ class Dispatcher:
         return decision
 
     async def _decode_workers(self, journal: Journal, lost: set[WorkerId]) -> list[WorkerLink]:
-        """Those that may be used, when there is one. Raises UnavailableError, DeadlineExceededError."""
+        """Return the usable decode workers, or wait for one. Raises UnavailableError, DeadlineExceededError."""
         links = self._workers.usable("decode", lost)
         if links:
             return links
