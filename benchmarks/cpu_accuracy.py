@@ -33,7 +33,10 @@ from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.load import LoadedModel, load_model
 from engine.models.config import config_from_gguf
 from engine.models.families import family_of
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
+from engine.plan import ScheduledRow
+from engine.request import Request, RequestId, SamplingParams
+from engine.request_states import RequestState
+from engine.scheduled_step import ScheduledStep
 from kvstore.types import BlockId
 
 BLOCK_SIZE = 16
@@ -136,20 +139,21 @@ class Accuracy:
         for index in range(path.batch):
             text = self._text[index:] + self._text[:index]
             request = Request(RequestId(f"{path.name} {index}"), text[: self._num_prompt], SamplingParams())
-            request.output_token_ids = text[self._num_prompt :]
             request.block_ids = [BlockId(index * num_blocks + block) for block in range(num_blocks)]
             requests.append(request)
 
-        def record(_: Request, row: Tensor) -> None:
-            seen.append(row.log_softmax(-1))
+            def force(state: RequestState, row: Tensor, text: list[int] = text, is_first: bool = index == 0) -> None:
+                if is_first:
+                    seen.append(row.log_softmax(-1))
+                row[text[len(state.token_ids)]] = 1e4
 
-        runner.hooks[requests[0].request_id] = record
+            runner.hooks[request.request_id] = force
         for request in requests:
             for count in self._steps_of(path) if request is requests[0] else [self._num_prompt]:
                 self._step(runner, [request], count)
         for _ in range(self._num_output - 1):
             self._step(runner, requests, 1)
-        del runner.hooks[requests[0].request_id]
+        runner.hooks.clear()
         return torch.stack(seen)
 
     def _steps_of(self, path: Path) -> list[int]:
@@ -161,12 +165,14 @@ class Accuracy:
         return [count for count in [*steps, self._num_prompt - sum(steps)] if count]
 
     def _step(self, runner: ModelRunner, requests: Sequence[Request], count: int) -> None:
-        rows = []
+        step = ScheduledStep()
         for request in requests:
             start = request.num_computed_tokens
-            rows.append(ScheduledRow(request, start, count, start + count >= self._num_prompt))
+            samples = start + count >= self._num_prompt
+            step.rows[request] = ScheduledRow(request.request_id, start, count, samples)
             request.num_computed_tokens += count
-        errors = runner.run(StepPlan(rows)).errors
+        step.seal([])
+        errors = runner.launch(step.plan).result().errors
         if errors:
             raise RuntimeError(str(errors))
 

@@ -42,7 +42,8 @@ from engine.kv_manager import KVManager
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel, load_model, resolve_device
-from engine.request import Request, SamplingParams
+from engine.request import SamplingParams
+from engine.request_states import RequestState
 from engine.sampler import LogitsHook
 from engine.scheduler import Scheduler
 from kvstore.pool.block_pool import BlockPool
@@ -161,7 +162,7 @@ def trace_of(engine: Engine, runner: ModelRunner, prompt: list[int], num_output:
 
 
 def recorder(rows: list[Tensor]) -> LogitsHook:
-    def record(_: Request, row: Tensor) -> None:
+    def record(_: RequestState, row: Tensor) -> None:
         rows.append(row.float().cpu().clone())  # the row may be changed in place after this
 
     return record
@@ -193,9 +194,9 @@ def follow(engine: Engine, runner: Any, prompts: list[list[int]], traces: list[T
     for index, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
         request = engine.add_request(prompt, greedy(len(trace.token_ids)))
 
-        def force(request: Request, row: Tensor, index: int = index) -> None:
+        def force(request: RequestState, row: Tensor, index: int = index) -> None:
             seen[index].append(row.float().cpu().clone())
-            row[traces[index].token_ids[len(request.output_token_ids)]] = 1e4
+            row[traces[index].token_ids[request.num_output_tokens]] = 1e4
 
         runner.hooks[request.request_id] = force
     run(engine)

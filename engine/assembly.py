@@ -136,7 +136,6 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         runner,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
-        overlapped=runner if device.type == "cuda" and gpu.overlap else None,
     )
     runner.warmup()
     logger.info(

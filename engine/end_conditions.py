@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.request import FinishReason, Request, RequestOutput, StepResult
+from engine.plan import StepResult
+from engine.request import FinishReason, Request, RequestOutput
 
 
 def append_tokens(request: Request, result: StepResult, index: int, max_model_len: int) -> RequestOutput:

@@ -9,21 +9,15 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from common.errors import InvalidRequestError
-from engine.request import (
-    Request,
-    RequestId,
-    RequestOutput,
-    RequestStatus,
-    SamplingParams,
-    ScheduledRow,
-    StepPlan,
-    StepResult,
-)
+from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
+from engine.request import Request, RequestId, RequestOutput, SamplingParams
+from engine.scheduled_step import ScheduledStep
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -34,18 +28,14 @@ class DeviceLostError(Exception):
 
 
 class Runner(Protocol):
-    """Executes plans. `engine.cpu.runner.ModelRunner` is the plain one; tests of the loop bring their own."""
+    """Executes plans, each of which continues those before it."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    max_steps_in_flight: int  # 1: a step's result is taken before the next step is planned
 
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start the step behind those launched before.
 
-class OverlappedRunner(Runner, Protocol):
-    """Can also start a step and give its result later, in the order of the launches."""
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Queue the step behind those launched before; the returned function waits for its result.
-
-        When it raises, the plan's copies are done, and `run` may be called with the same rows.
+        When it raises, the plan is taken up and its copies are done: its rows may be launched again.
         """
         ...
 
@@ -72,19 +62,16 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        overlapped: OverlappedRunner | None = None,
     ) -> None:
-        """With `overlapped` (usually the same object as `runner`), a step is planned while the one before runs."""
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.num_steps = 0
         self.num_failed_steps = 0  # steps that had to be repeated row by row
         self.last_step = StepStats()
-        self.last_rows: list[ScheduledRow] = []
+        self.last_plan = StepPlan()
         self._runner = runner
-        self._overlapped = overlapped
-        self._in_flight: tuple[StepPlan, Callable[[], StepResult]] | None = None
+        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
         self._names = itertools.count()
 
     def add_request(
@@ -131,85 +118,73 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; empty when nothing could be scheduled. Overlapped: the outputs of the step before."""
-        plan = self.scheduler.schedule()
-        self.last_rows = plan.rows
-        if not plan.is_empty:
-            self._count(plan)
-            self.scheduler.advance(plan)
-        if self._overlapped is not None:
-            return self._step_overlapped(plan, self._overlapped)
-        return [] if plan.is_empty else self.scheduler.update(plan, self._run(plan))
+        """Plan and launch a step, and apply the oldest one in flight when no more may be.
 
-    def _step_overlapped(self, plan: StepPlan, runner: OverlappedRunner) -> list[RequestOutput]:
-        """Launch `plan`, then apply the step that was in flight. See docs/decisions/0002."""
-        before, self._in_flight = self._in_flight, None
-        outputs: list[RequestOutput] = []
-        if before is not None and runner.needs_known_tokens(plan):
-            outputs += self._finish_first(before, plan)
-            before = None
-        if not plan.is_empty:
-            try:
-                self._in_flight = (plan, runner.launch(plan))
-            except DeviceLostError:
-                raise
-            except Exception:  # noqa: BLE001 - whatever it was, the rows that do not cause it go on
-                self._note_failure(plan)
-                if before is not None:
-                    outputs += self._finish_first(before, plan)
-                    before = None
-                outputs += self.scheduler.update(plan, self._run_one_by_one(plan.rows))
-        return outputs if before is None else outputs + self._finish(before)
-
-    def _finish_first(self, step: tuple[StepPlan, Callable[[], StepResult]], plan: StepPlan) -> list[RequestOutput]:
-        """Apply the step in flight before `plan` runs, which loses the rows of requests that ended with it."""
-        outputs = self._finish(step)
-        plan.rows = [row for row in plan.rows if row.request.status is RequestStatus.RUNNING]
+        Empty when no step has ended. With more than one step in flight, a step is planned while the one before
+        runs (docs/decisions/0002).
+        """
+        step = self.scheduler.schedule()
+        self.last_plan = step.plan
+        if step.is_empty:
+            return self._finish_oldest() if self._in_flight else []
+        self._count(step.plan)
+        self.scheduler.advance(step)
+        outputs = self._finish_all(step) if self._in_flight and self._runner.needs_known_tokens(step.plan) else []
+        outputs += self._launch(step)
+        if len(self._in_flight) >= self._runner.max_steps_in_flight:
+            outputs += self._finish_oldest()
         return outputs
 
-    def _finish(self, step: tuple[StepPlan, Callable[[], StepResult]]) -> list[RequestOutput]:
-        plan, result = step
-        return self.scheduler.update(plan, result())
-
-    def _count(self, plan: StepPlan) -> None:
-        self.num_steps += 1
-        num_decodes = sum(1 for row in plan.rows if row.num_new_tokens == 1)
-        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
-
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _launch(self, step: ScheduledStep) -> list[RequestOutput]:
+        """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""
         try:
-            return self._runner.run(plan)
+            self._in_flight.append((step, self._runner.launch(step.plan)))
         except DeviceLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it was, the rows that do not cause it go on
-            self._note_failure(plan)
-            if len(plan.rows) == 1:
-                return _failed(plan.rows, error)
-            return self._run_one_by_one(plan.rows)
+        except Exception:
+            self.num_failed_steps += 1
+            logger.exception("step of %d rows failed; running them one by one", len(step.rows))
+            outputs = self._finish_all(step)
+            return outputs + self.scheduler.update(step, self._run_one_by_one(step.plan.rows))
+        return []
 
-    def _note_failure(self, plan: StepPlan) -> None:
-        """Inside of an exception's handler."""
-        self.num_failed_steps += 1
-        logger.exception("step of %d rows failed; running them one by one", len(plan.rows))
+    def _finish_oldest(self) -> list[RequestOutput]:
+        step, pending = self._in_flight.popleft()
+        return self.scheduler.update(step, pending.result())
 
-    def _run_one_by_one(self, rows: Sequence[ScheduledRow]) -> StepResult:
-        """Find the rows that fail. Copies are done already; computing a row twice writes the same KV."""
-        merged = StepResult([], [], [])
+    def _finish_all(self, step: ScheduledStep) -> list[RequestOutput]:
+        """Apply all steps in flight before `step` runs, which loses the rows of requests that ended with them."""
+        outputs: list[RequestOutput] = []
+        while self._in_flight:
+            outputs += self._finish_oldest()
+        step.drop_ended()
+        return outputs
+
+    def _run_one_by_one(self, rows: Iterable[ScheduledRow]) -> StepResult:
+        """Find the rows that fail. Computing a row again writes the same KV, and its blocks are known already."""
+        merged = StepResult.of_rows(0)
         for index, row in enumerate(rows):
+            alone = ScheduledRow(row.request_id, row.start, row.num_tokens, row.samples)
             try:
-                result = self._runner.run(StepPlan(rows=[row]))
+                result = self._runner.launch(StepPlan(rows=[alone])).result()
             except DeviceLostError:
                 raise
             except Exception as error:  # noqa: BLE001 - this row's request fails alone, internals not shown
-                result = _failed([row], error)
+                result = StepResult.of_rows(1)
+                result.errors = {0: f"the engine failed on this request ({type(error).__name__})"}
             merged.token_ids += result.token_ids
             merged.logprobs += result.logprobs
             merged.prompt_logprobs += result.prompt_logprobs
             merged.errors.update((index, message) for message in result.errors.values())
         return merged
+
+    def _count(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        num_decodes = sum(1 for row in plan.rows if row.num_tokens == 1)
+        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         named = [
@@ -227,11 +202,3 @@ class Engine:
             raise InvalidRequestError(
                 f"{what} holds a token id outside the vocabulary (0 to {self.vocab_size - 1})", param
             )
-
-
-def _failed(rows: Sequence[ScheduledRow], error: Exception) -> StepResult:
-    empty: StepResult = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
-    empty.errors = {
-        index: f"the engine failed on this request ({type(error).__name__})" for index in range(len(rows))
-    }
-    return empty

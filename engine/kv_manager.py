@@ -1,7 +1,7 @@
 """Block bookkeeping of requests: what a request owns, what caches give it, where it goes when it is swapped.
 
 Sits between the scheduler, which decides, and `BlockPool` and `HostTier`, which count. Knows nothing of queues,
-budgets or tensors; copies are only written into the plan, for the runner to execute.
+budgets or tensors; copies are only written into the step, for the runner to execute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.request import Request, RequestStatus, StepPlan
+from engine.request import Request, RequestStatus
+from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_hash import block_key, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
@@ -77,7 +78,7 @@ class KVManager:
         num_shared = sum(1 for block_id in self.cached_blocks(request) if self.pool.refcount(block_id))
         return self.num_blocks_for(request.num_tokens) - num_shared
 
-    def attach_from_host(self, request: Request, max_tokens: int, plan: StepPlan) -> int:
+    def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
         """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
         if self.host_tier is None or not self.enable_prefix_cache:
             return 0
@@ -87,7 +88,7 @@ class KVManager:
         if not slots:
             return 0
         blocks = self.pool.allocate(len(slots))
-        plan.copies_in.extend(zip(slots, blocks, strict=True))
+        step.copies_in.extend(zip(slots, blocks, strict=True))
         request.block_ids.extend(blocks)
         self.stats.host_hit_tokens += len(slots) * self.block_size
         return len(slots) * self.block_size
@@ -138,7 +139,7 @@ class KVManager:
 
     # -- host tier -------------------------------------------------------------------------------------------
 
-    def swap_out(self, request: Request, plan: StepPlan) -> bool:
+    def swap_out(self, request: Request, step: ScheduledStep) -> bool:
         """Move the computed KV of `request` to the host tier; False when there is no tier or no room."""
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         if self.host_tier is None or num_blocks == 0:
@@ -146,21 +147,21 @@ class KVManager:
         slots = self.host_tier.reserve([None] * num_blocks)
         if slots is None:
             return False
-        plan.copies_out.extend(zip(request.block_ids[:num_blocks], slots, strict=True))
+        step.copies_out.extend(zip(request.block_ids[:num_blocks], slots, strict=True))
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_published_blocks = 0
         request.host_slots = slots
         return True
 
-    def swap_in(self, request: Request, plan: StepPlan) -> None:
+    def swap_in(self, request: Request, step: ScheduledStep) -> None:
         """Bring swapped KV back into fresh blocks; the caller has checked that they are available."""
         blocks = self.pool.allocate(len(request.host_slots))
-        plan.copies_in.extend(zip(request.host_slots, blocks, strict=True))
+        step.copies_in.extend(zip(request.host_slots, blocks, strict=True))
         request.block_ids = blocks
         request.host_slots = []
 
-    def offload_evicted(self, plan: StepPlan) -> None:
+    def offload_evicted(self, step: ScheduledStep) -> None:
         """Plan to keep blocks that this step evicts in the host tier, as far as it has room."""
         evicted = self.pool.take_evicted()
         if self.host_tier is None:
@@ -172,20 +173,20 @@ class KVManager:
         while kept:
             slots = self.host_tier.reserve([key for _, key in kept])
             if slots is not None:
-                plan.copies_out.extend((block, slot) for (block, _), slot in zip(kept, slots, strict=True))
-                plan.offload_slots.extend(slots)
+                step.copies_out.extend((block, slot) for (block, _), slot in zip(kept, slots, strict=True))
+                step.offload_slots.extend(slots)
                 return
             kept = kept[: len(kept) // 2]  # the tier is nearly all pinned: keep what fits
 
-    def finish_copies(self, plan: StepPlan) -> None:
-        """The runner has executed the plan's copies: written slots become findable, read ones unpinned."""
+    def finish_copies(self, step: ScheduledStep) -> None:
+        """The runner has executed the step's copies: written slots become findable, read ones unpinned."""
         if self.host_tier is None:
             return
-        if plan.offload_slots:
-            self.host_tier.commit(plan.offload_slots)
-            self.host_tier.unpin(plan.offload_slots)
-        if plan.copies_in:
-            self.host_tier.unpin([slot for slot, _ in plan.copies_in])
+        if step.offload_slots:
+            self.host_tier.commit(step.offload_slots)
+            self.host_tier.unpin(step.offload_slots)
+        if step.copies_in:
+            self.host_tier.unpin([slot for slot, _ in step.copies_in])
 
     def _root(self, salt: str) -> BlockKey:
         root = self._roots.get(salt)

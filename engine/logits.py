@@ -12,26 +12,13 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from engine.request import Request, SamplingParams
+from engine.request_states import RequestState
 
 MINUS_INFINITY = float("-inf")
 
 
-def changes_logits(params: SamplingParams) -> bool:
-    """True when `apply_params` could change a row for these parameters."""
-    return bool(
-        params.allowed_token_ids
-        or params.bad_words
-        or params.min_tokens
-        or params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-    )
-
-
-def apply_params(row: Tensor, request: Request) -> None:
-    """Change `row` (vocab,) float32 in place."""
+def apply_params(row: Tensor, request: RequestState) -> None:
+    """Change `row` (vocab,) float32 in place. All tokens of the request must be known."""
     params = request.params
     if params.allowed_token_ids:
         allowed = torch.tensor(params.allowed_token_ids, device=row.device)
@@ -47,33 +34,31 @@ def apply_params(row: Tensor, request: Request) -> None:
         row.index_add_(0, biased, biases)
     if params.repetition_penalty != 1.0:
         _penalize_repetition(row, request)
-    if (params.frequency_penalty or params.presence_penalty) and request.output_token_ids:
+    if (params.frequency_penalty or params.presence_penalty) and request.num_output_tokens:
         counts = Counter(request.output_token_ids)
         ids = torch.tensor(list(counts), device=row.device)
         amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
         row[ids] -= amounts * params.frequency_penalty + params.presence_penalty
 
 
-def forbidden_token_ids(request: Request) -> list[int]:
+def forbidden_token_ids(request: RequestState) -> list[int]:
     """Ids that would complete a bad word now, and those that may not come before `min_tokens`."""
     params = request.params
     forbidden: list[int] = []
     for word in params.bad_words:
         num_before = len(word) - 1
-        end = request.num_tokens
-        if num_before <= end and request.token_ids(end - num_before, end) == list(word[:-1]):
+        end = len(request.token_ids)
+        if num_before <= end and request.token_ids[end - num_before :] == list(word[:-1]):
             forbidden.append(word[-1])
-    if len(request.output_token_ids) < params.min_tokens:
+    if request.num_output_tokens < params.min_tokens:
         forbidden += params.stop_token_ids
         if not params.ignore_eos:
             forbidden += request.eos_token_ids
     return forbidden
 
 
-def _penalize_repetition(row: Tensor, request: Request) -> None:
-    seen = set(request.prompt_token_ids)
-    seen.update(request.output_token_ids)
-    ids = torch.tensor(list(seen), device=row.device)
+def _penalize_repetition(row: Tensor, request: RequestState) -> None:
+    ids = torch.tensor(list(set(request.token_ids)), device=row.device)
     values = row[ids]
     penalty = request.params.repetition_penalty
     row[ids] = torch.where(values > 0, values / penalty, values * penalty)

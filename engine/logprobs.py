@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.request import ScheduledRow, TokenLogprobs
+from engine.plan import ScheduledRow
+from engine.request import TokenLogprobs
+from engine.request_states import RequestState
 
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 
@@ -36,19 +38,21 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     ]
 
 
-def wants_prompt_logprobs(row: ScheduledRow) -> bool:
+def wants_prompt_logprobs(row: ScheduledRow, request: RequestState) -> bool:
     """Whether the row's hidden states predict prompt tokens whose log-probabilities were asked for."""
-    return row.request.params.prompt_logprobs is not None and row.start + 1 < row.request.num_prompt_tokens
+    return request.params.prompt_logprobs is not None and row.start + 1 < request.num_prompt_tokens
 
 
-def prompt_logprobs(row: ScheduledRow, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> list[TokenLogprobs]:
-    """Of the prompt tokens that follow the row's. hidden: (row.num_new_tokens, hidden_size).
+def prompt_logprobs(
+    row: ScheduledRow, request: RequestState, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> list[TokenLogprobs]:
+    """Return those of the prompt tokens that follow the row's. hidden: (row.num_tokens, hidden_size).
 
     Position p's hidden state predicts token p + 1. Only for rows that want them.
     """
-    count = row.request.params.prompt_logprobs
+    count = request.params.prompt_logprobs
     assert count is not None
-    targets = row.request.prompt_token_ids[row.start + 1 : row.start + row.num_new_tokens + 1]
+    targets = request.token_ids[row.start + 1 : min(row.stop + 1, request.num_prompt_tokens)]
     found: list[TokenLogprobs] = []
     for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
         part = targets[first : first + PROMPT_LOGPROB_ROWS]

@@ -1,7 +1,7 @@
-"""The engine's vocabulary: what a request is, what one step shall do, and what came out of it.
+"""The engine's vocabulary: what a request is, and what a step did for it.
 
-Plain data without torch, clocks or I/O. `Scheduler` turns requests into a `StepPlan`, `ModelRunner.run`
-turns the plan into a `StepResult`, `Scheduler.update` applies it and reports `RequestOutput`s.
+Plain data without torch, clocks or I/O. `Scheduler` turns requests into a `StepPlan` (`engine/plan.py`), a runner the
+plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutput`s.
 """
 
 from __future__ import annotations
@@ -67,6 +67,19 @@ class SamplingParams:
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are changed before a token is sampled, beyond temperature and truncation."""
+        return bool(
+            self.allowed_token_ids
+            or self.bad_words
+            or self.min_tokens
+            or self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -121,6 +134,7 @@ class Request:
     block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks whose tokens are known
     host_slots: list[HostSlot] = field(default_factory=list)
     num_published_blocks: int = 0  # leading blocks that are findable by their keys
+    num_planned_blocks: int = -1  # leading blocks that plans have named; -1: the runner does not know the request
     num_computed_tokens: int = 0  # steps in flight included
     num_pending_tokens: int = 0  # sampled by a step in flight, value not known yet
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
@@ -158,53 +172,6 @@ class Request:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - num_prompt]
-
-
-@dataclass(slots=True)
-class ScheduledRow:
-    """One request's share of a step: compute tokens [start, start + num_new_tokens), maybe sample after."""
-
-    request: Request
-    start: int  # num_computed_tokens when the step begins
-    num_new_tokens: int
-    samples: bool  # the row reaches the last known token, so the step draws the next one
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """Everything one step does, in order: copies out, copies in, then the forward pass over `rows`.
-
-    Decode rows (num_new_tokens == 1) come first, so that a runner can split the batch by slicing.
-    """
-
-    rows: list[ScheduledRow] = field(default_factory=list)
-    copies_out: list[tuple[BlockId, HostSlot]] = field(default_factory=list)
-    copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
-    offload_slots: list[HostSlot] = field(default_factory=list)  # those of copies_out that become host cache
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_new_tokens for row in self.rows)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.rows or self.copies_out or self.copies_in)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What the runner found. All lists run parallel to the plan's rows.
-
-    token_ids: sampled tokens, empty for rows that do not sample (more than one: speculation).
-    logprobs: one entry per sampled token when the request asks for them, else empty.
-    prompt_logprobs: entries for prompt positions start+1 .. start+num_new_tokens that lie in the prompt.
-    errors: row index -> message; such a row has no tokens and its request fails alone.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: list[list[TokenLogprobs]]
-    prompt_logprobs: list[list[TokenLogprobs]]
-    errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

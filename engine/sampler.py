@@ -1,8 +1,8 @@
-"""From logits to tokens: one draw per row, each with its own parameters and its own noise.
+"""From logits to tokens: one sample per row, each with its own parameters and its own noise.
 
 Order: changes of `engine/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T + Gumbel noise.
 Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort. Rows are
-independent: a row that cannot be drawn from gets an error, the others their tokens.
+independent: a row that cannot be sampled from gets an error, the others their tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.logits import apply_params, changes_logits
+from engine.logits import apply_params
 from engine.logprobs import token_logprobs
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow, TokenLogprobs
+from engine.request import RequestId, SamplingParams, TokenLogprobs
+from engine.request_states import RequestState
 from kernels.gumbel import exponential_noise, noise_key
 
-LogitsHook = Callable[[Request, Tensor], None]  # changes a row of logits (vocab,) in place; for grammars
+LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
 
 NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
 ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
@@ -34,42 +35,51 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws tokens. Keeps nothing between calls."""
+    """Samples tokens. Keeps nothing between calls."""
 
     def sample(
-        self, logits: Tensor, rows: Sequence[ScheduledRow], hooks: Mapping[RequestId, LogitsHook] | None = None
+        self,
+        logits: Tensor,
+        requests: Sequence[RequestState],
+        positions: Sequence[int],
+        hooks: Mapping[RequestId, LogitsHook] | None = None,
     ) -> SampledTokens:
-        """logits: (len(rows), vocab) of the rows' last positions, left unchanged."""
-        if not hooks and all(_is_plain_greedy(row.request.params) for row in rows):
+        """Sample `requests[i]`'s token at `positions[i]` from row i of logits (n, vocab), which is left unchanged."""
+        params = [request.params for request in requests]
+        if not hooks and all(map(_is_plain_greedy, params)):
             best, token_ids = logits.max(dim=-1)
-            return _checked(token_ids.tolist(), best.tolist(), logits, rows)
+            return _checked(token_ids.tolist(), best.tolist(), logits, params)
         original = logits.float()
-        changed = _changed_logits(original, rows, hooks or {})
+        changed = _changed_logits(original, requests, hooks or {})
         best, greedy = changed.max(dim=-1)
         token_ids = greedy
-        drawn = [index for index, row in enumerate(rows) if row.request.params.temperature > 0]
-        if drawn:
+        random = [index for index, param in enumerate(params) if param.temperature > 0]
+        if random:
             token_ids = greedy.clone()
-            token_ids[drawn] = _draw(changed[drawn], [rows[index] for index in drawn])
-        return _checked(token_ids.tolist(), best.tolist(), original, rows)
+            token_ids[random] = _sample_random(
+                changed[random], [params[i] for i in random], [positions[i] for i in random]
+            )
+        return _checked(token_ids.tolist(), best.tolist(), original, params)
 
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 and params.logprobs is None and not changes_logits(params)
+    return params.temperature == 0 and params.logprobs is None and not params.changes_logits
 
 
-def _changed_logits(logits: Tensor, rows: Sequence[ScheduledRow], hooks: Mapping[RequestId, LogitsHook]) -> Tensor:
-    """A copy with every row's parameters and hook applied, or `logits` itself when none asks for anything."""
+def _changed_logits(
+    logits: Tensor, requests: Sequence[RequestState], hooks: Mapping[RequestId, LogitsHook]
+) -> Tensor:
+    """Return a copy with every row's parameters and hook applied, or `logits` when none asks for anything."""
     touched = [
         index
-        for index, row in enumerate(rows)
-        if changes_logits(row.request.params) or row.request.request_id in hooks
+        for index, request in enumerate(requests)
+        if request.params.changes_logits or request.request_id in hooks
     ]
     if not touched:
         return logits
     changed = logits.clone()
     for index in touched:
-        request = rows[index].request
+        request = requests[index]
         apply_params(changed[index], request)
         if request.request_id in hooks:
             hooks[request.request_id](request, changed[index])
@@ -77,10 +87,10 @@ def _changed_logits(logits: Tensor, rows: Sequence[ScheduledRow], hooks: Mapping
 
 
 def _checked(
-    token_ids: list[int], best: list[float], original: Tensor, rows: Sequence[ScheduledRow]
+    token_ids: list[int], best: list[float], original: Tensor, params: Sequence[SamplingParams]
 ) -> SampledTokens:
     """Turn rows without a finite best logit into errors, and add the log-probabilities that were asked for."""
-    result = SampledTokens(token_ids, [None] * len(rows))
+    result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
         if not -1e30 < value < 1e30:  # also false for NaN
             nothing_left = value == float("-inf")
@@ -89,39 +99,36 @@ def _checked(
             )
             result.token_ids[index] = -1
     asking = [
-        index
-        for index, row in enumerate(rows)
-        if row.request.params.logprobs is not None and index not in result.errors
+        index for index, param in enumerate(params) if param.logprobs is not None and index not in result.errors
     ]
     if asking:
-        counts = [rows[index].request.params.logprobs or 0 for index in asking]
+        counts = [params[index].logprobs or 0 for index in asking]
         found = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
         for index, entry in zip(asking, found, strict=True):
             result.logprobs[index] = entry
     return result
 
 
-def _draw(logits: Tensor, rows: Sequence[ScheduledRow]) -> Tensor:
+def _sample_random(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Random rows only: logits (n, vocab) -> token ids (n,)."""
     device = logits.device
-    params = [row.request.params for row in rows]
     temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=device)[:, None]
     # Subtracting the maximum first keeps tiny temperatures finite.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
     keys = torch.tensor(
-        [noise_key(row.request.params.seed or 0, row.start + row.num_new_tokens) for row in rows],
+        [noise_key(param.seed or 0, position) for param, position in zip(params, positions, strict=True)],
         dtype=torch.int32,
         device=device,
     )
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=device)
+    token_ids = torch.empty(len(params), dtype=torch.int64, device=device)
     whole: list[int] = []
     truncated: list[int] = []
     for index, param in enumerate(params):
         (truncated if _truncates(param) else whole).append(index)
     if truncated:
-        token_ids[truncated] = _draw_truncated(scaled[truncated], keys[truncated], [params[i] for i in truncated])
+        token_ids[truncated] = _sample_truncated(scaled[truncated], keys[truncated], [params[i] for i in truncated])
     if whole:
-        token_ids[whole] = _draw_whole(scaled[whole], keys[whole])
+        token_ids[whole] = _sample_whole(scaled[whole], keys[whole])
     return token_ids
 
 
@@ -129,7 +136,7 @@ def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _draw_whole(scaled: Tensor, keys: Tensor) -> Tensor:
+def _sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
     """Scaled logits (n, vocab), keys (n, 2) -> token ids (n,), every token being a candidate."""
     all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
     winners = [
@@ -139,8 +146,8 @@ def _draw_whole(scaled: Tensor, keys: Tensor) -> Tensor:
     return torch.cat(winners)
 
 
-def _draw_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Like `_draw_whole`, among the tokens that top-k, top-p and min-p leave.
+def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Like `_sample_whole`, among the tokens that top-k, top-p and min-p leave.
 
     Tries the `NUM_CANDIDATES` likeliest tokens first: sorting whole rows costs milliseconds. A row whose threshold
     lies at or below the last of them is done again with all tokens.
@@ -163,7 +170,7 @@ def _draw_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParam
         ordered = row.sort(dim=-1, descending=True).values
         threshold = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])
         kept = row.masked_fill(row < threshold, float("-inf"))
-        token_ids[index] = _draw_whole(kept, keys[index : index + 1])[0]
+        token_ids[index] = _sample_whole(kept, keys[index : index + 1])[0]
     return token_ids
 
 

@@ -15,6 +15,7 @@ from operator import attrgetter
 from common.errors import ContextLengthError
 from engine.end_conditions import append_tokens, is_full
 from engine.kv_manager import BlocksFreed, KVManager
+from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.request import (
     FinishReason,
@@ -23,11 +24,9 @@ from engine.request import (
     RequestId,
     RequestOutput,
     RequestStatus,
-    ScheduledRow,
     SchedulerLoad,
-    StepPlan,
-    StepResult,
 )
+from engine.scheduled_step import ScheduledStep
 from kvstore.types import BlockId
 
 _rank = attrgetter("rank")
@@ -60,6 +59,7 @@ class Scheduler:
         self._loading: dict[RequestId, Request] = {}
         self._cancelled_loads: set[RequestId] = set()
         self._load_jobs: list[LoadJob] = []
+        self._forgotten: list[RequestId] = []  # the runner has their state, and shall drop it with the next step
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------
@@ -114,33 +114,34 @@ class Scheduler:
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
+    def schedule(self) -> ScheduledStep:
         """Plan the next step. Decode rows first, then chunks of prompts, oldest first."""
         if self._policy.has_failed:
             self._replace_policy()
-        plan = StepPlan()
-        preempted = self._schedule_running(plan)
+        step = ScheduledStep()
+        preempted = self._schedule_running(step)
         if not preempted and (self._waiting or self._swapped):
-            self._admit(plan)
-        plan.rows.sort(key=lambda row: row.num_new_tokens > 1)  # stable: decode rows first
-        self.kv.offload_evicted(plan)
-        return plan
+            self._admit(step)
+        self.kv.offload_evicted(step)
+        if not step.is_empty:
+            forgotten, self._forgotten = self._forgotten, []
+            step.seal(forgotten)
+        return step
 
-    def advance(self, plan: StepPlan) -> None:
-        """Count what `plan` will compute as done, and one pending token for each row that samples.
+    def advance(self, step: ScheduledStep) -> None:
+        """Count what `step` will compute as done, and one pending token for each row that samples.
 
         The next `schedule` may then be called before the step has ended.
         """
-        for row in plan.rows:
-            row.request.num_computed_tokens = row.start + row.num_new_tokens
-            row.request.num_pending_tokens += row.samples
+        for request, row in step.rows.items():
+            request.num_computed_tokens = row.start + row.num_tokens
+            request.num_pending_tokens += row.samples
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+    def update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
-        self.kv.finish_copies(plan)
+        self.kv.finish_copies(step)
         outputs: list[RequestOutput] = []
-        for index, row in enumerate(plan.rows):
-            request = row.request
+        for index, (request, row) in enumerate(step.rows.items()):
             request.num_pending_tokens -= row.samples
             if request.status is RequestStatus.FINISHED:
                 continue  # aborted, or found to have ended, while the step ran
@@ -192,7 +193,7 @@ class Scheduler:
 
     # -- inside a step ---------------------------------------------------------------------------------------
 
-    def _schedule_running(self, plan: StepPlan) -> bool:
+    def _schedule_running(self, step: ScheduledStep) -> bool:
         """Rows for the running requests; True when somebody had to give way."""
         budget, limit = self._max_num_batched_tokens, self.max_model_len
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
@@ -206,23 +207,23 @@ class Scheduler:
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._running[-1]
-                budget += self._preempt(victim, plan)
+                budget += self._preempt(victim, step)
                 preempted = True
                 if victim is request:
                     break
             if request.status is RequestStatus.RUNNING:
-                self._add_row(plan, request, num_new)
+                self._add_row(step, request, num_new)
                 budget -= num_new
         return preempted
 
-    def _preempt(self, victim: Request, plan: StepPlan) -> int:
-        """Take all blocks from `victim`; returns the tokens that its row in this plan had."""
+    def _preempt(self, victim: Request, step: ScheduledStep) -> int:
+        """Take all blocks from `victim`; returns the tokens that its row in this step had."""
         self._running.remove(victim)
-        refund = sum(row.num_new_tokens for row in plan.rows if row.request is victim)
-        plan.rows = [row for row in plan.rows if row.request is not victim]
+        row = step.rows.pop(victim, None)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        if self._preempt_by_swap and self.kv.swap_out(victim, plan):
+        self._forget(victim)
+        if self._preempt_by_swap and self.kv.swap_out(victim, step):
             victim.status = RequestStatus.SWAPPED
             insort(self._swapped, victim, key=_rank)
         else:
@@ -231,37 +232,44 @@ class Scheduler:
             victim.prompt_logprobs.clear()
             victim.status = RequestStatus.WAITING
             insort(self._waiting, victim, key=_rank)
-        return refund
+        return 0 if row is None else row.num_tokens
+
+    def _forget(self, request: Request) -> None:
+        """Let the runner drop what it knows of `request`."""
+        if request.num_planned_blocks >= 0:
+            self._forgotten.append(request.request_id)
+            request.num_planned_blocks = -1
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, step: ScheduledStep) -> None:
         """Start swapped and waiting requests in the policy's order, until one of them has to wait.
 
-        A request moves once a step at most: the one that gave way may have a token pending, and KV that is swapped in
-        by this plan cannot be swapped out by it (docs/decisions/0002).
+        A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
+        (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
         """
-        budget = self._max_num_batched_tokens - plan.num_tokens
+        budget = self._max_num_batched_tokens - step.num_tokens
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
-            row = None if budget else self._row_to_take_back(request, plan)
-            if budget == 0 and row is None:
+            if request.num_pending_tokens:
+                return
+            last = None if budget else self._last_in_step(request, step)
+            if budget == 0 and last is None:
                 return
             max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
             victims = self._victims_for(request, max_tokens, moved)
             if victims is None:
                 return
             for victim in victims:
-                budget += self._preempt(victim, plan)
-            if budget == 0 and row is not None:  # its request keeps blocks and place, but sits this step out
-                plan.rows.remove(row)
-                budget += row.num_new_tokens
+                budget += self._preempt(victim, step)
+            if budget == 0 and last is not None:  # keeps its blocks and place in the queue, but sits this step out
+                budget += step.rows.pop(last).num_tokens
             moved.update(victims)
             moved.add(request)
             if request.status is RequestStatus.SWAPPED:
-                budget -= self._resume(request, plan, min(budget, max_tokens))
+                budget -= self._resume(request, step, min(budget, max_tokens))
             else:
-                budget -= self._start_waiting(request, plan, budget)
+                budget -= self._start_waiting(request, step, budget)
 
     def _first_in_line(self) -> Request | None:
         """Swapped requests go before waiting ones, except before one to which they would give way."""
@@ -275,10 +283,10 @@ class Scheduler:
     def _is_admitted(self, request: Request) -> bool:
         return not self._num_active or self._policy.admits(request, self._engine_view())
 
-    def _row_to_take_back(self, request: Request, plan: StepPlan) -> ScheduledRow | None:
-        """The row of the least urgent request in this step, if that gives way to `request`."""
-        last = max(plan.rows, key=lambda row: row.request.rank, default=None)
-        return last if last is not None and self._policy.gives_way(last.request, request) else None
+    def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
+        """The least urgent request in this step, if it gives way to `request`."""
+        last = max(step.rows, key=_rank, default=None)
+        return last if last is not None and self._policy.gives_way(last, request) else None
 
     def _victims_for(self, request: Request, max_tokens: int, moved: set[Request]) -> list[Request] | None:
         """The fewest running requests, least urgent first, without which `request` has room; None: it has to wait."""
@@ -314,38 +322,38 @@ class Scheduler:
             needed = self.kv.num_blocks_to_admit(request)
         return needed + len(self._running) - self.kv.pool.num_available
 
-    def _resume(self, request: Request, plan: StepPlan, budget: int) -> int:
+    def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Bring a swapped request back; returns the tokens of its row."""
         num_new = min(request.num_tokens - request.num_computed_tokens, budget)
         self._swapped.remove(request)
-        self.kv.swap_in(request, plan)
-        self._start(plan, request, num_new)
+        self.kv.swap_in(request, step)
+        self._start(step, request, num_new)
         return num_new
 
-    def _start_waiting(self, request: Request, plan: StepPlan, budget: int) -> int:
+    def _start_waiting(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Give a waiting request what caches have and a row for the rest, or start its load; returns its tokens."""
         reusable = request.num_reusable_tokens
         self._waiting.remove(request)
         num_computed = self.kv.attach_cached(request, reusable)
         if request.kv_source is not None and self._start_load(request, num_computed):
             return 0
-        num_computed += self.kv.attach_from_host(request, reusable, plan)
+        num_computed += self.kv.attach_from_host(request, reusable, step)
         self._count_cache_use(request, num_computed)
         request.num_computed_tokens = num_computed
         num_new = min(request.num_tokens - num_computed, budget)
-        self._start(plan, request, num_new)
+        self._start(step, request, num_new)
         return num_new
 
-    def _start(self, plan: StepPlan, request: Request, num_new: int) -> None:
+    def _start(self, step: ScheduledStep, request: Request, num_new: int) -> None:
         grown = self.kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "admission checked the room"
         request.status = RequestStatus.RUNNING
         insort(self._running, request, key=_rank)
-        self._add_row(plan, request, num_new)
+        self._add_row(step, request, num_new)
 
-    def _add_row(self, plan: StepPlan, request: Request, num_new: int) -> None:
+    def _add_row(self, step: ScheduledStep, request: Request, num_new: int) -> None:
         start = request.num_computed_tokens
-        plan.rows.append(ScheduledRow(request, start, num_new, start + num_new == request.num_tokens))
+        step.rows[request] = ScheduledRow(request.request_id, start, num_new, start + num_new == request.num_tokens)
 
     def _start_load(self, request: Request, num_cached: int) -> bool:
         """Let the source fill what is not cached here; False when that would not save a whole block of computing."""
@@ -392,6 +400,7 @@ class Scheduler:
     def _finish(self, request: Request, keep_blocks: bool = False) -> None:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
+        self._forget(request)
         if not keep_blocks:
             self.kv.release(request)
 

@@ -95,8 +95,8 @@ class EngineProcess:
             outputs = self._engine.step()
             self._heartbeat.beat()
             self._start_loads(began)
-            for row in self._engine.last_rows:
-                open_request = self._open.get(row.request.request_id)
+            for new in self._engine.last_plan.new:
+                open_request = self._open.get(new.request_id)
                 if open_request is not None and not open_request.started:
                     open_request.started = began
             for output in outputs:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import Request, ScheduledRow
+from engine.plan import ScheduledRow
+from engine.request_states import RequestState
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class StepBatch:
     seq_lens: tokens each row's last query sees, itself included.
     """
 
-    requests: list[Request]
+    requests: Sequence[RequestState]
     inputs: NDArray[np.int64]
     query_starts: list[int]
     seq_lens: list[int]
@@ -34,18 +35,18 @@ class StepBatch:
         return self.query_starts[-1]
 
 
-def build_batch(rows: Sequence[ScheduledRow], block_size: int) -> StepBatch:
+def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], block_size: int) -> StepBatch:
     """Flatten `rows`. Their requests must own blocks for all tokens up to the row's end."""
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
     query_starts = [0]
     num_decode_rows = 0
-    for row in rows:
-        start, stop = row.start, row.start + row.num_new_tokens
-        block_ids = row.request.block_ids
-        token_ids += row.request.token_ids(start, stop)
-        if row.num_new_tokens == 1:
+    for row, request in zip(rows, requests, strict=True):
+        start, stop = row.start, row.stop
+        block_ids = request.block_ids
+        token_ids += request.token_ids[start:stop]
+        if row.num_tokens == 1:
             positions.append(start)
             blocks.append(block_ids[start // block_size])
             num_decode_rows += len(query_starts) == num_decode_rows + 1
@@ -57,9 +58,9 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int) -> StepBatch:
     inputs[0], inputs[1], inputs[2] = token_ids, positions, blocks
     np.remainder(inputs[1], block_size, out=inputs[3])
     return StepBatch(
-        requests=[row.request for row in rows],
+        requests=requests,
         inputs=inputs,
         query_starts=query_starts,
-        seq_lens=[row.start + row.num_new_tokens for row in rows],
+        seq_lens=[row.stop for row in rows],
         num_decode_rows=num_decode_rows,
     )

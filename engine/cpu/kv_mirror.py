@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.request import Request
+from engine.request_states import RequestState
 from kernels.cpu_attention import KVRows, mask_source
 from kvstore.types import BlockId
 
@@ -119,7 +119,7 @@ class Arena:
 class MirrorRow:
     """One sequence: its first `length` tokens' KV, as the blocks `block_ids` hold it."""
 
-    request: Request
+    request: RequestState
     block_ids: list[BlockId]
     length: int
     arena: Arena
@@ -136,7 +136,7 @@ class KVMirror:
         self._arenas: dict[int, Arena] = {}
         self._rows: dict[str, MirrorRow] = {}
 
-    def sync(self, requests: Sequence[Request], starts: Sequence[int]) -> list[MirrorRow | None]:
+    def sync(self, requests: Sequence[RequestState], starts: Sequence[int]) -> list[MirrorRow | None]:
         """Rows that hold each request's tokens [0, start) and have room for one more; None without room.
 
         Drops every other row: its request is not part of this decode step.
@@ -157,14 +157,14 @@ class KVMirror:
             found.append(row)
         return found
 
-    def _continues(self, request: Request, start: int) -> bool:
+    def _continues(self, request: RequestState, start: int) -> bool:
         row = self._rows.get(request.request_id)
         if row is None or row.request is not request or start > row.length or start >= row.arena.capacity:
             return False
         num_blocks = -(-start // self._block_size)
         return row.block_ids[:num_blocks] == request.block_ids[:num_blocks]
 
-    def _make(self, request: Request, start: int) -> MirrorRow | None:
+    def _make(self, request: RequestState, start: int) -> MirrorRow | None:
         """A new row, filled from the pool; None when the budget is used up."""
         arena = self._arena_with_room(capacity_for(start + 1))
         if arena is None:

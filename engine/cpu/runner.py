@@ -1,7 +1,7 @@
-"""Executes a plan: copies, one forward pass over all rows, one draw per sampling row.
+"""Executes a plan: copies, one forward pass over all rows, one sample per row that wants one.
 
 Knows tensors, not queues: what runs, and which blocks it owns, was decided by the scheduler. A row whose logits
-cannot be drawn from fails alone; an exception of the forward pass itself propagates.
+cannot be sampled from fails alone; an exception of the forward pass itself propagates.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from engine.cpu.pool_attention import AttentionBackend, PoolAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
-from engine.request import (
-    Request,
-    RequestId,
-    SamplingParams,
-    ScheduledRow,
-    StepPlan,
-    StepResult,
-)
+from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
+from engine.request import RequestId
+from engine.request_states import RequestState, RequestStates
 from engine.sampler import LogitsHook, Sampler
-from kvstore.types import BlockId
+from engine.trial_plans import prompt_plan
 
 
 class ModelRunner:
@@ -38,6 +33,8 @@ class ModelRunner:
     kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
     host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
     """
+
+    max_steps_in_flight = 1
 
     def __init__(
         self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
@@ -52,6 +49,7 @@ class ModelRunner:
                 f"the model needs {list(expected)} {expected_dtype}"
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
+        self._requests = RequestStates()
         self._model = loaded.model
         self._cpu_forwards = CpuForwards(loaded.model) if loaded.device.type == "cpu" else None
         self._device = loaded.device
@@ -65,21 +63,28 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Do everything in `plan`, in its order, and return the sampled tokens."""
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        """Do everything in `plan`, in its order."""
+        requests = self._requests.apply(plan)
         self._copy(plan)
         rows = plan.rows
-        result = StepResult([[] for _ in rows], [[] for _ in rows], [[] for _ in rows])
-        if not rows:
-            return result
-        batch = build_batch(rows, self._block_size)
+        result = StepResult.of_rows(len(rows))
+        if rows:
+            self._run(rows, requests, result)
+        return CompletedStep(result)
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner: nothing is ever pending here."""
+        return False
+
+    def _run(self, rows: list[ScheduledRow], requests: list[RequestState], result: StepResult) -> None:
+        batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.prepare(batch, inputs)
-        model = self._forward_for(rows, batch.num_tokens)
+        model = self._forward_for(rows, requests, batch.num_tokens)
         hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
-        _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
-        self._add_samples(model, rows, batch.query_starts, hidden, result)
-        return result
+        _add_prompt_logprobs(model, rows, requests, batch.query_starts, hidden, result)
+        self._add_samples(model, rows, requests, batch.query_starts, hidden, result)
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
         """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
@@ -93,15 +98,15 @@ class ModelRunner:
         pool_tokens = self._pool.shape[0] * self._block_size
         longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
         for num_tokens in (1, longest):
-            num_blocks = -(-num_tokens // self._block_size)
-            request = Request(RequestId("warmup"), [0] * num_tokens, SamplingParams(max_tokens=1, temperature=0.0))
-            request.block_ids = [BlockId(index) for index in range(num_blocks)]
-            self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
+            self.launch(prompt_plan(num_tokens, self._block_size))
+        self._requests.clear()
 
-    def _forward_for(self, rows: list[ScheduledRow], num_tokens: int) -> Forward:
+    def _forward_for(self, rows: list[ScheduledRow], requests: list[RequestState], num_tokens: int) -> Forward:
         if self._cpu_forwards is None:
             return self._model
-        only_decodes = num_tokens == len(rows) and all(row.start >= row.request.num_prompt_tokens for row in rows)
+        only_decodes = num_tokens == len(rows) and all(
+            row.start >= request.num_prompt_tokens for row, request in zip(rows, requests, strict=True)
+        )
         return self._cpu_forwards.choose(num_tokens, only_decodes)
 
     def _copy(self, plan: StepPlan) -> None:
@@ -112,9 +117,10 @@ class ModelRunner:
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
     def _add_samples(
-        self, model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
-    ) -> None:
-        """Draw a token for each sampling row."""
+        self, model: Forward, rows: list[ScheduledRow], requests: list[RequestState], query_starts: list[int],
+        hidden: Tensor, result: StepResult,
+    ) -> None:  # fmt: skip
+        """Sample a token for each row that reaches its last one."""
         sampling = [index for index, row in enumerate(rows) if row.samples]
         if not sampling:
             return
@@ -122,13 +128,19 @@ class ModelRunner:
             last_hidden = hidden
         else:
             last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
-        drawn = self._sampler.sample(model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
-        for place, index in enumerate(sampling):
-            if place in drawn.errors:
-                result.errors[index] = drawn.errors[place]
+        sampled = self._sampler.sample(
+            model.logits(last_hidden),
+            [requests[index] for index in sampling],
+            [rows[index].stop for index in sampling],
+            self.hooks,
+        )
+        for i, index in enumerate(sampling):
+            if i in sampled.errors:
+                result.errors[index] = sampled.errors[i]
                 continue
-            result.token_ids[index].append(drawn.token_ids[place])
-            entry = drawn.logprobs[place]
+            requests[index].put_token(rows[index].stop, sampled.token_ids[i])
+            result.token_ids[index].append(sampled.token_ids[i])
+            entry = sampled.logprobs[i]
             if entry is not None:
                 result.logprobs[index].append(entry)
 
@@ -140,9 +152,10 @@ def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
 
 
 def _add_prompt_logprobs(
-    model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
-) -> None:
-    for index, row in enumerate(rows):
-        if wants_prompt_logprobs(row):
+    model: Forward, rows: list[ScheduledRow], requests: list[RequestState], query_starts: list[int], hidden: Tensor,
+    result: StepResult,
+) -> None:  # fmt: skip
+    for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        if wants_prompt_logprobs(row, request):
             own = hidden[query_starts[index] : query_starts[index + 1]]
-            result.prompt_logprobs[index] = prompt_logprobs(row, own, model.logits)
+            result.prompt_logprobs[index] = prompt_logprobs(row, request, own, model.logits)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
-from engine.logits import changes_logits
 from engine.request import SamplingParams
 from kernels.gpu.sampling import SamplingWorkspace, sample
 
 
 def is_drawn_on_device(params: SamplingParams) -> bool:
-    return params.logprobs is None and not changes_logits(params)
+    return params.logprobs is None and not params.changes_logits
 
 
 class DeviceSampler:

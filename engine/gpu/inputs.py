@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import ScheduledRow
+from engine.plan import ScheduledRow
+from engine.request_states import RequestState
 
 TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives
 
@@ -26,23 +27,25 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def step_tokens(decodes: Sequence[ScheduledRow], chunks: Sequence[ScheduledRow], block_size: int) -> Any:
+Rows = Sequence[tuple[ScheduledRow, RequestState]]
+
+
+def step_tokens(decodes: Rows, chunks: Rows, block_size: int) -> Any:
     """int32 (3, num_tokens or up to 3 more): token ids, positions and slots of decode rows (ids 0), then of chunks.
 
     The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
     """
-    num_tokens = len(decodes) + sum(row.num_new_tokens for row in chunks)
+    num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
     fields = np.zeros((3, -(-num_tokens // 4) * 4), dtype=np.int32)
-    for place, row in enumerate(decodes):
-        fields[POSITION, place] = row.start
-        fields[SLOT, place] = row.request.block_ids[row.start // block_size] * block_size + row.start % block_size
+    for index, (row, request) in enumerate(decodes):
+        fields[POSITION, index] = row.start
+        fields[SLOT, index] = request.block_ids[row.start // block_size] * block_size + row.start % block_size
     first = len(decodes)
-    for row in chunks:
-        stop = row.start + row.num_new_tokens
-        own = slice(first, first + row.num_new_tokens)
-        positions = np.arange(row.start, stop, dtype=np.int32)
-        blocks = np.array(row.request.block_ids[: -(-stop // block_size)], dtype=np.int32)
-        fields[TOKEN, own] = row.request.token_ids(row.start, stop)
+    for row, request in chunks:
+        own = slice(first, first + row.num_tokens)
+        positions = np.arange(row.start, row.stop, dtype=np.int32)
+        blocks = np.array(request.block_ids[: -(-row.stop // block_size)], dtype=np.int32)
+        fields[TOKEN, own] = request.token_ids[row.start : row.stop]
         fields[POSITION, own] = positions
         fields[SLOT, own] = blocks[positions // block_size] * block_size + positions % block_size
         first = own.stop

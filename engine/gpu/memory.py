@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
+from engine.engine import Runner
 from engine.gpu.config import GpuConfig
 from engine.gpu.rows import bucket_sizes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
-from kvstore.types import BlockId, PoolGeometry
+from engine.plan import StepPlan
+from engine.request import SamplingParams
+from engine.trial_plans import trial_plan
+from kvstore.types import PoolGeometry
 
 logger = logging.getLogger(__name__)
 TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter
@@ -74,16 +75,14 @@ def prefill_trials(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
     each = min(config.max_num_batched_tokens // rows, max_model_len - 1)
     last = min(config.max_num_batched_tokens, max_model_len - 1)
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=0)
-    return [
-        StepPlan([_row(config, params, index, 0, each) for index in range(rows)]),
-        StepPlan([_row(config, params, 0, max_model_len - 1 - last, last)]),
-    ]
+    shares = [(0, each)] * rows, [(max_model_len - 1 - last, last)]
+    return [trial_plan(share, config.block_size, params, TRIAL_BLOCKS) for share in shares]
 
 
 def decode_trial(config: EngineConfig) -> StepPlan:
     """The largest step that a graph is captured for."""
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
-    return StepPlan([_row(config, params, index, 1, 1) for index in range(config.max_num_seqs)])
+    return trial_plan([(1, 1)] * config.max_num_seqs, config.block_size, params, TRIAL_BLOCKS)
 
 
 def kv_cache_gb(
@@ -106,9 +105,9 @@ def measure(
     pool = allocate_pool(replace(geometry, num_blocks=TRIAL_BLOCKS), device)
     # Graphs are not captured here: the step that they would hold is measured instead.
     runner = GpuRunner(loaded, pool, None, config, replace(gpu, use_cuda_graph=False), max_model_len)
-    graph_bytes = _peak_of(runner.run, decode_trial(config), device) if gpu.use_cuda_graph else 0
+    graph_bytes = _peak_of(runner, decode_trial(config), device) if gpu.use_cuda_graph else 0
     for plan in prefill_trials(config, max_model_len):
-        runner.run(plan)
+        runner.launch(plan).result()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - pool.nbytes + COPY_BYTES
     del pool, runner
@@ -126,18 +125,10 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
-def _peak_of(run: Callable[[StepPlan], Any], plan: StepPlan, device: torch.device) -> int:
+def _peak_of(runner: Runner, plan: StepPlan, device: torch.device) -> int:
     """Bytes that one step allocates at most. The step runs twice: the first time compiles and fills caches."""
-    run(plan)
+    runner.launch(plan).result()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run(plan)
+    runner.launch(plan).result()
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _row(config: EngineConfig, params: SamplingParams, index: int, start: int, num_tokens: int) -> ScheduledRow:
-    """A row of a sequence of zeros, long enough for `num_tokens` from `start` on."""
-    length = start + num_tokens
-    request = Request(RequestId(f"trial-{index}"), [0] * length, params)
-    request.block_ids = [BlockId(i % TRIAL_BLOCKS) for i in range(-(-length // config.block_size))]
-    return ScheduledRow(request, start, num_tokens, True)

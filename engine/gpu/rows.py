@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from engine.request import Request, RequestId
+from engine.request import RequestId
+from engine.request_states import RequestState
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -24,7 +25,7 @@ def bucket_sizes(max_rows: int) -> list[int]:
 class RowChanges:
     """What a step changes: `fresh` rows need everything, `moved` ones only their last token from the old row."""
 
-    fresh: list[tuple[int, Request]] = field(default_factory=list)
+    fresh: list[tuple[int, RequestState]] = field(default_factory=list)
     moved: list[tuple[int, int]] = field(default_factory=list)  # (old row, new row)
 
 
@@ -34,10 +35,10 @@ class RowTable:
     def __init__(self, max_rows: int, buckets: Sequence[int]) -> None:
         self._buckets = buckets
         self._rows: dict[RequestId, int] = {}
-        self._owner: list[Request | None] = [None] * max_rows
+        self._owner: list[RequestState | None] = [None] * max_rows
         self._vacant = list(range(max_rows))  # heap
 
-    def row_of(self, request: Request) -> int:
+    def row_of(self, request: RequestState) -> int:
         return self._rows[request.request_id]
 
     @property
@@ -49,7 +50,7 @@ class RowTable:
         """The smallest bucket that holds all rows in use."""
         return self._buckets[bisect_left(self._buckets, self.extent)]
 
-    def sync(self, requests: Sequence[Request]) -> RowChanges:
+    def sync(self, requests: Sequence[RequestState]) -> RowChanges:
         """Give every request of the step a row and take the rows of all others. At most max_rows requests."""
         changes = RowChanges()
         names = {request.request_id for request in requests}
@@ -85,7 +86,7 @@ class RowTable:
             else:
                 changes.moved.append((old, new))
 
-    def _take(self, request: Request) -> int:
+    def _take(self, request: RequestState) -> int:
         row = heappop(self._vacant)
         self._rows[request.request_id] = row
         self._owner[row] = request

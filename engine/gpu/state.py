@@ -12,7 +12,7 @@ import torch
 
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
-from engine.request import Request
+from engine.request_states import RequestState
 
 
 class DeviceState:
@@ -38,14 +38,13 @@ class DeviceState:
                 self._num_uploaded[row] = 0
         if changes.fresh:
             rows = [row for row, _ in changes.fresh]
-            tokens = [request.token_ids(request.num_known_tokens - 1, request.num_known_tokens)[0]
-                      for _, request in changes.fresh]  # fmt: skip
+            tokens = [request.token_ids[-1] for _, request in changes.fresh]
             fresh = upload([rows, tokens], torch.int64, self._device)
             self.last_tokens[fresh[0]] = fresh[1]
             for row in rows:
                 self._num_uploaded[row] = 0
 
-    def upload_blocks(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+    def upload_blocks(self, rows: Sequence[int], requests: Sequence[RequestState]) -> None:
         """Send the block ids that the device does not have yet."""
         places: list[int] = []
         values: list[int] = []

@@ -15,7 +15,9 @@ from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel, load_model
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan, StepResult
+from engine.plan import ScheduledRow, StepPlan, StepResult
+from engine.request import Request, RequestId, SamplingParams
+from engine.scheduled_step import ScheduledStep
 from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, seed=0)
@@ -36,6 +38,17 @@ def make_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
     pool = allocate_pool(geometry, loaded.device)
     pool.fill_(float("nan"))  # what was never written must never matter
     return ModelRunner(loaded, pool, None, config)
+
+
+def plan_of(work: Sequence[tuple[Request, int]]) -> StepPlan:
+    """The plan that computes the next `n` tokens of each request, sampling where all are known."""
+    step = ScheduledStep()
+    for request, count in work:
+        start = request.num_computed_tokens
+        samples = start + count == request.num_tokens
+        step.rows[request] = ScheduledRow(request.request_id, start, count, samples)
+    step.seal([])
+    return step.plan
 
 
 class Driver:
@@ -60,23 +73,22 @@ class Driver:
 
     def step(self, work: Sequence[tuple[Request, int]]) -> StepResult:
         """Compute the next `n` tokens of each request (decode rows first), sampling where all are known."""
-        rows = []
-        for request, count in sorted(work, key=lambda item: item[1] != 1):
-            start = request.num_computed_tokens
-            while len(request.block_ids) * self.block_size < start + count:
+        work = sorted(work, key=lambda item: item[1] != 1)
+        for request, count in work:
+            while len(request.block_ids) * self.block_size < request.num_computed_tokens + count:
                 request.block_ids.append(BlockId(self.free.pop()))
-            rows.append(ScheduledRow(request, start, count, start + count == request.num_tokens))
-        result = self.runner.run(StepPlan(rows))
+        result = self.runner.launch(plan_of(work)).result()
         self.results.append(result)
-        for index, row in enumerate(rows):
-            row.request.num_computed_tokens += row.num_new_tokens
-            row.request.output_token_ids += result.token_ids[index]
+        for index, (request, count) in enumerate(work):
+            request.num_computed_tokens += count
+            request.output_token_ids += result.token_ids[index]
         return result
 
     def release(self, request: Request) -> None:
         self.free += request.block_ids
         request.block_ids = []
         request.num_computed_tokens = 0
+        request.num_planned_blocks = -1
 
     def finish(self, requests: Sequence[Request], num_tokens: int, chunk: int) -> None:
         """Run all to `num_tokens` outputs: chunks of prompts join the others' decode steps."""

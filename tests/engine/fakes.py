@@ -6,10 +6,10 @@ scheduler and pool kept every block's content where it belongs, through eviction
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from engine.request import Request, ScheduledRow, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
+from engine.request_states import RequestState, RequestStates
 
 VOCAB_SIZE = 1000
 
@@ -29,66 +29,54 @@ def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class OverlappedFake:
-    """A BlockMemoryRunner behind a queue: a step is computed when its result, or the next launch, asks for it.
+@dataclass(slots=True)
+class FakeStep:
+    """A step whose tokens the runner's own state learns when they are read, as those of a GPU."""
+
+    runner: BlockMemoryRunner
+    found: StepResult
+    sampled: list[tuple[RequestState, int, int]] = field(default_factory=list)
+
+    def result(self) -> StepResult:
+        assert self.runner.in_flight.pop(0) is self, "results are taken in the order of the launches"
+        for request, position, token_id in self.sampled:
+            request.put_token(position, token_id)
+        return self.found
+
+
+class BlockMemoryRunner:
+    """Stores token ids as "KV" in blocks and host slots, and reads the context back from there.
 
     Like a GPU it keeps the last token of each request itself, because the host does not know it yet.
     """
 
-    def __init__(self, inner: BlockMemoryRunner) -> None:
-        self.inner = inner
-        self.max_in_flight = 0
-        self._open = 0
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.inner.run(plan)
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """Requests with a penalty stand for all that need the host."""
-        return any(row.request.params.presence_penalty for row in plan.rows)
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        self._open += 1
-        self.max_in_flight = max(self.max_in_flight, self._open)
-        # Requests change while the step is in flight; what a launch reads is what it was launched with.
-        rows = [ScheduledRow(copy.copy(row.request), row.start, row.num_new_tokens, row.samples) for row in plan.rows]
-        for row in rows:
-            row.request.block_ids = list(row.request.block_ids)
-            row.request.output_token_ids = list(row.request.output_token_ids)
-        try:
-            result = self.inner.run(StepPlan(rows, plan.copies_out, plan.copies_in))
-        except Exception:
-            self._open -= 1
-            raise
-
-        def take() -> StepResult:
-            self._open -= 1
-            return result
-
-        return take
-
-
-class BlockMemoryRunner:
-    """Stores token ids as "KV" in blocks and host slots, and reads the context back from there."""
-
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, max_steps_in_flight: int = 1) -> None:
         self.block_size = block_size
+        self.max_steps_in_flight = max_steps_in_flight
+        self.most_in_flight = 0
+        self.in_flight: list[FakeStep] = []
         self.blocks: dict[int, list[int | None]] = {}
         self.host: dict[int, list[int | None]] = {}
         self.num_computed_tokens = 0
+        self.plans: list[StepPlan] = []
         self.last_token: dict[str, int] = {}
         self.fail_on: set[int] = set()  # token ids that make a row's computation raise
+        self._requests = RequestStates()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return self._requests.needs_tokens(plan.rows)
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        self.plans.append(plan)
+        requests = self._requests.apply(plan)
         for block_id, slot in plan.copies_out:
             self.host[slot] = list(self.blocks[block_id])
         for slot, block_id in plan.copies_in:
             self.blocks[block_id] = list(self.host[slot])
-        result = StepResult([], [], [])
-        for row in plan.rows:
-            request = row.request
-            self.num_computed_tokens += row.num_new_tokens
-            new = self._tokens(request, row.start, row.start + row.num_new_tokens)
+        step = FakeStep(self, StepResult.of_rows(len(requests)))
+        for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
+            self.num_computed_tokens += row.num_tokens
+            new = self._tokens(request, row.start, row.stop)
             if self.fail_on & set(new):
                 raise RuntimeError("told to fail")
             for position, token_id in enumerate(new, row.start):
@@ -96,19 +84,18 @@ class BlockMemoryRunner:
                 cells = self.blocks.setdefault(block_id, [None] * self.block_size)
                 cells[position % self.block_size] = token_id
             context = [
-                self.blocks[request.block_ids[p // self.block_size]][p % self.block_size]
-                for p in range(row.start + row.num_new_tokens)
+                self.blocks[request.block_ids[p // self.block_size]][p % self.block_size] for p in range(row.stop)
             ]
-            assert context == self._tokens(request, 0, row.start + row.num_new_tokens), "KV of other tokens"
-            sampled = [next_token(context)] if row.samples else []  # type: ignore[arg-type]
-            if sampled:
-                self.last_token[request.request_id] = sampled[0]
-            result.token_ids.append(sampled)
-            result.logprobs.append([])
-            result.prompt_logprobs.append([])
-        return result
+            assert context == self._tokens(request, 0, row.stop), "KV of other tokens"
+            if row.samples:
+                token_id = self.last_token[request.request_id] = next_token(context)  # type: ignore[arg-type]
+                step.found.token_ids[index].append(token_id)
+                step.sampled.append((request, row.stop, token_id))
+        self.in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return step
 
-    def _tokens(self, request: Request, start: int, stop: int) -> list[int]:
-        """Known tokens, and behind them the one that only this runner has seen."""
-        known = request.token_ids(start, min(stop, request.num_known_tokens))
-        return known if stop <= request.num_known_tokens else [*known, self.last_token[request.request_id]]
+    def _tokens(self, request: RequestState, start: int, stop: int) -> list[int]:
+        """Known tokens, and behind them the one that only the device has seen."""
+        known = request.token_ids[start:stop]
+        return known if len(known) == stop - start else [*known, self.last_token[request.request_id]]

@@ -11,7 +11,7 @@ import pytest
 from common.errors import EngineError, InvalidRequestError, UnavailableError
 from engine import AsyncLLM, SamplingParams
 from engine.engine import DeviceLostError
-from engine.request import StepPlan, StepResult
+from engine.plan import PendingStep, StepPlan
 
 PROMPTS = [f"{index} and {'the same again ' * (index % 5)}" for index in range(16)]
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, top_k=40, seed=11, ignore_eos=True)
@@ -113,14 +113,14 @@ async def test_a_bad_prompt_ends_its_caller_alone(llm: AsyncLLM) -> None:
 
 async def test_a_failed_engine_ends_every_caller(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = DeviceLostError("the GPU has fallen off the bus")
-    run = llm.engine._runner.run
+    launch = llm.engine._runner.launch
 
-    def lose_it_with_all_open(plan: StepPlan) -> StepResult:
+    def lose_it_with_all_open(plan: StepPlan) -> PendingStep:
         if len(plan.rows) == len(PROMPTS):
             raise lost
-        return run(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(llm.engine._runner, "run", lose_it_with_all_open)
+    monkeypatch.setattr(llm.engine._runner, "launch", lose_it_with_all_open)
     for failure in await asyncio.gather(*(llm.generate(p, LONG) for p in PROMPTS), return_exceptions=True):
         assert isinstance(failure, EngineError)
         assert failure.__cause__ is lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from engine.cpu.attention import CpuAttention, runs_of
 from engine.cpu.batch import build_batch
 from engine.cpu.kv_mirror import KVMirror, capacity_for
 from engine.cpu.pool_attention import PoolAttention
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow
+from engine.plan import ScheduledRow
+from engine.request import RequestId, SamplingParams
+from engine.request_states import RequestState
 from kernels.cpu_attention import padded_len
 from kvstore.types import BlockId
 
@@ -26,6 +29,16 @@ NUM_LAYERS, NUM_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 8, 
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(kv_mirror, "MIN_CAPACITY", 8)  # so that sequences outgrow arenas within a test
+
+
+@dataclass(slots=True, eq=False)
+class Tracked(RequestState):
+    """With what a scheduler would know of it."""
+
+    num_computed_tokens: int = 0
+
+
+Row = tuple[ScheduledRow, Tracked]
 
 
 class Pair:
@@ -40,8 +53,8 @@ class Pair:
         self.plain = PoolAttention(self.pools[1])
         self.generator = torch.Generator().manual_seed(0)
 
-    def step(self, rows: list[ScheduledRow]) -> None:
-        batch = build_batch(rows, BLOCK_SIZE)
+    def step(self, rows: list[Row]) -> None:
+        batch = build_batch([row for row, _ in rows], [request for _, request in rows], BLOCK_SIZE)
         inputs = torch.from_numpy(batch.inputs)
         prepared: list[tuple[Any, Any]] = [
             (backend, backend.prepare(batch, inputs)) for backend in (self.cpu, self.plain)
@@ -62,21 +75,19 @@ class Sequences:
         self.random.shuffle(self.free)
         self.count = 0
 
-    def new(self) -> Request:
+    def new(self) -> Tracked:
         self.count += 1
-        request = Request(RequestId(f"r{self.count}"), [0, 0], SamplingParams())
-        request.output_token_ids = [0] * 1000  # so that single tokens are decode rows
-        return request
+        return Tracked(RequestId(f"r{self.count}"), [0] * 1002, 2, SamplingParams())  # single tokens are decode rows
 
-    def row(self, request: Request, count: int) -> ScheduledRow:
+    def row(self, request: Tracked, count: int) -> Row:
         stop = request.num_computed_tokens + count
         while len(request.block_ids) * BLOCK_SIZE < stop:
             request.block_ids.append(BlockId(self.free.pop()))
-        row = ScheduledRow(request, request.num_computed_tokens, count, False)
+        row = ScheduledRow(request.request_id, request.num_computed_tokens, count, False)
         request.num_computed_tokens = stop
-        return row
+        return row, request
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Tracked) -> None:
         self.free += request.block_ids
         self.random.shuffle(self.free)
         request.block_ids, request.num_computed_tokens = [], 0
@@ -107,7 +118,7 @@ def test_random_schedules_equal_the_plain_backend(seed: int, budget_tokens: int 
             else:
                 rows.append(sequences.row(request, 1))
         choose.shuffle(rows)
-        rows.sort(key=lambda row: row.num_new_tokens != 1)
+        rows.sort(key=lambda pair: pair[0].num_tokens != 1)
         if rows:
             pair.step(rows)
 
@@ -165,8 +176,8 @@ def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
     broken.block_ids, broken.num_computed_tokens = [BlockId(sequences.free.pop()) for _ in range(4)], 10
     for pool in pair.pools:
         pool[broken.block_ids] = float("nan")
-    rows = [sequences.row(broken, 1)]
-    batch = build_batch(rows, BLOCK_SIZE)
+    row, request = sequences.row(broken, 1)
+    batch = build_batch([row], [request], BLOCK_SIZE)
     metadata = pair.cpu.prepare(batch, torch.from_numpy(batch.inputs))
     qkv = torch.zeros(1, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)
     assert bool(pair.cpu.attend(0, qkv, metadata).isnan().all())

@@ -109,19 +109,19 @@ def test_other_failures_pass_and_a_missing_compiler_is_named() -> None:
 
 def test_trials_fill_every_bound_of_a_step() -> None:
     many, longest = prefill_trials(CONFIG, max_model_len=1000)
-    assert [row.num_new_tokens for row in many.rows] == [12] * 8
+    assert [row.num_tokens for row in many.rows] == [12] * 8
     (row,) = longest.rows
-    assert (row.start, row.num_new_tokens) == (899, 100)
-    for row in (*many.rows, *longest.rows, *decode_trial(CONFIG).rows):
-        length = row.start + row.num_new_tokens
-        assert row.samples
-        assert row.request.num_tokens == length < 1000
-        assert len(row.request.block_ids) == -(-length // 16)
-        assert max(row.request.block_ids) < TRIAL_BLOCKS
-    assert [row.num_new_tokens for row in decode_trial(CONFIG).rows] == [1] * 8
+    assert (row.start, row.num_tokens) == (899, 100)
+    for plan in (many, longest, decode_trial(CONFIG)):
+        for new, row in zip(plan.new, plan.rows, strict=True):
+            assert row.samples
+            assert len(new.token_ids) == row.stop < 1000
+            assert len(row.new_block_ids) == -(-row.stop // 16)
+            assert max(row.new_block_ids) < TRIAL_BLOCKS
+    assert [row.num_tokens for row in decode_trial(CONFIG).rows] == [1] * 8
 
 
 def test_trials_of_short_models_stay_inside_the_model() -> None:
     for plan in prefill_trials(replace(CONFIG, max_num_seqs=1), max_model_len=50):
         (row,) = plan.rows
-        assert (row.start, row.num_new_tokens) == (0, 49)
+        assert (row.start, row.num_tokens) == (0, 49)

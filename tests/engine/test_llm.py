@@ -15,7 +15,8 @@ import pytest
 from common.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 from engine import LLM, SamplingParams
 from engine.engine import DeviceLostError
-from engine.request import FinishReason, StepPlan, StepResult
+from engine.plan import PendingStep, StepPlan
+from engine.request import FinishReason
 
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -191,13 +192,13 @@ def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: py
 
 
 def before_each_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-    run = llm.engine._runner.run
+    launch = llm.engine._runner.launch
 
-    def first_call(plan: StepPlan) -> StepResult:
+    def first_call(plan: StepPlan) -> PendingStep:
         call()
-        return run(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(llm.engine._runner, "run", first_call)
+    monkeypatch.setattr(llm.engine._runner, "launch", first_call)
 
 
 def test_a_failed_engine_ends_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:

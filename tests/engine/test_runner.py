@@ -14,9 +14,10 @@ from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
+from engine.plan import StepPlan
+from engine.request import Request, RequestId, SamplingParams
 from kvstore.types import BlockId, HostSlot
-from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, plan_of, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits
 
 Opened = tuple[LoadedModel, EngineConfig, transformers.PreTrainedModel]
@@ -85,8 +86,8 @@ def test_a_row_may_be_computed_twice(llama: Opened) -> None:
     driver = Driver(make_runner(loaded, config), config)
     request = driver.add(random_prompt(12, VOCAB_SIZE, 5))
     driver.finish([request], 2, chunk=12)
-    row = ScheduledRow(request, request.num_computed_tokens, 1, True)
-    once, twice = driver.runner.run(StepPlan([row])), driver.runner.run(StepPlan([row]))
+    plan = plan_of([(request, 1)])
+    once, twice = driver.runner.launch(plan).result(), driver.runner.launch(plan).result()
     assert once.token_ids == twice.token_ids
     assert once.token_ids[0] == reference_greedy(reference, request.prompt_token_ids, 3)[2:]
 
@@ -140,14 +141,18 @@ def test_copies_run_before_the_forward_pass(llama: Opened) -> None:
     runner = ModelRunner(loaded, pool, host, config)
     prompt = random_prompt(20, VOCAB_SIZE, 4)
     request = Request(RequestId("a"), prompt, GREEDY, block_ids=[BlockId(3), BlockId(4), BlockId(9)])
-    first = runner.run(StepPlan([ScheduledRow(request, 0, 20, True)])).token_ids[0]
+    first = runner.launch(plan_of([(request, 20)])).result().token_ids[0]
     request.output_token_ids += first
+    request.num_computed_tokens = 20
     swap_out = [(BlockId(3), HostSlot(1)), (BlockId(4), HostSlot(2)), (BlockId(9), HostSlot(7))]
-    assert runner.run(StepPlan(copies_out=swap_out)).token_ids == []
+    swapped = StepPlan(finished=[request.request_id], copies_out=swap_out)
+    assert runner.launch(swapped).result().token_ids == []
     pool.fill_(float("nan"))
-    request.block_ids = [BlockId(30), BlockId(31), BlockId(5)]
+    request.block_ids, request.num_planned_blocks = [BlockId(30), BlockId(31), BlockId(5)], -1
     swap_in = [(HostSlot(1), BlockId(30)), (HostSlot(2), BlockId(31)), (HostSlot(7), BlockId(5))]
-    second = runner.run(StepPlan([ScheduledRow(request, 20, 1, True)], copies_in=swap_in)).token_ids[0]
+    plan = plan_of([(request, 1)])
+    plan.copies_in = swap_in
+    second = runner.launch(plan).result().token_ids[0]
     assert first + second == reference_greedy(reference, prompt, 2)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine import sampler as sampler_module
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow
+from engine.request import RequestId, SamplingParams
+from engine.request_states import RequestState
 from engine.sampler import SampledTokens, Sampler
 
 VOCAB_SIZE = 50
@@ -26,20 +27,23 @@ def _one_thread() -> None:
 
 def row_of(
     *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), name: str = "a", **params: Any
-) -> ScheduledRow:
+) -> RequestState:
+    """A request whose next token is to be sampled."""
     values = {"max_tokens": 1000, "seed": 11, **params}
-    request = Request(
-        RequestId(name), list(prompt), SamplingParams(**values), list(output), eos_token_ids=frozenset([EOS])
-    )
-    return ScheduledRow(request, request.num_tokens - 1, 1, True)
+    return RequestState(RequestId(name), [*prompt, *output], len(prompt), SamplingParams(**values), frozenset([EOS]))
 
 
 def logits_row(seed: int = 0, size: int = VOCAB_SIZE, spread: float = 2.0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def sample(rows: Sequence[ScheduledRow], logits: Tensor, **kwargs: Any) -> SampledTokens:
-    return Sampler().sample(logits.expand(len(rows), -1).clone(), rows, **kwargs)
+def sample(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> SampledTokens:
+    """All rows have the same logits."""
+    return sample_each(rows, logits.expand(len(rows), -1).clone(), **kwargs)
+
+
+def sample_each(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> SampledTokens:
+    return Sampler().sample(logits, rows, [len(row.token_ids) for row in rows], **kwargs)
 
 
 def draw_many(logits: Tensor, count: int, **params: Any) -> Counter[int]:
@@ -72,9 +76,9 @@ def test_greedy_takes_the_best_in_any_company() -> None:
     logits = torch.stack([logits_row(seed) for seed in range(4)])
     rows = [row_of(temperature=0.0, name=str(index)) for index in range(4)]
     best = logits.argmax(-1).tolist()
-    assert Sampler().sample(logits, rows).token_ids == best
+    assert sample_each(rows, logits).token_ids == best
     rows[2] = row_of(temperature=1.0, seed=3)
-    mixed = Sampler().sample(logits, rows).token_ids
+    mixed = sample_each(rows, logits).token_ids
     assert [mixed[index] for index in (0, 1, 3)] == [best[index] for index in (0, 1, 3)]
 
 
@@ -124,9 +128,9 @@ def test_the_candidate_pass_draws_what_the_whole_pass_draws(monkeypatch: pytest.
         row_of(output=[0] * index, temperature=0.8, top_p=(0.3, 0.9, 0.999)[index % 3], top_k=(0, 50)[index % 2])
         for index in range(40)
     ]
-    first = Sampler().sample(logits, rows).token_ids
+    first = sample_each(rows, logits).token_ids
     monkeypatch.setattr(sampler_module, "NUM_CANDIDATES", 5000)
-    assert Sampler().sample(logits, rows).token_ids == first
+    assert sample_each(rows, logits).token_ids == first
 
 
 def test_ties_at_a_threshold_are_all_kept() -> None:
@@ -142,11 +146,9 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     assert together == alone
     crowd = [row_of(output=[0] * index, temperature=1.0, seed=index + 50, name=str(index)) for index in range(9)]
     assert sample([*crowd, row_of(output=[0] * 5, temperature=1.0)], logits).token_ids[-1] == alone[5]
-    # The same position reached by a longer prompt and fewer outputs, or as the end of a chunk.
+    # The same position reached by a longer prompt and fewer outputs.
     moved = row_of(prompt=[1, 2, 3, 0, 0, 0], output=[0, 0], temperature=1.0)
     assert sample([moved], logits).token_ids[0] == alone[5]
-    chunk = ScheduledRow(moved.request, 2, 6, True)
-    assert sample([chunk], logits).token_ids[0] == alone[5]
 
 
 def test_other_seeds_and_positions_draw_other_tokens() -> None:
@@ -187,7 +189,7 @@ def test_penalties_follow_their_formulas(output: list[int]) -> None:
         frequency_penalty=-0.3,
         repetition_penalty=1.5,
     )
-    sample([row], logits, hooks={row.request.request_id: lambda _request, changed: seen.append(changed.clone())})
+    sample([row], logits, hooks={row.request_id: lambda _request, changed: seen.append(changed.clone())})
     expected = logits.tolist()
     for token_id in {1, 2, 4, *output}:
         value = expected[token_id]
@@ -253,10 +255,10 @@ def test_rows_that_cannot_be_drawn_from_fail_alone(temperature: float) -> None:
     logits[2, 3] = float("inf")
     rows = [row_of(temperature=temperature, name=str(index)) for index in range(4)]
     rows[3] = row_of(temperature=temperature, allowed_token_ids=(4,), bad_words=((4,),))
-    result = Sampler().sample(logits, rows)
+    result = sample_each(rows, logits)
     assert sorted(result.errors) == [1, 2, 3]
     assert "no token is allowed" in result.errors[3]
-    assert result.token_ids[0] == Sampler().sample(logits[:1], rows[:1]).token_ids[0]
+    assert result.token_ids[0] == sample_each(rows[:1], logits[:1]).token_ids[0]
     assert result.token_ids[1:] == [-1, -1, -1]
 
 
@@ -273,7 +275,7 @@ def test_a_hook_masks_its_own_request_only() -> None:
     logits = logits_row(7)
     best = int(logits.argmax())
 
-    def forbid_best(_request: Request, row: Tensor) -> None:
+    def forbid_best(_request: RequestState, row: Tensor) -> None:
         row[best] = float("-inf")
 
     rows = [row_of(temperature=0.0, name="a"), row_of(temperature=0.0, name="b")]
@@ -284,5 +286,5 @@ def test_a_hook_masks_its_own_request_only() -> None:
 def test_logits_are_left_unchanged() -> None:
     logits = logits_row(8)[None]
     kept = logits.clone()
-    Sampler().sample(logits, [row_of(temperature=1.0, top_k=3, presence_penalty=1.0, logit_bias=((1, 5.0),))])
+    sample_each([row_of(temperature=1.0, top_k=3, presence_penalty=1.0, logit_bias=((1, 5.0),))], logits)
     assert torch.equal(logits, kept)

@@ -15,7 +15,7 @@ from engine.scheduler import Scheduler
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTierAllocator
-from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, OverlappedFake, expected_tokens
+from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 
 BLOCK = 4
 
@@ -46,9 +46,8 @@ def make_engine(
         preempt_by_swap=swap,
         policy=policy,
     )
-    runner = BlockMemoryRunner(BLOCK)
-    overlapped = OverlappedFake(runner) if overlap else None
-    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos, overlapped=overlapped), runner
+    runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else 1)
+    return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
 
 
 def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
@@ -184,8 +183,8 @@ def test_decode_rows_come_first_and_prompts_share_the_budget() -> None:
     engine.add_request([1, 2], SamplingParams(max_tokens=10))
     engine.step()
     engine.add_request(list(range(10, 40)), SamplingParams(max_tokens=2))
-    plan = engine.scheduler.schedule()
-    assert [row.num_new_tokens for row in plan.rows] == [1, 7]
+    plan = engine.scheduler.schedule().plan
+    assert [row.num_tokens for row in plan.rows] == [1, 7]
     assert [row.samples for row in plan.rows] == [True, False]
 
 
@@ -194,11 +193,11 @@ def test_bounds_hold() -> None:
     for i in range(10):
         engine.add_request([i + 1] * 7, SamplingParams(max_tokens=5))
     while engine.has_work():
-        plan = engine.scheduler.schedule()
-        assert len(plan.rows) <= 3
-        assert plan.num_tokens <= 10
-        engine.scheduler.advance(plan)
-        engine.scheduler.update(plan, engine._runner.run(plan))
+        step = engine.scheduler.schedule()
+        assert len(step.plan.rows) <= 3
+        assert step.plan.num_tokens <= 10
+        engine.scheduler.advance(step)
+        engine.scheduler.update(step, engine._runner.launch(step.plan).result())
 
 
 def test_ends() -> None:
@@ -282,7 +281,7 @@ def test_a_lost_device_is_nobody_elses_failure(overlap: bool, monkeypatch: pytes
     def fail(_plan: object) -> None:
         raise DeviceLostError("told to fail")
 
-    monkeypatch.setattr(runner, "run", fail)
+    monkeypatch.setattr(runner, "launch", fail)
     with pytest.raises(DeviceLostError):
         engine.step()
 
@@ -300,9 +299,7 @@ def test_a_step_is_planned_while_the_one_before_runs() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=10))
     run_all(engine)
     assert runner.num_computed_tokens == 3 + 9
-    fake = engine._overlapped
-    assert isinstance(fake, OverlappedFake)
-    assert fake.max_in_flight == 2
+    assert runner.most_in_flight == 2
     stop = expected_tokens([1, 2, 3], 10)[4]
     runner.num_computed_tokens = 0
     again = engine.add_request([1, 2, 3], SamplingParams(max_tokens=10, stop_token_ids=(stop,)))

@@ -16,7 +16,8 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
-from engine.request import Request, SamplingParams
+from engine.request import SamplingParams
+from engine.request_states import RequestState
 from tests.gpu.models import save_tiny_model
 
 ON_GPU = torch.cuda.is_available()
@@ -52,10 +53,7 @@ def open_gpu(
         str(model), device="cuda" if ON_GPU else "cpu", dtype=dtype, **settings
     )  # fmt: skip
     parts = assemble(config, gpu=gpu)
-    made = Engine(
-        parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset(),
-        overlapped=parts.runner if gpu.overlap else None,
-    )  # fmt: skip
+    made = Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
     return made, parts.runner
 
 
@@ -189,9 +187,9 @@ def forced_logits(made: Engine, runner: Any, tokens: Sequence[list[int]]) -> lis
         request = made.add_request(prompt, params)
         seen[request.request_id] = []
 
-        def force(request: Request, row: torch.Tensor, index: int = index) -> None:
+        def force(request: RequestState, row: torch.Tensor, index: int = index) -> None:
             seen[request.request_id].append(row.float().cpu().clone())
-            row[tokens[index][len(request.output_token_ids)]] = 1e4
+            row[tokens[index][request.num_output_tokens]] = 1e4
 
         runner.hooks[request.request_id] = force
     run(made)

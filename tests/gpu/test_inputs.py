@@ -3,14 +3,16 @@ from __future__ import annotations
 import torch
 
 from engine.gpu.inputs import step_tokens, upload
-from engine.request import Request, RequestId, SamplingParams, ScheduledRow
+from engine.plan import ScheduledRow
+from engine.request import RequestId, SamplingParams
+from engine.request_states import RequestState
 from kvstore.types import BlockId
 
 
-def row(name: str, tokens: list[int], blocks: list[int], start: int, count: int) -> ScheduledRow:
-    request = Request(RequestId(name), tokens[:3], SamplingParams(), output_token_ids=tokens[3:])
+def row(name: str, tokens: list[int], blocks: list[int], start: int, count: int) -> tuple[ScheduledRow, RequestState]:
+    request = RequestState(RequestId(name), tokens, 3, SamplingParams())
     request.block_ids = [BlockId(block) for block in blocks]
-    return ScheduledRow(request, start, count, True)
+    return ScheduledRow(request.request_id, start, count, True), request
 
 
 def test_tokens_positions_and_slots_of_a_mixed_step() -> None:

@@ -23,6 +23,7 @@ from engine.layers.linear import Linear, LinearMap
 from engine.loader.packed_maps import map_of_parts
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
 from engine.request import Request, SamplingParams
+from engine.request_states import RequestState
 from tests.engine.driving import Driver, make_runner, open_model
 from tests.engine.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import TinyModel, reference_logits
@@ -105,7 +106,7 @@ def record_logits(runner: GpuRunner, request: Request) -> list[Tensor]:
     """Filled with the logits of every token that the request gets."""
     rows: list[Tensor] = []
 
-    def record(_request: Request, row: Tensor) -> None:
+    def record(_request: RequestState, row: Tensor) -> None:
         rows.append(row.float().cpu().clone())
 
     runner.hooks[request.request_id] = record

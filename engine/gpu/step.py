@@ -1,0 +1,45 @@
+"""One step on a GPU, from its launch until its sampled tokens are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.plan import ScheduledRow, StepResult
+from engine.request_states import RequestState
+
+
+@dataclass(slots=True)
+class GpuBatch:
+    """The rows of one step, their requests and their rows on the device, all parallel."""
+
+    rows: Sequence[ScheduledRow]
+    requests: Sequence[RequestState]
+    device_rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class GpuStep:
+    """A step on the stream: what is known of it already, and where the rest will be."""
+
+    found: StepResult
+    waits: list[Callable[[], None]] = field(default_factory=list)
+    tokens: Tensor | None = None  # on the host, valid after the waits; -1: not finite
+    sampled: list[tuple[int, int, RequestState, int]] = field(default_factory=list)
+
+    def result(self) -> StepResult:
+        """See PendingStep. `sampled` holds (index in tokens, row of the plan, its request, position)."""
+        for wait in self.waits:
+            wait()
+        if self.tokens is not None:
+            values = self.tokens.tolist()
+            for index, row, request, position in self.sampled:
+                token_id = values[index]
+                if token_id < 0:
+                    self.found.errors[row] = "the model's output is not finite"
+                else:
+                    request.put_token(position, token_id)
+                    self.found.token_ids[row].append(token_id)
+        return self.found

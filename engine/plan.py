@@ -1,0 +1,112 @@
+"""What one step shall do and what came out of it, as plain data that can be encoded and executed elsewhere.
+
+The scheduler makes a `StepPlan`, a runner turns it into a `StepResult`. Plans follow each other: a runner keeps what
+earlier ones said of a request (`engine/request_states.py`), so a plan names only what is new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
+from kvstore.types import BlockId, HostSlot
+
+
+class NewRequest(msgspec.Struct, gc=False):
+    """What a runner must know of a request before its first row. It owns no blocks yet: rows bring them."""
+
+    request_id: RequestId
+    token_ids: list[TokenId]  # prompt, then the output tokens that are known
+    num_prompt_tokens: int
+    params: SamplingParams
+    eos_token_ids: frozenset[TokenId] = frozenset()
+
+
+class ScheduledRow(msgspec.Struct, gc=False):
+    """One request's share of a step: compute tokens [start, start + num_tokens), maybe sample after."""
+
+    request_id: RequestId
+    start: int  # tokens of the request that are in the KV cache when the step begins
+    num_tokens: int
+    samples: bool  # the row reaches the last token there is, so the step samples the next one
+    new_block_ids: list[BlockId] = msgspec.field(default_factory=list)  # behind those that earlier rows brought
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+class StepPlan(msgspec.Struct, gc=False):
+    """Everything one step does, in order: forget `finished`, learn `new`, copies out, copies in, the forward pass.
+
+    Decode rows (num_tokens == 1) come first, so that a runner can split the batch by slicing.
+    """
+
+    new: list[NewRequest] = msgspec.field(default_factory=list)
+    rows: list[ScheduledRow] = msgspec.field(default_factory=list)
+    finished: list[RequestId] = msgspec.field(default_factory=list)
+    copies_out: list[tuple[BlockId, HostSlot]] = msgspec.field(default_factory=list)
+    copies_in: list[tuple[HostSlot, BlockId]] = msgspec.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.copies_out or self.copies_in)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner found. All lists run parallel to the plan's rows.
+
+    token_ids: sampled tokens, empty for rows that do not sample (more than one: speculation).
+    logprobs: one entry per sampled token when the request asks for them, else empty.
+    prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
+    errors: row index -> message; such a row has no tokens and its request fails alone.
+    """
+
+    token_ids: list[list[TokenId]]
+    logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, num_rows: int) -> StepResult:
+        """Nothing found yet."""
+        return cls([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
+
+
+class PendingStep(Protocol):
+    """A step that a runner has launched."""
+
+    def result(self) -> StepResult:
+        """Wait until the step has ended. Called once, in the order of the launches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A pending step that has nothing to wait for."""
+
+    found: StepResult
+
+    def result(self) -> StepResult:
+        return self.found
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepPlan)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    return _encoder.encode(plan)
+
+
+def decode_plan(data: bytes | memoryview) -> StepPlan:
+    """Raises msgspec.DecodeError for bytes that are not a plan."""
+    return _decoder.decode(data)

@@ -1,0 +1,77 @@
+"""What a runner keeps of each request between steps, built from the plans alone. Knows no scheduler and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.plan import ScheduledRow, StepPlan
+from engine.request import RequestId, SamplingParams, TokenId
+from kvstore.types import BlockId
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request, from the plan that brings it to the one that ends it. A request that returns gets a new state."""
+
+    request_id: RequestId
+    token_ids: list[TokenId]  # prompt and output, as far as this runner knows them
+    num_prompt_tokens: int
+    params: SamplingParams
+    eos_token_ids: frozenset[TokenId] = frozenset()
+    block_ids: list[BlockId] = field(default_factory=list)
+
+    @property
+    def output_token_ids(self) -> list[TokenId]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def put_token(self, position: int, token_id: TokenId) -> None:
+        """Record the token sampled for `position`; what was recorded from there on is taken back."""
+        if len(self.token_ids) == position:
+            self.token_ids.append(token_id)
+        else:
+            self.token_ids[position:] = [token_id]
+
+
+class RequestStates:
+    """States by request id."""
+
+    def __init__(self) -> None:
+        self._states: dict[RequestId, RequestState] = {}
+        self._penalized: set[RequestId] = set()  # those whose logits depend on their tokens; mostly none
+
+    def apply(self, plan: StepPlan) -> list[RequestState]:
+        """Take up what the plan says. Returns the state of each of its rows."""
+        states = self._states
+        for request_id in plan.finished:
+            states.pop(request_id, None)
+            self._penalized.discard(request_id)
+        for new in plan.new:
+            states[new.request_id] = RequestState(
+                new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids
+            )
+            if new.params.changes_logits:
+                self._penalized.add(new.request_id)
+        found = []
+        for row in plan.rows:
+            state = states[row.request_id]
+            if row.new_block_ids:
+                state.block_ids += row.new_block_ids
+            found.append(state)
+        return found
+
+    def needs_tokens(self, rows: Iterable[ScheduledRow]) -> bool:
+        """Whether a row samples from logits that depend on tokens which are not known here yet."""
+        penalized = self._penalized
+        return bool(penalized) and any(
+            row.samples and row.request_id in penalized and row.stop > len(self._states[row.request_id].token_ids)
+            for row in rows
+        )
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._penalized.clear()

@@ -1,0 +1,62 @@
+"""A step as the scheduler sees it: the plan for the runner, and the live requests that its rows stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.plan import NewRequest, ScheduledRow, StepPlan
+from engine.request import Request, RequestId, RequestStatus
+from kvstore.types import BlockId, HostSlot
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """Filled by the scheduler in the order of its decisions; `seal` turns them into the plan."""
+
+    rows: dict[Request, ScheduledRow] = field(default_factory=dict)  # in the plan's order once it is sealed
+    copies_out: list[tuple[BlockId, HostSlot]] = field(default_factory=list)
+    copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
+    offload_slots: list[HostSlot] = field(default_factory=list)  # those of copies_out that become host cache
+    plan: StepPlan = field(default_factory=StepPlan)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.copies_out or self.copies_in)
+
+    def seal(self, finished: list[RequestId]) -> None:
+        """Make the plan, and count what it tells the runner as known there. `finished`: ids to forget first."""
+        if any(row.num_tokens > 1 for row in self.rows.values()):  # decode rows first; the sort is stable
+            self.rows = dict(sorted(self.rows.items(), key=lambda item: item[1].num_tokens > 1))
+        plan = self.plan = StepPlan([], list(self.rows.values()), finished, self.copies_out, self.copies_in)
+        for request, row in self.rows.items():
+            num_planned = request.num_planned_blocks
+            if num_planned < 0:
+                plan.new.append(_new_request(request))
+                num_planned = 0
+            num_blocks = len(request.block_ids)
+            if num_blocks > num_planned:
+                row.new_block_ids = request.block_ids[num_planned:]
+                num_planned = num_blocks
+            request.num_planned_blocks = num_planned
+
+    def drop_ended(self) -> None:
+        """Take out the rows of requests that do not run any more."""
+        ended = [request for request in self.rows if request.status is not RequestStatus.RUNNING]
+        for request in ended:
+            del self.rows[request]
+        if ended:
+            self.plan.rows = list(self.rows.values())
+
+
+def _new_request(request: Request) -> NewRequest:
+    return NewRequest(
+        request.request_id,
+        request.prompt_token_ids + request.output_token_ids,
+        request.num_prompt_tokens,
+        request.params,
+        request.eos_token_ids,
+    )

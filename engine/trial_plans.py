@@ -1,0 +1,30 @@
+"""Plans of made-up requests, to warm a runner up and to measure how much memory its largest steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.plan import NewRequest, ScheduledRow, StepPlan
+from engine.request import RequestId, SamplingParams
+from kvstore.types import BlockId
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+
+
+def trial_plan(
+    shares: Sequence[tuple[int, int]], block_size: int, params: SamplingParams = GREEDY, num_blocks: int = 1 << 30
+) -> StepPlan:
+    """One sampling row per (start, num_tokens), of sequences of zeros over the pool's first `num_blocks` blocks."""
+    plan = StepPlan()
+    for index, (start, num_tokens) in enumerate(shares):
+        length = start + num_tokens
+        request_id = RequestId(f"trial-{index}")
+        block_ids = [BlockId(i % num_blocks) for i in range(-(-length // block_size))]
+        plan.new.append(NewRequest(request_id, [0] * length, length, params))
+        plan.rows.append(ScheduledRow(request_id, start, num_tokens, True, block_ids))
+    return plan
+
+
+def prompt_plan(num_tokens: int, block_size: int) -> StepPlan:
+    """A single prompt."""
+    return trial_plan([(0, num_tokens)], block_size)
