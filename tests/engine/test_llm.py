@@ -7,7 +7,8 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import pytest
@@ -284,3 +285,12 @@ def test_the_model_ends_at_its_own_token() -> None:
 def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "dry-run", "num_threads": 1, **settings})
+
+
+def test_a_bad_word_of_several_tokens_is_not_completed() -> None:
+    llm = make()
+    tokens = llm.generate("Hello there", GREEDY)[0].token_ids
+    first, second = tokens[1:3]
+    changed = llm.generate("Hello there", replace(GREEDY, bad_words=((first, second),)))[0].token_ids
+    assert changed[:2] == tokens[:2]
+    assert (first, second) not in pairwise(changed)
