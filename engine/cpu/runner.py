@@ -7,6 +7,7 @@ cannot be drawn from fails alone; an exception of the forward pass itself propag
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import build_batch
-from engine.cpu.forward import CpuForwards, Forward
+from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import AttentionBackend, PoolAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
+from engine.layers.block import Step
+from engine.layers.forward import Forward
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.request import (
@@ -53,7 +56,7 @@ class ModelRunner:
             )
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._model = loaded.model
-        self._cpu_forwards = CpuForwards(loaded.model) if loaded.device.type == "cpu" else None
+        self._forwards = CpuForwards(loaded.model)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -75,10 +78,11 @@ class ModelRunner:
         batch = build_batch(rows, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.prepare(batch, inputs)
-        model = self._forward_for(rows, batch.num_tokens)
-        hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
-        _add_prompt_logprobs(model, rows, batch.query_starts, hidden, result)
-        self._add_samples(model, rows, batch.query_starts, hidden, result)
+        forward = self._forward_for(rows, batch.num_tokens)
+        attend = partial(self._backend.attend, metadata=metadata)
+        hidden = forward.hidden(Step.of(self._model.rotary, inputs[0], inputs[1], attend))
+        _add_prompt_logprobs(forward, rows, batch.query_starts, hidden, result)
+        self._add_samples(forward, rows, batch.query_starts, hidden, result)
         return result
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
@@ -98,11 +102,12 @@ class ModelRunner:
             request.block_ids = [BlockId(index) for index in range(num_blocks)]
             self.run(StepPlan([ScheduledRow(request, 0, num_tokens, True)]))
 
-    def _forward_for(self, rows: list[ScheduledRow], num_tokens: int) -> Forward:
-        if self._cpu_forwards is None:
-            return self._model
-        only_decodes = num_tokens == len(rows) and all(row.start >= row.request.num_prompt_tokens for row in rows)
-        return self._cpu_forwards.choose(num_tokens, only_decodes)
+    def _forward_for(self, rows: list[ScheduledRow], num_tokens: int) -> Forward[Step]:
+        on_cpu = self._device.type == "cpu"
+        only_decodes = (
+            on_cpu and num_tokens == len(rows) and all(row.start >= row.request.num_prompt_tokens for row in rows)
+        )
+        return self._forwards.choose(num_tokens, only_decodes)
 
     def _copy(self, plan: StepPlan) -> None:
         if not (plan.copies_out or plan.copies_in):
@@ -112,7 +117,12 @@ class ModelRunner:
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
     def _add_samples(
-        self, model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+        self,
+        forward: Forward[Step],
+        rows: list[ScheduledRow],
+        query_starts: list[int],
+        hidden: Tensor,
+        result: StepResult,
     ) -> None:
         """Draw a token for each sampling row."""
         sampling = [index for index, row in enumerate(rows) if row.samples]
@@ -122,7 +132,7 @@ class ModelRunner:
             last_hidden = hidden
         else:
             last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
-        drawn = self._sampler.sample(model.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
+        drawn = self._sampler.sample(forward.logits(last_hidden), [rows[index] for index in sampling], self.hooks)
         for place, index in enumerate(sampling):
             if place in drawn.errors:
                 result.errors[index] = drawn.errors[place]
@@ -140,9 +150,9 @@ def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
 
 
 def _add_prompt_logprobs(
-    model: Forward, rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
+    forward: Forward[Step], rows: list[ScheduledRow], query_starts: list[int], hidden: Tensor, result: StepResult
 ) -> None:
     for index, row in enumerate(rows):
         if wants_prompt_logprobs(row):
             own = hidden[query_starts[index] : query_starts[index + 1]]
-            result.prompt_logprobs[index] = prompt_logprobs(row, own, model.logits)
+            result.prompt_logprobs[index] = prompt_logprobs(row, own, forward.logits)
