@@ -28,7 +28,6 @@ from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
-from engine.layers.decoder import DecoderModel
 from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.load import LoadedModel, load_model
 from engine.models.config import config_from_gguf
@@ -189,7 +188,7 @@ def float32_model() -> LoadedModel:
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
     weights = GgufWeights(file, config, True, torch.float32, device)
     weights.keep_int4 = True
-    model: DecoderModel = family_of(config.architecture).build(config, weights)
+    model = family_of(config.architecture).build(config, weights)
     model.embedding.copy_(model.embedding.bfloat16())  # the output projection's, too: they are one tensor
     return LoadedModel(model, config, "float32", torch.float32, "none", device)
 

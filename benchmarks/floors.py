@@ -9,10 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
+from engine.layers.linear import Linear
+from engine.layers.weights import ShapeRecorder
 from engine.models.config import ModelConfig
+from engine.models.families import family_of
 from kvstore.types import DTYPE_BYTES
 
 # One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32, in checkpoints mostly each 128.
@@ -44,11 +48,11 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
     return Peaks(data.numel() * 4 / seconds, 2 * size**3 / product_seconds)
 
 
+@cache
 def num_weights(config: ModelConfig) -> int:
-    """Weights that every token passes through: all products and the output projection, not the embedding's rows."""
-    attention = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    """Weights that every token passes through: all linear layers, not the embedding's rows."""
+    model = family_of(config.architecture).build(config, ShapeRecorder())
+    return sum(ref.layer.weight.numel() for ref in model.linears() if isinstance(ref.layer, Linear))
 
 
 def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:

@@ -40,6 +40,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.kv_manager import KVManager
 from engine.kv_memory import allocate_pool, pool_geometry
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel, load_model, resolve_device
 from engine.request import SamplingParams
@@ -171,20 +172,15 @@ def recorder(rows: list[Tensor]) -> LogitsHook:
 def in_float32(loaded: LoadedModel) -> LoadedModel:
     """The same numbers, held and multiplied in float32."""
     model = loaded.model
-    maps: dict[int, Linear] = {}
-
-    def convert(linear: Any) -> Linear:
-        wide = Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float())
-        return maps.setdefault(id(linear), wide)
-
     model.embedding = model.embedding.float()
     model.final_norm, model.rotary = model.final_norm.float(), model.rotary.float()
-    model.lm_head = convert(model.lm_head)
-    for layer in model.layers:
-        layer.qkv, layer.attention_output = convert(layer.qkv), convert(layer.attention_output)
-        layer.gate_up, layer.down = convert(layer.gate_up), convert(layer.down)
-        layer.attention_norm, layer.mlp_norm = layer.attention_norm.float(), layer.mlp_norm.float()
-        layer.qk_norm = None if layer.qk_norm is None else layer.qk_norm.float()
+    for ref in model.linears():
+        linear: Any = ref.layer  # plain, or int8 with its weight computed anew
+        ref.replace(Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float()))
+    for block in model.blocks:
+        block.norm = block.norm.float()
+        if isinstance(block, Attention) and block.qk_norm is not None:
+            block.qk_norm = block.qk_norm.float()
     return replace(loaded, dtype=torch.float32)
 
 

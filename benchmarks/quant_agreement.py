@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +28,12 @@ from torch.nn import functional
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
-from engine.layers.decoder import DecoderModel
-from engine.layers.linear import Linear, LinearMap
-from engine.loader.gguf_int4 import rounded_int4
+from engine.layers.block import Step
+from engine.layers.forward import plain
+from engine.layers.linear import Linear, LinearLayer
+from engine.loader.gguf_int4 import quantize_int4
 from engine.loader.load import load_model
+from engine.models.model import Model
 from kernels.fp8_gemm import fp8_linear, quantize_rows_fp8
 from kernels.w4a16_gemm import pack_w4, w4a16_linear
 from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
@@ -59,32 +60,29 @@ class CausalAttention:
     num_heads: int
     num_kv_heads: int
 
-    def prepare(self, batch: Any, inputs: Tensor) -> None:
-        """Nothing is known beforehand."""
-
-    def attend(self, layer: int, qkv: Tensor, metadata: Any) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
         heads, middle = qkv.transpose(0, 1), self.num_heads + self.num_kv_heads
         q, k, v = heads[: self.num_heads], heads[self.num_heads : middle], heads[middle:]
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
 
 
-def fp8(linear: Linear) -> LinearMap:
+def fp8(linear: Linear) -> LinearLayer:
     return partial(_product, fp8_linear, *quantize_rows_fp8(linear.weight), linear.bias)
 
 
-def w8a8(linear: Linear) -> LinearMap:
+def w8a8(linear: Linear) -> LinearLayer:
     return partial(_product, w8a8_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
-def int8_weight(linear: Linear) -> LinearMap:
+def int8_weight(linear: Linear) -> LinearLayer:
     return partial(_product, w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
-def int4_weight(linear: Linear) -> LinearMap:
+def int4_weight(linear: Linear) -> LinearLayer:
     """What a file without calibration would hold."""
-    rows = rounded_int4(linear.weight)
-    packed = pack_w4(rows.codes, rows.scales, rows.zeros)
+    rows = quantize_int4(linear.weight)
+    packed = pack_w4(rows.values, rows.scales, rows.zeros)
     return lambda x: w4a16_linear(x, packed, linear.bias)
 
 
@@ -94,30 +92,30 @@ def _product(
     return product(x, weight, scales, bias)
 
 
-MODES: dict[str, Callable[[Linear], LinearMap]] = {
+MODES: dict[str, Callable[[Linear], LinearLayer]] = {
     "fp8": fp8, "w8a8": w8a8, "int8-weight": int8_weight, "int4-weight": int4_weight,
 }  # fmt: skip
 
 
-def convert(mode: str, linear: LinearMap) -> LinearMap:
+def convert(mode: str, linear: LinearLayer) -> LinearLayer:
     assert isinstance(linear, Linear)
     return MODES[mode](linear)
 
 
-def load(dtype: str) -> DecoderModel:
+def load(dtype: str) -> Model:
     config = EngineConfig(device="cpu", dtype=dtype, quant_mode="none")
     return load_model(resolve_model(""), config, torch.device("cpu")).model
 
 
-def logits_of(model: DecoderModel, token_ids: Sequence[int]) -> Tensor:
+def logits_of(model: Model, token_ids: Sequence[int]) -> Tensor:
     """(num_tokens, vocab) of one sequence."""
-    config = model.config
-    attention = CausalAttention(config.num_heads, config.num_kv_heads)
-    hidden = model.forward(torch.tensor(token_ids), torch.arange(len(token_ids)), attention, None)
-    return model.logits(hidden)
+    attention = CausalAttention(model.config.num_heads, model.config.num_kv_heads)
+    forward = plain(model)
+    step = Step.of(model.rotary, torch.tensor(token_ids), torch.arange(len(token_ids)), attention.attend)
+    return forward.logits(forward.hidden(step))
 
 
-def answer(model: DecoderModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def answer(model: Model, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy, everything computed anew for each token: one function for reading and for writing."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
@@ -127,9 +125,7 @@ def answer(model: DecoderModel, prompt: Sequence[int], num_tokens: int) -> list[
     return token_ids[len(prompt) :]
 
 
-def agreement(
-    model: DecoderModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> dict[str, float]:
+def agreement(model: Model, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, float]:
     same = before_first = total = 0
     for prompt, tokens in zip(prompts, answers, strict=True):
         chosen = logits_of(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
@@ -159,13 +155,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if mode in ("w8a8", "int8-weight") and head == "int8":
                 continue  # its own
             model = load("float32" if mode == "float32" else "bfloat16")
-            plain_head = model.lm_head
+            plain_head = model.head
             if mode in MODES:
-                model.replace_linear_maps(partial(convert, mode))
+                for ref in model.linears():
+                    ref.replace(convert(mode, ref.layer))
             if head == "plain":
-                model.lm_head = plain_head
+                model.head = plain_head
             elif head == "int8":
-                model.lm_head = convert("w8a8", plain_head)
+                model.head = convert("w8a8", plain_head)
             figures = {"mode": mode, "head": head, **agreement(model, prompts, answers)}
             print(json.dumps(figures) if options.json else figures, flush=True)
     return 0

@@ -17,9 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.decoder import DecoderLayer
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear
-from engine.models.config import ModelConfig
 
 KV_SCALES = 1  # part of the fingerprint: changes when other scales are chosen
 RMS_EXPONENT = 1  # the scaled root mean square lies in [2^1, 2^2)
@@ -27,24 +26,25 @@ MAX_EXPONENT = 12  # float16 weights must survive their scale
 
 
 @torch.inference_mode()
-def fold_layer_scales(layer: DecoderLayer, config: ModelConfig) -> None:
-    """Scale the layer's weights in place. Layers whose products are not plain `Linear` maps stay as they are."""
-    if type(layer.qkv) is Linear and type(layer.attention_output) is Linear:
-        k_scales, v_scales = kv_head_scales(layer, config)
-        _fold(layer, config, k_scales, v_scales)
+def fold_kv_scales(block: Attention) -> None:
+    """Scale the block's weights in place. Blocks without plain weights stay as they are."""
+    if all(isinstance(ref.layer, Linear) for ref in block.linears()):
+        k_scales, v_scales = kv_head_scales(block)
+        _fold(block, k_scales, v_scales)
 
 
-def kv_head_scales(layer: DecoderLayer, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def kv_head_scales(block: Attention) -> tuple[Tensor, Tensor]:
     """Powers of two (num_kv_heads,), float64, that K and V are to be divided by."""
-    qkv = layer.qkv
-    assert type(qkv) is Linear
-    rows = qkv.weight[config.q_size :].double() * layer.attention_norm.double()
+    qkv = block.qkv
+    assert isinstance(qkv, Linear)
+    q_size = block.num_heads * block.head_dim
+    rows = qkv.weight[q_size:].double() * block.norm.double()
     mean_squares = rows.square_().sum(dim=1)
     if qkv.bias is not None:
-        mean_squares += qkv.bias[config.q_size :].double().square()
-    k, v = mean_squares.view(2, config.num_kv_heads, config.head_dim).mean(dim=2)
-    if layer.qk_norm is not None:
-        k = layer.qk_norm[config.num_heads :].double().square().mean(dim=1)
+        mean_squares += qkv.bias[q_size:].double().square()
+    k, v = mean_squares.view(2, block.num_kv_heads, block.head_dim).mean(dim=2)
+    if block.qk_norm is not None:
+        k = block.qk_norm[block.num_heads :].double().square().mean(dim=1)
     return _scales(k), _scales(v)
 
 
@@ -53,15 +53,15 @@ def _scales(mean_squares: Tensor) -> Tensor:
     return torch.exp2(exponents.clamp(-MAX_EXPONENT, MAX_EXPONENT))
 
 
-def _fold(layer: DecoderLayer, config: ModelConfig, k_scales: Tensor, v_scales: Tensor) -> None:
-    qkv, output = layer.qkv, layer.attention_output
-    assert type(qkv) is Linear
-    assert type(output) is Linear
-    group, head_dim = config.num_heads // config.num_kv_heads, config.head_dim
+def _fold(block: Attention, k_scales: Tensor, v_scales: Tensor) -> None:
+    qkv, output = block.qkv, block.output
+    assert isinstance(qkv, Linear)
+    assert isinstance(output, Linear)
+    group, head_dim = block.num_heads // block.num_kv_heads, block.head_dim
     q_factors = k_scales.repeat_interleave(group)
     qk_factors = torch.cat([q_factors, 1 / k_scales])
-    if layer.qk_norm is not None:
-        layer.qk_norm.mul_(qk_factors[:, None].to(layer.qk_norm.dtype))
+    if block.qk_norm is not None:
+        block.qk_norm.mul_(qk_factors[:, None].to(block.qk_norm.dtype))
         qk_factors = torch.ones_like(qk_factors)
     row_factors = torch.cat([qk_factors, 1 / v_scales]).repeat_interleave(head_dim)
     qkv.weight.mul_(row_factors[:, None].to(qkv.weight.dtype))

@@ -24,6 +24,7 @@ class StepBatch:
     seq_lens: tokens each row's last query sees, itself included.
     """
 
+    rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
     inputs: NDArray[np.int64]
     query_starts: list[int]
@@ -58,6 +59,7 @@ def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], 
     inputs[0], inputs[1], inputs[2] = token_ids, positions, blocks
     np.remainder(inputs[1], block_size, out=inputs[3])
     return StepBatch(
+        rows=rows,
         requests=requests,
         inputs=inputs,
         query_starts=query_starts,

@@ -7,6 +7,7 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
-from engine.cpu.batch import build_batch
-from engine.cpu.forward import CpuForwards, Forward
+from engine.cpu.batch import StepBatch, build_batch
+from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import AttentionBackend, PoolAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
+from engine.layers.block import Step
+from engine.layers.forward import Forward
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
@@ -51,7 +54,7 @@ class ModelRunner:
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._requests = RequestStates()
         self._model = loaded.model
-        self._cpu_forwards = CpuForwards(loaded.model) if loaded.device.type == "cpu" else None
+        self._forwards = CpuForwards(loaded.model)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -81,10 +84,11 @@ class ModelRunner:
         batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.prepare(batch, inputs)
-        model = self._forward_for(rows, requests, batch.num_tokens)
-        hidden = model.forward(inputs[0], inputs[1], self._backend, metadata)
-        _add_prompt_logprobs(model, rows, requests, batch.query_starts, hidden, result)
-        self._add_samples(model, rows, requests, batch.query_starts, hidden, result)
+        attend = partial(self._backend.attend, metadata=metadata)
+        forward = self._forward_for(batch)
+        hidden = forward.hidden(Step.of(self._model.rotary, inputs[0], inputs[1], attend))
+        _add_prompt_logprobs(forward, batch, hidden, result)
+        self._add_samples(forward, batch, hidden, result)
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
         """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
@@ -101,13 +105,16 @@ class ModelRunner:
             self.launch(prompt_plan(num_tokens, self._block_size))
         self._requests.clear()
 
-    def _forward_for(self, rows: list[ScheduledRow], requests: list[RequestState], num_tokens: int) -> Forward:
-        if self._cpu_forwards is None:
-            return self._model
-        only_decodes = num_tokens == len(rows) and all(
-            row.start >= request.num_prompt_tokens for row, request in zip(rows, requests, strict=True)
+    def _forward_for(self, batch: StepBatch) -> Forward[Step]:
+        only_decodes = (
+            self._device.type == "cpu"
+            and batch.num_tokens == len(batch.rows)
+            and all(
+                row.start >= request.num_prompt_tokens
+                for row, request in zip(batch.rows, batch.requests, strict=True)
+            )
         )
-        return self._cpu_forwards.choose(num_tokens, only_decodes)
+        return self._forwards.choose(batch.num_tokens, only_decodes)
 
     def _copy(self, plan: StepPlan) -> None:
         if not (plan.copies_out or plan.copies_in):
@@ -116,29 +123,21 @@ class ModelRunner:
         copy_out(self._pool, self._host_buffer, plan.copies_out)
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
-    def _add_samples(
-        self, model: Forward, rows: list[ScheduledRow], requests: list[RequestState], query_starts: list[int],
-        hidden: Tensor, result: StepResult,
-    ) -> None:  # fmt: skip
+    def _add_samples(self, forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Sample a token for each row that reaches its last one."""
-        sampling = [index for index, row in enumerate(rows) if row.samples]
+        sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:
             return
-        if len(sampling) == len(rows) == hidden.shape[0]:
-            last_hidden = hidden
-        else:
-            last_hidden = hidden[[query_starts[index + 1] - 1 for index in sampling]]
-        sampled = self._sampler.sample(
-            model.logits(last_hidden),
-            [requests[index] for index in sampling],
-            [rows[index].stop for index in sampling],
-            self.hooks,
-        )
+        if not len(sampling) == len(batch.rows) == hidden.shape[0]:
+            hidden = hidden[[batch.query_starts[index + 1] - 1 for index in sampling]]
+        requests = [batch.requests[index] for index in sampling]
+        positions = [batch.rows[index].stop for index in sampling]
+        sampled = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
         for i, index in enumerate(sampling):
             if i in sampled.errors:
                 result.errors[index] = sampled.errors[i]
                 continue
-            requests[index].put_token(rows[index].stop, sampled.token_ids[i])
+            requests[i].put_token(positions[i], sampled.token_ids[i])
             result.token_ids[index].append(sampled.token_ids[i])
             entry = sampled.logprobs[i]
             if entry is not None:
@@ -151,11 +150,8 @@ def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
     return PoolAttention(kv_pool)
 
 
-def _add_prompt_logprobs(
-    model: Forward, rows: list[ScheduledRow], requests: list[RequestState], query_starts: list[int], hidden: Tensor,
-    result: StepResult,
-) -> None:  # fmt: skip
-    for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+def _add_prompt_logprobs(forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
+    for index, (row, request) in enumerate(zip(batch.rows, batch.requests, strict=True)):
         if wants_prompt_logprobs(row, request):
-            own = hidden[query_starts[index] : query_starts[index + 1]]
-            result.prompt_logprobs[index] = prompt_logprobs(row, request, own, model.logits)
+            own = hidden[batch.query_starts[index] : batch.query_starts[index + 1]]
+            result.prompt_logprobs[index] = prompt_logprobs(row, request, own, forward.logits)

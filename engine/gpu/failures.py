@@ -19,8 +19,8 @@ LESS_KV = (
     "what else runs on the GPU, or choose a smaller model"
 )
 SMALLER_WEIGHTS = (
-    "The weights do not fit: choose a smaller model or one that is quantized already (--quant-mode rounds while it "
-    "loads), or stop what else runs on the GPU"
+    "The weights do not fit: choose a smaller model or one that is quantized already (or use --quant-mode, which "
+    "quantizes while it loads), or stop what else runs on the GPU"
 )
 
 

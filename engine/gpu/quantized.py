@@ -1,12 +1,12 @@
-"""Linear maps of quantized weights on a GPU, and how they are made: from plain weights, or from stored codes.
+"""Linear layers of quantized weights on a GPU, and how they are made: from plain weights, or from stored values.
 
-    W8A8Linear    int8 weights with one scale per row, x rounded to int8 per token
-    W8A16Linear   the same, x rounded to 16 bits
+    W8A8Linear    int8 weights with one scale per row, x quantized to int8 per token
+    W8A16Linear   the same, x quantized to 16 bits, as two int8 planes
     Fp8Linear     e4m3 weights and x
-    W4A16Linear   4-bit weights in groups, x as it is or, of several rows, rounded to 16 bits
+    W4A16Linear   4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
-Knows no models and no files. Products: `kernels.gpu.{w8a8_gemm,fp8_gemm,w4a16_gemm}`.
+Knows no models and no files. GEMMs: `kernels.gpu.{w8a8_gemm,fp8_gemm,w4a16_gemm}`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from kernels.gpu.w4a16_gemm import w4a16_linear
 from kernels.gpu.w8a8_gemm import MAX_PAIRED_ROWS, w8a16_linear
 from kernels.w4a16_gemm import PackedW4
 
-COLUMN_MULTIPLE = 16  # of inputs, for 8-bit products; others stay plain
+COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
+QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 
 
 class EightBitLinear(ABC):
-    """Over one byte a weight, with a scale per row. Inputs are rounded to the type of the weights, or to two `digits`
-    of it: the same result at any number of rows, up to `max_rounded`.
+    """One byte a weight, with a scale per row. Inputs are quantized to the type of the weights, or to two planes of
+    it: the same result at any number of rows, up to `max_quantized_rows`.
     """
 
     __slots__ = ("bias", "scales", "weight", "workspace")
     dtype = torch.int8
-    digits = 1
-    max_rounded = sys.maxsize
+    num_planes = 1
+    max_quantized_rows = sys.maxsize
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
         """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
@@ -49,29 +50,29 @@ class EightBitLinear(ABC):
         self.weight = weight.contiguous()
         self.scales = scales.float().flatten().expand(weight.shape[0]).contiguous()
         self.bias = bias
-        self.workspace = workspace  # serves one stream, shared by the maps of a model
+        self.workspace = workspace  # serves one stream, shared by the layers of a model
 
     @classmethod
     def of(cls, linear: Linear, workspace: SmallMWorkspace) -> Self:
-        """Round a plain map."""
+        """Quantize a plain layer."""
         weight, scales = quantize_rows(linear.weight, cls.dtype)
         return cls(weight, scales, linear.bias, workspace)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.of_codes(*quantize_rows(x, self.dtype, self.digits), x.dtype)
+        return self.gemm(*quantize_rows(x, self.dtype, self.num_planes), x.dtype)
 
     @abstractmethod
-    def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of inputs that are rounded already: (digits * rows, in), see `kernels.gpu.rounding`."""
+    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of a `QuantizedInput`, see `kernels.gpu.rounding`. Returns (rows, out) in `dtype`."""
 
-    def gated_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same for gate and up beside each other: silu(gate) * up, rounded again, and its scales."""
+    def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
+        """The same for gate and up beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
-        config = choose_few(codes.shape[0], n // 2, k, is_gated=True)
+        config = choose_few(values.shape[0], n // 2, k, is_gated=True)
         if config is None:
-            return silu_codes(self.of_codes(codes, x_scales, dtype), self.dtype, self.digits)
-        inner, maxima = few_rows_gated(codes, x_scales, self.weight, self.scales, self.bias, dtype, config)
-        return known_codes(inner, maxima, self.dtype, self.digits)
+            return silu_codes(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
+        inner, maxima = few_rows_gated(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
+        return known_codes(inner, maxima, self.dtype, self.num_planes)
 
 
 class W8A8Linear(EightBitLinear):
@@ -79,16 +80,16 @@ class W8A8Linear(EightBitLinear):
 
     __slots__ = ()
 
-    def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return codes_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class W8A16Linear(W8A8Linear):
     """int8 weights, inputs of 16 bits."""
 
     __slots__ = ()
-    digits = 2
-    max_rounded = MAX_PAIRED_ROWS
+    num_planes = 2
+    max_quantized_rows = MAX_PAIRED_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         return w8a16_linear(x, self.weight, self.scales, self.bias, self.workspace)
@@ -100,8 +101,8 @@ class Fp8Linear(EightBitLinear):
     __slots__ = ()
     dtype = FP8_DTYPE
 
-    def of_codes(self, codes: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return fp8_product(codes, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return fp8_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class W4A16Linear:

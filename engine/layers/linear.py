@@ -1,6 +1,6 @@
-"""Linear maps: plain, and with quantized or reordered weights on a CPU.
+"""Linear layers: plain, and with quantized or reordered weights on a CPU.
 
-A model is built with `Linear`; `engine/loader/quantize.py` swaps what it wants for other maps with the same call.
+A model is built with `Linear`; loaders put others with the same call in its place (`Block.linears`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class LinearMap(Protocol):
+class LinearLayer(Protocol):
     """[..., in] -> [..., out]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -33,25 +33,25 @@ class Linear:
 
 
 class PackedLinear:
-    """A bfloat16 weight in the order in which oneDNN reads it, which it would otherwise bring about in every product.
+    """A bfloat16 weight in the order in which oneDNN reads it, which it would otherwise bring about in every GEMM.
 
-    All layers' products of SmolLM2-135M on one core, plain and packed: 8 rows 24.1 and 14.0 ms, 16 rows 22.9 and
+    All layers' GEMMs of SmolLM2-135M on one core, plain and packed: 8 rows 24.1 and 14.0 ms, 16 rows 22.9 and
     16.1, 512 rows 269 and 261 (two cores: 149 and 137).
     """
 
-    __slots__ = ("_product", "bias", "packed")
+    __slots__ = ("_gemm", "bias", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # None: for any number of rows
         self.bias = bias
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._gemm = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._product(x, self.packed, self.bias, "none", [], "")
+        y: Tensor = self._gemm(x, self.packed, self.bias, "none", [], "")
         return y
 
 
-def dense_linear(weight: Tensor, bias: Tensor | None) -> LinearMap:
+def dense_linear(weight: Tensor, bias: Tensor | None) -> LinearLayer:
     """The faster of `PackedLinear` and `Linear` that this machine has. weight: (out, in), may be given up after."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if fits and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -60,19 +60,19 @@ def dense_linear(weight: Tensor, bias: Tensor | None) -> LinearMap:
 
 
 class HalfLinear:
-    """A weight in float16, x and y in float32: torch's product for few rows of float32 (FBGEMM), on x86 only.
+    """A weight in float16, x and y in float32: torch's GEMM for few rows of float32 (FBGEMM), on x86 only.
 
     A row's result does not depend on the rows beside it. bfloat16 weights lose nothing but what float16 has no
     exponent for, below 1e-7. [49152, 576] on two cores: 0.9 ms at 1 row, 1.4 at 8, 2.9 at 16, 12 at 64; PackedLinear
     0.9, 1.2, 1.7, 4.8.
     """
 
-    __slots__ = ("_product", "bias", "packed")
+    __slots__ = ("_gemm", "bias", "packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
-        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+        self._gemm = torch.ops.quantized.linear_dynamic_fp16.default
 
     @staticmethod
     def is_available() -> bool:
@@ -85,14 +85,14 @@ class HalfLinear:
         return weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._product(x, self.packed)
+        y: Tensor = self._gemm(x, self.packed)
         return y
 
 
 class Int8Linear:
     """Int8 weights with one scale per output row for few rows of x, a dense copy of them for many.
 
-    Both paths are the same function up to rounding, so a sequence may cross from one to the other. torch's product
+    Both paths are the same function up to rounding, so a sequence may cross from one to the other. torch's GEMM
     works through the weight once per 4 rows of x: [49152, 576] takes 1.0 ms at 1 row, 2.0 at 4 and 3.9 at 8 on one
     core, the packed bfloat16 copy 1.8, 2.1 and 2.5.
     """
@@ -146,7 +146,7 @@ class Int4Linear:
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to 255 levels: int8 [out, in], scales [out] in the dtype of `weight`."""
+    """Quantize each row to 255 levels: int8 [out, in], scales [out] in the dtype of `weight`."""
     scales = (weight.abs().amax(dim=1).float() / 127.0).clamp_min(1e-12).to(weight.dtype)
-    rounded = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return rounded.to(torch.int8), scales
+    values = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127)
+    return values.to(torch.int8), scales

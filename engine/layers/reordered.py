@@ -1,10 +1,10 @@
-"""A linear map whose weight holds the columns of x in another order, as act-order quantization leaves them."""
+"""A linear layer whose weight holds the columns of x in another order, as act-order quantization leaves them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from engine.layers.linear import LinearMap
+from engine.layers.linear import LinearLayer
 
 
 class Reordered:
@@ -12,7 +12,7 @@ class Reordered:
 
     __slots__ = ("inner", "order")
 
-    def __init__(self, inner: LinearMap, order: Tensor) -> None:
+    def __init__(self, inner: LinearLayer, order: Tensor) -> None:
         self.inner = inner
         self.order = order  # (in,) int64
 

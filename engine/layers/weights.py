@@ -6,17 +6,35 @@ loader can compare it with what a checkpoint has before any bytes are read.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
+class Shard(Enum):
+    """Which part of a weight (out, in) each rank of a tensor-parallel model holds.
+
+    Models ask for shapes of their own `ModelConfig`; built with `config.shard(rank, size)` they are a rank's. With as
+    many pieces as fit into the stored dimension, rank r of n holds piece r * pieces // n: so the same KV head goes to
+    several ranks where there are fewer heads than ranks.
+    """
+
+    NONE = "every rank holds all of it: norms, routers"
+    COLUMNS = "outputs are divided, dimension 0 of weight and bias: q, k and v by heads, gate and up"
+    ROWS = "inputs are divided, dimension 1; outputs are summed over ranks, so that one rank alone has the bias"
+    VOCAB = "rows of the vocabulary are divided, dimension 0 of embedding and output projection"
+
+
 class WeightSource(Protocol):
     """Where weights come from."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The weight, in the model's dtype, on its device. Each name is asked for once."""
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+        """The weight, in the model's dtype, on its device. Each name is asked for once.
+
+        shape: of what this rank holds. shard: how that lies in the stored tensor.
+        """
         ...
 
 
@@ -25,7 +43,9 @@ class ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shards: dict[str, Shard] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
         self.shapes[name] = shape
+        self.shards[name] = shard
         return torch.empty(shape, device="meta")

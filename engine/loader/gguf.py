@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
+from engine.layers.weights import Shard
 from engine.loader.checkpoint import Shape
 from engine.loader.gguf_header import GgufTensor, read_gguf_header
 from engine.loader.gguf_int4 import BLOCK_BYTES, Int4Rows, int4_rows
@@ -118,11 +119,11 @@ class GgufWeights:
         matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
-    def take(self, name: str, shape: Shape) -> Tensor:
+    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
         stored = self._name_of[name]
         if self.keep_int4 and self._file.has_int4(stored):
             read = self._file.read_int4(stored)
-            rows = Int4Rows(*(self._in_order(name, part) for part in (read.codes, read.scales, read.zeros)))
+            rows = Int4Rows(*(self._in_order(name, part) for part in (read.values, read.scales, read.zeros)))
             self.int4[name] = rows
             return rows.dequantize(self._dtype)
         weight = self._in_order(name, self._file.read(stored))

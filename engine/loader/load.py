@@ -15,15 +15,16 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
-from engine.kv_scales import KV_SCALES, fold_layer_scales
-from engine.layers.decoder import DecoderLayer, DecoderModel
+from engine.kv_scales import KV_SCALES, fold_kv_scales
+from engine.layers.attention import Attention
+from engine.layers.block import Block
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.packed_maps import can_keep_packed, packed_names, place_packed_maps
+from engine.loader.packed_linears import can_keep_packed, packed_names, place_packed_linears
 from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
@@ -35,6 +36,7 @@ from engine.models.config import (
     read_hf_config,
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.models.model import Model
 from engine.models.quantization import quantization_from_hf
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPU
 class LoadedModel:
     """A model ready to run. `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are."""
 
-    model: DecoderModel
+    model: Model
     config: ModelConfig
     fingerprint: str
     dtype: torch.dtype
@@ -139,18 +141,18 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     return LoadedModel(model, source.config, name, dtype, quant_mode, device)
 
 
-def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Maps stay as the checkpoint holds them."""
+def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> Model:
+    """Linear layers stay as the checkpoint holds them."""
     weights.kept = packed_names(_checked_skeleton(source), weights)
     model = source.family.build(source.config, weights)
     weights.check_idle_biases()
-    held = source.identity["maps"] = place_packed_maps(model, weights, dtype, device)
-    logger.info("%s: linear maps are %s", weights.quantization.label, held)
+    held = source.identity["linears"] = place_packed_linears(model, weights, dtype, device)
+    logger.info("%s: linear layers are %s", weights.quantization.label, held)
     return model
 
 
-def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device) -> DecoderModel:
-    """Weights are plain, or made so, and rounded to `quant_mode` layer by layer."""
+def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device) -> Model:
+    """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
     weights = source.weights
     int4: dict[str, Int4Rows] | None = None
     if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
@@ -160,20 +162,20 @@ def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, 
     folds = engine_config.kv_cache_dtype == "fp8" and int4 is None  # those keep the file's numbers
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
 
-    def finish_layer(layer: DecoderLayer) -> None:
-        if folds:
-            fold_layer_scales(layer, source.config)
-        quantizer.convert_layer(layer)
+    def finish_block(block: Block) -> None:
+        if folds and isinstance(block, Attention):
+            fold_kv_scales(block)
+        quantizer.convert(block)
 
-    model = source.family.build(source.config, weights, finish_layer)
+    model = source.family.build(source.config, weights, finish_block)
     quantizer.finish(model)
     if isinstance(weights, PackedWeights):
         weights.check_idle_biases()
-        logger.info("%s: linear maps were dequantized", weights.quantization.label)
+        logger.info("%s: linear layers were dequantized", weights.quantization.label)
     return model
 
 
-def _checked_skeleton(source: _Source) -> DecoderModel:
+def _checked_skeleton(source: _Source) -> Model:
     """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
     needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
     skeleton = source.family.build(source.config, needed)
@@ -197,7 +199,7 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
     quantization = quantization_from_hf(raw)
     if engine_config.load_format == "dummy":
         if quantization is not None:
-            logger.info("random weights are plain, not %s; --quant-mode rounds them", quantization.label)
+            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
     weights = tensors if quantization is None else PackedWeights(tensors, quantization)

@@ -1,7 +1,7 @@
-"""Weights of a quantized checkpoint: which tensors make up which map, checked before any is read.
+"""Weights of a quantized checkpoint: which tensors make up which linear layer, checked before any is read.
 
 To the model being built it looks like any other source of weights. Names in `kept` it hands out without storage:
-`engine/loader/packed_maps.py` puts in maps made of their rows afterwards, so that a whole model never exists
+`engine/loader/packed_linears.py` puts in layers made of their rows afterwards, so that a whole model never exists
 dequantized.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.layers.weights import Shard
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.packed_layouts import MARKS, UNUSED, Stored, stored_tensors, unpack
 from engine.loader.quantized_rows import QuantizedRows
@@ -93,7 +94,7 @@ class PackedWeights:
         except ConfigError as error:
             raise ConfigError(f"quantized weights: {module}: {error}") from error
 
-    def take(self, name: str, shape: Shape) -> Tensor:
+    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
         if name in self.kept:
             return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
         if name in self._packed:
@@ -101,7 +102,7 @@ class PackedWeights:
         return self._tensors.take(name, shape)
 
     def check_idle_biases(self) -> None:
-        """Some tools store a bias of zeros with every map. Raises ConfigError for one that is not zero."""
+        """Some tools store a bias of zeros with every layer. Raises ConfigError for one that is not zero."""
         for name in self._idle_biases:
             if bool(self._tensors.read(name).any()):
                 raise ConfigError(f"{name} is not zero, but the model's config has no such bias")

@@ -1,6 +1,6 @@
 """How each layout of quantized weights lies in the tensors of a checkpoint, and how to unpack it.
 
-For a map of n outputs and k inputs, groups of g inputs:
+For a linear layer of n outputs and k inputs, groups of g inputs:
 
     gptq    qweight int32 (k bits/32, n), qzeros int32 (k/g, n bits/32), scales (k/g, n), g_idx (k,): inputs' groups.
             Packed along the inputs, first in the low bits; zero points along the outputs.
@@ -12,7 +12,7 @@ For a map of n outputs and k inputs, groups of g inputs:
     int8    weight int8 (n, k), weight_scale (), (1,), (n,) or (n, k/g), weight_zero_point int8.
     fp8     weight e4m3 (n, k), weight_scale like int8's or one per block; weight_scale_inv multiplies too.
 
-Everywhere w = (code - zero point) * scale. Knows nothing of files: shapes are given, tensors are read by name.
+Everywhere w = (value - zero point) * scale. Knows nothing of files: shapes are given, tensors are read by name.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Read = Callable[[str], Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FLOATS = ("F16", "BF16", "F32")
 INTS = ("I32", "I64")
-# Tensors that show that a map is quantized, even when others are missing.
+# Tensors that show that a layer is quantized, even when others are missing.
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-# Scales of inputs that were measured beforehand. Here inputs are rounded with scales of their own, if at all.
+# Scales of inputs that were measured beforehand. Here inputs are quantized with scales of their own, if at all.
 UNUSED = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
 
 
@@ -48,7 +48,7 @@ class Stored:
 
 
 def stored_tensors(scheme: WeightScheme, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
-    """The tensors of an (n, k) map by the last part of their names. `found`: the names that are there."""
+    """The tensors of an (n, k) layer by the last part of their names. `found`: the names that are there."""
     bits, groups = scheme.bits, num_groups(scheme, k)
     g_idx = Stored(INTS, ((k,),), is_optional=True)
     if scheme.layout == "gptq":
@@ -86,9 +86,9 @@ def unpack(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapping[str,
     if scheme.layout == "gptq":
         return _unpack_gptq(scheme, n, k, read, found)
     if scheme.layout == "awq":
-        codes = _awq_columns(read("qweight"))[:, :n].t()
+        values = _awq_columns(read("qweight"))[:, :n].t()
         zeros = _awq_columns(read("qzeros"))[:, :n].t()
-        return _integer_rows(scheme, k, codes, read("scales").t().float(), zeros.float(), None)
+        return _integer_rows(scheme, k, values, read("scales").t().float(), zeros.float(), None)
     if scheme.layout == "packed":
         return _unpack_packed(scheme, n, k, read, found)
     stored = stored_tensors(scheme, n, k, found)
@@ -106,7 +106,7 @@ def num_groups(scheme: WeightScheme, k: int) -> int:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """int32 (rows, words) -> uint8 (rows, words * 32 / bits): codes from the low bits up."""
+    """int32 (rows, words) -> uint8 (rows, words * 32 / bits): values from the low bits up."""
     whole = words.contiguous().view(torch.uint8)  # little endian: the low byte comes first
     if bits == 8:
         return whole
@@ -114,21 +114,21 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_gptq(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
-    codes = unpack_words(read("qweight").t(), scheme.bits)[:, :k]
+    values = unpack_words(read("qweight").t(), scheme.bits)[:, :k]
     zero_words = read("qzeros")
     if scheme.subtracts_one:
         # Whole words, because the tool that subtracts does so: a zero point of 0 borrows from its neighbour.
         zero_words = zero_words + (0x11111111 if scheme.bits == 4 else 0x01010101)
     zeros = unpack_words(zero_words, scheme.bits)[:, :n].t()
     order = _order(scheme, k, read("g_idx")) if "g_idx" in found else None
-    return _integer_rows(scheme, k, codes, read("scales").t().float(), zeros.float(), order)
+    return _integer_rows(scheme, k, values, read("scales").t().float(), zeros.float(), order)
 
 
 def _unpack_packed(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
     shape = read("weight_shape").tolist()
     if shape != [n, k]:
         raise ConfigError(f"weight_shape is {shape}, not {[n, k]}")
-    codes = unpack_words(read("weight_packed"), scheme.bits)[:, :k]
+    values = unpack_words(read("weight_packed"), scheme.bits)[:, :k]
     scales = _per_row(scheme, n, k, read("weight_scale").float())
     middle = 1 << (scheme.bits - 1)
     if scheme.is_symmetric:
@@ -138,39 +138,39 @@ def _unpack_packed(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapp
     else:
         zeros = unpack_words(read("weight_zero_point").t(), scheme.bits)[:, :n].t().float()
     order = _order(scheme, k, read("weight_g_idx")) if "weight_g_idx" in found else None
-    return _integer_rows(scheme, k, codes, scales, zeros, order)
+    return _integer_rows(scheme, k, values, scales, zeros, order)
 
 
 def _awq_columns(words: Tensor) -> Tensor:
     """int32 (rows, words) -> uint8 (rows, words * 8) in the order of the outputs."""
-    codes = unpack_words(words, 4).view(words.shape[0], -1, 8)
+    values = unpack_words(words, 4).view(words.shape[0], -1, 8)
     back = [AWQ_ORDER.index(place) for place in range(8)]
-    return codes[..., back].flatten(1)
+    return values[..., back].flatten(1)
 
 
 def _integer_rows(
-    scheme: WeightScheme, k: int, codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
+    scheme: WeightScheme, k: int, values: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
 ) -> QuantizedRows:
-    """codes uint8 (n, k) and zero points (n, groups) in the same range; int8 is made of 8-bit codes."""
+    """values uint8 (n, k) and zero points (n, groups) in the same range; int8 is made of 8-bit values."""
     middle = INT4_MIDDLE if scheme.bits == 4 else 128
     offsets: Tensor | None = (middle - zeros) * scales
     if not bool((zeros != middle).any()):
         offsets = None
     if scheme.bits == 8:
-        codes = (codes ^ 128).view(torch.int8)  # the same as subtracting 128
+        values = (values ^ 128).view(torch.int8)  # the same as subtracting 128
     if order is not None:
-        codes = codes[:, order]
-    return _rows(scheme, k, codes, scales, offsets, order)
+        values = values[:, order]
+    return _rows(scheme, k, values, scales, offsets, order)
 
 
 def _rows(
-    scheme: WeightScheme, k: int, codes: Tensor, scales: Tensor, offsets: Tensor | None, order: Tensor | None
+    scheme: WeightScheme, k: int, values: Tensor, scales: Tensor, offsets: Tensor | None, order: Tensor | None
 ) -> QuantizedRows:
     if not bool(torch.isfinite(scales).all()):
         raise ConfigError("a scale is infinite or not a number")
     group_size = k if scales.shape[1] == 1 else scheme.block[1]
     scales = scales.contiguous()
-    return QuantizedRows(codes.contiguous(), scales, offsets, group_size, order, scheme.rounds_inputs)
+    return QuantizedRows(values.contiguous(), scales, offsets, group_size, order, scheme.quantizes_inputs)
 
 
 def _order(scheme: WeightScheme, k: int, g_idx: Tensor) -> Tensor | None:
@@ -202,5 +202,5 @@ def _per_row(scheme: WeightScheme, n: int, k: int, values: Tensor) -> Tensor:
 
 
 def _words(count: int, bits: int) -> int:
-    """Words of 32 bits that hold `count` codes."""
+    """Words of 32 bits that hold `count` values."""
     return -(-count * bits // 32)

@@ -1,7 +1,8 @@
-"""Swap a model's linear maps for quantized ones while it is built. Models and loaders do not know about it.
+"""Put quantized linear layers in the place of a model's plain ones while it is built.
 
-A `Quantizer` is called for every layer as soon as its weights are there, so that plain weights of one layer at a time
-are in memory. What a mode means on a CPU and on a GPU:
+A `Quantizer` is called for every block as soon as its weights are there, so that plain weights of one block at a time
+are in memory. Models know nothing of it: `Block.linears` says what there is to convert. What a mode means on a CPU
+and on a GPU:
 
     int8-weight   Int8Linear     W8A16Linear
     int4-weight   Int4Linear     W4A16Linear, of a file's own 4-bit weights alone if most of it are, else of all but
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigError
-from engine.layers.decoder import DecoderLayer, DecoderModel
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearMap, quantize_int8
-from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows, rounded_int4
+from engine.layers.block import Block
+from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer, quantize_int8
+from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows, quantize_int4
+from engine.models.model import Model
 from kernels.w4a16_gemm import pack_w4
 
 if TYPE_CHECKING:
@@ -31,39 +33,37 @@ INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
 
 
 class Quantizer:
-    """Converts maps to those of `quant_mode`; `none` leaves them as they are.
+    """Converts linear layers to those of `quant_mode`; `none` leaves them as they are.
 
     int4: weights that are 4-bit already, by name; taken out as they are used. None: there are none, so others are
-        rounded.
+        quantized.
     """
 
     def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows] | None, on_gpu: bool) -> None:
         self._mode = quant_mode
         self._int4 = int4
-        self._gpu = GpuMaps(quant_mode) if on_gpu and quant_mode != "none" else None
+        self._gpu = GpuLinears(quant_mode) if on_gpu and quant_mode != "none" else None
         if quant_mode == "none" or on_gpu:
             return
         needed = "_weight_int4pack_mm_for_cpu" if quant_mode == "int4-weight" else "_weight_int8pack_mm"
         if not hasattr(torch.ops.aten, needed):
-            raise ConfigError(f"this torch has no product for {quant_mode}: use --quant-mode none")
+            raise ConfigError(f"this torch has no GEMM for {quant_mode}: use --quant-mode none")
 
-    def convert_layer(self, layer: DecoderLayer) -> None:
-        """Replace the layer's maps in place."""
-        layer.qkv = self._convert(layer.qkv)
-        layer.attention_output = self._convert(layer.attention_output)
-        layer.gate_up = self._convert(layer.gate_up)
-        layer.down = self._convert(layer.down)
+    def convert(self, block: Block) -> None:
+        """Replace the block's linear layers in place."""
+        for ref in block.linears():
+            ref.replace(self._convert(ref.layer))
 
-    def finish(self, model: DecoderModel) -> None:
-        """Replace the output projection, when all layers are done.
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done.
 
-        On a CPU its results are float32 where torch has a product for it: bfloat16 has steps of 1/8 at a logit of 20.
+        On a CPU its results are float32 where torch has a GEMM for it: bfloat16 has steps of 1/8 at a logit of 20.
         """
         if give_float32_logits(model):
             return
-        model.lm_head = self._convert(model.lm_head, is_head=True)
+        model.head = self._convert(model.head, is_head=True)
 
-    def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
+    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
         assert isinstance(linear, Linear)
         if self._mode == "none":
             return linear
@@ -75,32 +75,32 @@ class Quantizer:
         return to_int8(linear)
 
     def _int4_parts(self, linear: Linear, is_head: bool) -> list[Int4Rows]:
-        """The file's 4-bit rows that `linear` was made of, or all of it rounded; empty when it is to be int8."""
+        """The file's 4-bit rows that `linear` was made of, or all of it quantized; empty when it is to be int8."""
         if self._int4 is not None:
             known = linear.names and all(name in self._int4 for name in linear.names)
             return [self._int4.pop(name) for name in linear.names] if known else []
         if is_head or linear.weight.shape[1] % GROUP_SIZE:
             return []
-        rows = rounded_int4(linear.weight)
+        rows = quantize_int4(linear.weight)
         if self._gpu is None:
             linear.weight = rows.dequantize(linear.weight.dtype)  # many rows are multiplied by it
         return [rows]
 
 
-def give_float32_logits(model: DecoderModel) -> bool:
+def give_float32_logits(model: Model) -> bool:
     """Let a bfloat16 model on a CPU compute its logits in float32. False for others, and where HalfLinear cannot."""
-    head = model.lm_head
+    head = model.head
     if not isinstance(head, Linear) or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
         return False
     if not HalfLinear.is_available() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
         return False
-    model.lm_head = HalfLinear(head.weight, head.bias)
+    model.head = HalfLinear(head.weight, head.bias)
     model.final_norm = model.final_norm.float()
     return True
 
 
-class GpuMaps:
-    """Makes maps of one mode on a GPU. They share a workspace, as they run one after the other."""
+class GpuLinears:
+    """Makes linear layers of one mode on a GPU. They share a workspace, as they run one after the other."""
 
     def __init__(self, quant_mode: str) -> None:
         # Needs triton.
@@ -112,24 +112,24 @@ class GpuMaps:
         self._head_kind = heads.get(quant_mode, self._kind)
         self._workspace: SmallMWorkspace | None = None
 
-    def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearMap:
+    def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearLayer:
         """parts: the 4-bit rows that `linear` was made of, if there are. is_head: it is the output projection."""
         from engine.gpu.quantized import COLUMN_MULTIPLE, W4A16Linear
         from kernels.gpu.small_m_gemm import SmallMWorkspace
 
         workspace = self._workspace = self._workspace or SmallMWorkspace(linear.weight.device)
         if parts:
-            codes, scales, zeros = (
-                torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "zeros")
+            values, scales, zeros = (
+                torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales", "zeros")
             )
-            return W4A16Linear(pack_w4(codes, scales, zeros), linear.bias, workspace)
+            return W4A16Linear(pack_w4(values, scales, zeros), linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return (self._head_kind if is_head else self._kind).of(linear, workspace)
 
 
 def to_int8(linear: Linear) -> Int8Linear:
-    """Quantize one plain map."""
+    """Quantize one plain layer."""
     quantized, scales = quantize_int8(linear.weight)
     dequantized = quantized.to(scales.dtype).mul_(scales[:, None])
     return Int8Linear(quantized, scales, dequantized, linear.bias)
@@ -137,9 +137,9 @@ def to_int8(linear: Linear) -> Int8Linear:
 
 def to_int4(linear: Linear, parts: list[Int4Rows]) -> Int4Linear:
     """Pack the rows that `linear.weight` was dequantized from."""
-    codes = torch.cat([part.codes for part in parts])
+    values = torch.cat([part.values for part in parts])
     scales = torch.cat([part.scales for part in parts])
     zeros = torch.cat([part.zeros for part in parts])
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 2)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)
     scales_and_zeros = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
     return Int4Linear(packed, scales_and_zeros, GROUP_SIZE, linear.weight, linear.bias)

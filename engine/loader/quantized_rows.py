@@ -1,4 +1,4 @@
-"""The one form in which every stored layout of quantized weights is held before a linear map is made of it."""
+"""The one form in which every stored layout of quantized weights is held before a linear layer is made of it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ INT4_MIDDLE = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """w[i, order[j]] = (codes[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
+    """w[i, order[j]] = (values[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
 
-    codes (rows, columns): uint8 of 0 to 15 with middle 8; or int8 or e4m3 with middle 0. scales, offsets: float32
+    values (rows, columns): uint8 of 0 to 15 with middle 8; or int8 or e4m3 with middle 0. scales, offsets: float32
     (rows, groups). offsets None: zero. order (columns,): None: as they are. The last group may be short.
-    rounds_inputs: the product may round its inputs to 8 bits.
+    quantizes_inputs: the GEMM may quantize its inputs to 8 bits.
     """
 
-    codes: Tensor
+    values: Tensor
     scales: Tensor
     offsets: Tensor | None
     group_size: int
     order: Tensor | None = None
-    rounds_inputs: bool = False
+    quantizes_inputs: bool = False
 
     @property
     def is_int4(self) -> bool:
-        return self.codes.dtype == torch.uint8
+        return self.values.dtype == torch.uint8
 
     @property
     def is_int8(self) -> bool:
-        return self.codes.dtype == torch.int8
+        return self.values.dtype == torch.int8
 
     @property
     def is_fp8(self) -> bool:
-        return self.codes.dtype == FP8_DTYPE
+        return self.values.dtype == FP8_DTYPE
 
     @property
     def has_row_scales(self) -> bool:
@@ -47,7 +47,7 @@ class QuantizedRows:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(rows, columns) in their own order, computed in float32."""
-        weight = self.codes.to(torch.float32)
+        weight = self.values.to(torch.float32)
         if self.is_int4:
             weight -= INT4_MIDDLE
         weight *= self._spread(self.scales)
@@ -62,7 +62,7 @@ class QuantizedRows:
     def _spread(self, values: Tensor) -> Tensor:
         if values.shape[1] == 1:
             return values
-        return values.repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+        return values.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
@@ -74,17 +74,17 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
         same_order = part.order is first.order or (
             part.order is not None and first.order is not None and torch.equal(part.order, first.order)
         )
-        if part.codes.dtype != first.codes.dtype or part.group_size != first.group_size or not same_order:
+        if part.values.dtype != first.values.dtype or part.group_size != first.group_size or not same_order:
             return None
     offsets = None
     if any(part.offsets is not None for part in parts):
         offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])  # bytes, whatever they mean
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])  # bytes, whatever they mean
     return QuantizedRows(
-        codes.view(first.codes.dtype),
+        values.view(first.values.dtype),
         torch.cat([part.scales for part in parts]),
         offsets,
         first.group_size,
         first.order,
-        all(part.rounds_inputs for part in parts),
+        all(part.quantizes_inputs for part in parts),
     )

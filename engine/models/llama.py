@@ -1,14 +1,16 @@
-"""Llama and Mistral: the shared decoder as it is. Mistral's GGUF files call themselves `llama`."""
+"""Llama and Mistral: grouped-query attention and a gated MLP. Mistral's GGUF files call themselves `llama`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.layers.decoder import DecoderModel, OnLayer, build_decoder
+from engine.layers.attention import Attention
+from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
+from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 
 
@@ -20,5 +22,11 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 @register("MistralForCausalLM", adapt_config)
 @register("LlamaForCausalLM", adapt_config, gguf_name="llama", gguf_permuted=True)
-def build(config: ModelConfig, weights: WeightSource, on_layer: OnLayer | None = None) -> DecoderModel:
-    return build_decoder(config, weights, on_layer)
+def llama(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    embedding = Embedding(config, weights, "model.embed_tokens")
+    yield embedding
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
+        yield Mlp(config, weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+    yield Head(config, weights, "model.norm", "lm_head", embedding)

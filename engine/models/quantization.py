@@ -1,6 +1,6 @@
-"""What `quantization_config` of a config.json says about how the linear maps' weights are stored.
+"""What `quantization_config` of a config.json says about how the linear layers' weights are stored.
 
-Reads the config only. How each layout looks in the files is in `engine/loader/packed_layouts.py`. Which maps are
+Reads the config only. How each layout looks in the files is in `engine/loader/packed_layouts.py`. Which layers are
 quantized is not read here either: lists of exceptions are spelled in many ways, the tensors themselves are not.
 """
 
@@ -24,12 +24,12 @@ TENSOR, ROW = (WHOLE, WHOLE), (1, WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How one linear map's weight is stored.
+    """How one linear layer's weight is stored.
 
     block: rows (outputs) and columns (inputs) that share a scale; WHOLE is all of them.
     is_symmetric: no zero points are stored. GPTQ and AWQ always store them.
     subtracts_one: GPTQ's first format stores zero points less one.
-    rounds_inputs: the map was made for inputs of 8 bits, so its product may round them.
+    quantizes_inputs: the layer was made for inputs of 8 bits, so its GEMM may quantize them.
     """
 
     layout: Layout
@@ -37,12 +37,12 @@ class WeightScheme:
     block: tuple[int, int]
     is_symmetric: bool = True
     subtracts_one: bool = False
-    rounds_inputs: bool = False
+    quantizes_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
-    """`label` names it in logs and worker infos. Each quantized map follows the first scheme that its tensors fit."""
+    """`label` names it in logs and worker infos. A quantized layer follows the first scheme that its tensors fit."""
 
     label: str
     schemes: tuple[WeightScheme, ...]
@@ -98,7 +98,7 @@ def _fp8(config: Mapping[str, Any]) -> CheckpointQuantization:
         raise _unsupported(f"FP8 of the format {config['fmt']!r}")
     block = config.get("weight_block_size")
     blocks = [_block(block)] if block else [TENSOR, ROW]
-    schemes = tuple(WeightScheme("fp8", 8, shared, rounds_inputs=True) for shared in blocks)
+    schemes = tuple(WeightScheme("fp8", 8, shared, quantizes_inputs=True) for shared in blocks)
     return CheckpointQuantization("fp8-blocks" if block else "fp8-weights", schemes)
 
 
@@ -118,8 +118,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> CheckpointQuantization:
         if not isinstance(weights, Mapping):
             raise ConfigError("config.json: the weights of a config group are not an object")
         scheme = _group_scheme(weights, str(group.get("format") or config.get("format")))
-        scheme = replace(scheme, rounds_inputs=_has_eight_bits(group.get("input_activations")))
-        input_bits = 8 if scheme.rounds_inputs else 16
+        scheme = replace(scheme, quantizes_inputs=_has_eight_bits(group.get("input_activations")))
+        input_bits = 8 if scheme.quantizes_inputs else 16
         schemes.append(scheme)
         labels.append(f"{'fp' if scheme.layout == 'fp8' else ''}w{scheme.bits}a{input_bits}")
     if not schemes:

@@ -1,45 +1,42 @@
-"""Which model families exist. A family is a function pair: correct the config, build the model from weights.
+"""Which model families exist. A family is a function pair: correct the config, yield the model's parts.
 
-Families register themselves when `engine.models` is imported; adding one means adding a file there.
+Families register themselves when `engine.models.families` is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import UnsupportedModelError
-from engine.layers.decoder import DecoderModel, OnLayer
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
+from engine.models.model import Model, OnBlock, Part, assemble_model
 
 AdaptConfig = Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
-
-
-class Build(Protocol):
-    """Makes a model; `on_layer` sees each layer as soon as it is made."""
-
-    def __call__(
-        self, config: ModelConfig, weights: WeightSource, on_layer: OnLayer | None = None
-    ) -> DecoderModel: ...
+Parts = Callable[[ModelConfig, WeightSource], Iterator[Part]]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How one architecture differs from the shared decoder.
+    """One architecture.
 
     adapt_config: from the common translation and the raw metadata (Hugging Face or GGUF) to the final config.
-    build: asks the weight source for every weight by its Hugging Face name.
+    parts: yields the model from the embedding to the head, asking the weight source for every weight by its Hugging
+        Face name.
     gguf_name: value of `general.architecture` in GGUF files; empty: none.
     gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
     """
 
     architecture: str
     adapt_config: AdaptConfig
-    build: Build
+    parts: Parts
     gguf_name: str = ""
     gguf_permuted: bool = False
+
+    def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
+        return assemble_model(config, self.parts(config, weights), on_block)
 
 
 _FAMILIES: dict[str, ModelFamily] = {}
@@ -47,12 +44,12 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 def register(
     architecture: str, adapt_config: AdaptConfig, *, gguf_name: str = "", gguf_permuted: bool = False
-) -> Callable[[Build], Build]:
-    """Decorator of a build function."""
+) -> Callable[[Parts], Parts]:
+    """Decorator of a function that yields a model's parts."""
 
-    def add(build: Build) -> Build:
-        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, build, gguf_name, gguf_permuted)
-        return build
+    def add(parts: Parts) -> Parts:
+        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, gguf_name, gguf_permuted)
+        return parts
 
     return add
 

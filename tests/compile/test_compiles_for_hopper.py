@@ -20,10 +20,11 @@ from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.draw import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.quantized import W4A16Linear
-from engine.layers.decoder import DecoderModel
+from engine.layers.weights import Shard
 from engine.loader.quantize import Quantizer
 from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
+from engine.models.model import Model
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.small_m_gemm import SmallMWorkspace
@@ -41,7 +42,7 @@ PROMPTS = ([8192], [100, 900, 40])
 class Weights:
     """Tensors of the right shapes."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
@@ -51,19 +52,19 @@ def compiled() -> Iterator[list[Compiled]]:
         yield hopper.install(patch)
 
 
-def one_layer(name: str, quant_mode: str) -> DecoderModel:
+def model_of(name: str, quant_mode: str, num_layers: int) -> Model:
     files = resolve_model(str(CONFIGS / name))
     raw = read_hf_config(files.path)
-    config = replace(config_from_hf(raw), num_layers=1)
+    config = replace(config_from_hf(raw), num_layers=num_layers)
     quantizer = Quantizer(quant_mode, None, on_gpu=True)
-    model = family_of(config.architecture).build(config, Weights(), quantizer.convert_layer)
+    model = family_of(config.architecture).build(config, Weights(), quantizer.convert)
     quantizer.finish(model)
     return model
 
 
-def forward_over(model: DecoderModel, kv_dtype: torch.dtype) -> FusedForward:
+def forward_over(model: Model, kv_dtype: torch.dtype) -> FusedForward:
     config = model.config
-    shape = (NUM_BLOCKS, 1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     pool = torch.empty(shape, dtype=kv_dtype, device=META)
     return FusedForward(model, pool, MAX_ROWS, PagedAttention(config.num_heads, config.num_kv_heads))
 
@@ -110,7 +111,7 @@ def check(compiled: list[Compiled], *names: str) -> None:
 def test_steps(
     name: str, quant_mode: str, kv_dtype: torch.dtype, products: list[str], compiled: list[Compiled]
 ) -> None:
-    forward = forward_over(one_layer(name, quant_mode), kv_dtype)
+    forward = forward_over(model_of(name, quant_mode, 1), kv_dtype)
     for rows in DECODE_ROWS:
         forward.logits(forward.hidden(decode_inputs(rows)))
     for lengths in PROMPTS:

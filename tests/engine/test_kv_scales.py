@@ -16,7 +16,8 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import check_kv_dtype, pool_geometry
-from engine.kv_scales import fold_layer_scales, kv_head_scales
+from engine.kv_scales import fold_kv_scales, kv_head_scales
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.loader import LoadedModel
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
@@ -42,6 +43,10 @@ def opened(path: Path, dtype: str = "float32", kv_cache_dtype: str = "auto") -> 
     return open_model(directory(path), dtype=dtype, kv_cache_dtype=kv_cache_dtype, quant_mode="none", num_threads=1)
 
 
+def attention_blocks(loaded: LoadedModel) -> list[Attention]:
+    return [block for block in loaded.model.blocks if isinstance(block, Attention)]
+
+
 def logits_of(loaded: LoadedModel, config: EngineConfig) -> Tensor:
     """Of the token after each of two prompts, both computed in chunks: (2, vocab)."""
     driver = Driver(make_runner(loaded, config), config)
@@ -54,13 +59,13 @@ def logits_of(loaded: LoadedModel, config: EngineConfig) -> Tensor:
 def test_folded_scales_change_no_bit(path: Path, dtype: str) -> None:
     loaded, config = opened(path, dtype)
     want = logits_of(loaded, config)
-    first = loaded.model.layers[0]
-    before = kv_head_scales(first, loaded.config)
-    for layer in loaded.model.layers:
-        fold_layer_scales(layer, loaded.config)
+    blocks = attention_blocks(loaded)
+    before = kv_head_scales(blocks[0])
+    for block in blocks:
+        fold_kv_scales(block)
     assert torch.equal(logits_of(loaded, config), want)
     assert any(not bool((scales == 1).all()) for scales in before)  # something was scaled at all
-    for scales in kv_head_scales(first, loaded.config):
+    for scales in kv_head_scales(blocks[0]):
         assert torch.equal(scales, torch.ones_like(scales))
 
 
@@ -69,18 +74,18 @@ def test_values_far_from_one_survive_eight_bits(path: Path) -> None:
     loaded, config = opened(path)
     value_rows = slice(loaded.config.q_size + loaded.config.kv_size, None)
     with torch.inference_mode():
-        for layer in loaded.model.layers:
-            assert isinstance(layer.qkv, Linear)
-            assert isinstance(layer.attention_output, Linear)
-            layer.qkv.weight[value_rows] *= 2.0**-12
-            layer.attention_output.weight *= 2.0**12
-            if layer.qkv.bias is not None:
-                layer.qkv.bias[value_rows] *= 2.0**-12
+        for block in attention_blocks(loaded):
+            assert isinstance(block.qkv, Linear)
+            assert isinstance(block.output, Linear)
+            block.qkv.weight[value_rows] *= 2.0**-12
+            block.output.weight *= 2.0**12
+            if block.qkv.bias is not None:
+                block.qkv.bias[value_rows] *= 2.0**-12
     want = logits_of(loaded, config)
     fp8 = replace(config, kv_cache_dtype="fp8")
     unscaled = logits_of(loaded, fp8)
-    for layer in loaded.model.layers:
-        fold_layer_scales(layer, loaded.config)
+    for block in attention_blocks(loaded):
+        fold_kv_scales(block)
     scaled = logits_of(loaded, fp8)
     assert float((scaled - want).norm() / want.norm()) < 0.15
     assert float((unscaled - want).norm() / want.norm()) > 0.3

@@ -40,17 +40,17 @@ def test_plain_weights_have_none() -> None:
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             "fp8-blocks",
-            [WeightScheme("fp8", 8, (128, 128), rounds_inputs=True)],
+            [WeightScheme("fp8", 8, (128, 128), quantizes_inputs=True)],
         ),
         (
             {"quant_method": "fp8"},
             "fp8-weights",
-            [WeightScheme("fp8", 8, shared, rounds_inputs=True) for shared in (TENSOR, ROW)],
+            [WeightScheme("fp8", 8, shared, quantizes_inputs=True) for shared in (TENSOR, ROW)],
         ),
         (
             compressed("float-quantized", {**FP8, "strategy": "tensor"}, INPUTS8),
             "compressed-tensors-fp8",
-            [WeightScheme("fp8", 8, TENSOR, rounds_inputs=True)],
+            [WeightScheme("fp8", 8, TENSOR, quantizes_inputs=True)],
         ),
         (
             compressed("naive-quantized", {**FP8, "strategy": "block", "block_structure": [64, 32]}),
@@ -60,7 +60,7 @@ def test_plain_weights_have_none() -> None:
         (
             compressed("int-quantized", integers(8, -1), INPUTS8),
             "compressed-tensors-w8a8",
-            [WeightScheme("int8", 8, ROW, rounds_inputs=True)],
+            [WeightScheme("int8", 8, ROW, quantizes_inputs=True)],
         ),
         (
             compressed("pack-quantized", {"num_bits": 4, "group_size": 64, "symmetric": False}),

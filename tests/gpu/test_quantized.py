@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.gpu.runner import GpuRunner
-from engine.layers.linear import Linear, LinearMap
+from engine.layers.linear import Linear, LinearLayer
 from engine.loader.quantize import Quantizer
 from engine.request import SamplingParams
 from kernels.fp8_gemm import FP8_DTYPE, fp8_linear, quantize_rows_fp8
@@ -47,7 +47,7 @@ class ReferenceQuantizer(Quantizer):
         super().__init__("none", {}, on_gpu=False)
         self._served = mode
 
-    def _convert(self, linear: LinearMap, is_head: bool = False) -> LinearMap:
+    def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
         assert isinstance(linear, Linear)
         quantize, product = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
         weight, scales = quantize(linear.weight)

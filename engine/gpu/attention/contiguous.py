@@ -1,6 +1,6 @@
 """K and V of a step's prompts as contiguous memory, for kernels that know no block tables.
 
-When no row has cached context, they are in the step's own q/k/v product. Else all rows are gathered from the pool
+When no row has cached context, they are in the step's own q/k/v GEMM output. Else all rows are gathered from the pool
 into a buffer that the layers share: the copy is small beside the attention of a chunk (2% at 8k queries, 7% at 512).
 A pool of 8 bits is always gathered, so that a prompt's result does not depend on how much of it was cached.
 """
@@ -22,7 +22,7 @@ MAX_GATHER_BYTES = 512 << 20  # of K and V of one layer; with more context than 
 
 @dataclass(frozen=True, slots=True)
 class KeysPlan:
-    """starts: each row's first key, and the number of keys at the end. tiles: None to read the product."""
+    """starts: each row's first key, and the number of keys at the end. tiles: None to read the GEMM output."""
 
     starts: list[int]
     block_tables: Tensor

@@ -11,7 +11,7 @@ import torch
 
 from common.model_files import ModelFiles
 from engine.layers.linear import HalfLinear, Int4Linear, Linear
-from engine.loader.gguf_int4 import int4_rows, rounded_int4
+from engine.loader.gguf_int4 import int4_rows, quantize_int4
 from engine.loader.quantize import to_int4
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf_files import write_gguf
@@ -60,8 +60,8 @@ def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_pat
         entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
         logprobs[mode] = torch.tensor([entry.logprob for entry in entries])
     assert loaded.quant_mode == "int4-weight"
-    assert isinstance(loaded.model.layers[0].qkv, Int4Linear)
-    assert isinstance(loaded.model.lm_head, HalfLinear)
+    assert isinstance(next(loaded.model.linears()).layer, Int4Linear)
+    assert isinstance(loaded.model.head, HalfLinear)
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
     assert error["auto"] < error["int8-weight"]
     assert error["auto"] < 0.05 * float(logprobs["none"].std())
@@ -71,9 +71,9 @@ def test_rounding_is_within_half_a_step() -> None:
     torch.manual_seed(0)
     weight = torch.randn(48, 96) + 3 * torch.randn(48, 3).repeat_interleave(32, dim=1)
     weight[5, :32] = 2.0  # a group of equal weights
-    rows = rounded_int4(weight)
-    assert int(rows.codes.max()) == 15
-    assert int(rows.codes.min()) == 0
+    rows = quantize_int4(weight)
+    assert int(rows.values.max()) == 15
+    assert int(rows.values.min()) == 0
     step = rows.scales.float().repeat_interleave(32, dim=1)
     offset = rows.zeros.float().abs().repeat_interleave(32, dim=1) / 256  # what bfloat16 takes from the offset
     assert bool(((rows.dequantize(torch.float32) - weight).abs() <= 0.6 * step + offset + 1e-6).all())
@@ -91,8 +91,6 @@ def test_a_plain_model_is_rounded_to_4_bits_but_for_its_output_projection(tmp_pa
         driver.finish([request], 1, chunk=1)
         entries = [entry for result in driver.results for part in result.prompt_logprobs for entry in part]
         logprobs.append(torch.tensor([entry.logprob for entry in entries]))
-    layer = loaded.model.layers[0]
-    maps = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-    assert [type(linear) for linear in maps] == [Int4Linear] * 4
-    assert isinstance(loaded.model.lm_head, HalfLinear)
+    kinds = [type(ref.layer) for ref in loaded.model.linears()]
+    assert kinds == [Int4Linear] * (len(kinds) - 1) + [HalfLinear]
     assert float((logprobs[0] - logprobs[1]).abs().mean()) < 0.3 * float(logprobs[0].std())

@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
+from engine.layers.weights import Shard
 from engine.loader.fingerprint import fingerprint
 from engine.loader.load import resolve_quant_mode
 from engine.loader.quantize import to_int8
@@ -76,7 +77,8 @@ def test_dry_run_weights_are_the_same_in_every_type() -> None:
     """Workers on different devices may exchange KV when their fingerprints are equal, so their weights must be."""
     exact: Any = open_model(DRY_RUN)[0].model
     rounded: Any = open_model(DRY_RUN, dtype="bfloat16", quant_mode="none")[0].model
-    assert torch.equal(exact.layers[1].down.weight.bfloat16(), rounded.layers[1].down.weight)
+    last, rounded_last = exact.blocks[-1], rounded.blocks[-1]
+    assert torch.equal(last.down.weight.bfloat16(), rounded_last.down.weight)
 
 
 def test_quant_mode_is_resolved_or_refused() -> None:
@@ -105,15 +107,15 @@ def test_rounded_activations_need_a_gpu(mode: str, monkeypatch: pytest.MonkeyPat
     assert resolve_quant_mode(config, torch.bfloat16, gpu) == mode
 
 
-def test_layers_are_rounded_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_quantized_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the last layer's weights are made, the first layer's are no longer held."""
     first: list[weakref.ref[Tensor]] = []
     plain_take = RandomWeights.take
 
-    def take(self: RandomWeights, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self: RandomWeights, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
         if name.startswith("model.layers.1."):
             assert all(each() is None for each in first)
-        weight = plain_take(self, name, shape)
+        weight = plain_take(self, name, shape, shard)
         if name == "model.layers.0.mlp.down_proj.weight":
             first.append(weakref.ref(weight))
         return weight

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear
+from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
 from engine.loader import LoadedModel
 from engine.request import SamplingParams
 from tests.engine.driving import Driver, make_runner, open_model, random_prompt
@@ -47,6 +47,10 @@ def logits(path: Path, chunk: int, **settings: str) -> tuple[Tensor, LoadedModel
     return driver.logits[request.request_id][0].float(), loaded
 
 
+def first_qkv(loaded: LoadedModel) -> LinearLayer:
+    return next(ref.layer for ref in loaded.model.linears() if ref.name == "qkv")
+
+
 def relative_error(result: Tensor, exact: Tensor) -> float:
     return float((result - exact).norm() / exact.norm())
 
@@ -61,7 +65,7 @@ def test_every_format_computes_what_its_weights_say(
     assert loaded.quant_mode == "none"
     torch.testing.assert_close(result, exact, atol=1e-4, rtol=0)
     with caplog.at_level("INFO"):
-        # 1: the products for few rows, 20: the dequantized copy for many
+        # 1: the GEMMs for few rows, 20: the dequantized copy for many
         results = [logits(tmp_path / "m", chunk, dtype="bfloat16") for chunk in (1, 20)]
     plain = logits(tmp_path / "m", 20, dtype="bfloat16", quant_mode="none")[0]
     rounded_to_int8 = "of" in form.maps or name == "awq-one-map-plain"  # besides the output projection
@@ -69,7 +73,7 @@ def test_every_format_computes_what_its_weights_say(
     for result, loaded in results:
         assert loaded.quant_mode == form.label
         assert relative_error(result, exact) < bound
-    assert f"{form.label}: linear maps are" in caplog.text
+    assert f"{form.label}: linear layers are" in caplog.text
     assert form.maps in caplog.text
 
 
@@ -108,7 +112,7 @@ def test_fingerprints_tell_how_weights_are_held(tmp_path: Path) -> None:
 def test_fingerprints_tell_what_became_of_the_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(FORMATS["gptq"], tmp_path / "m")
     first = load(tmp_path / "m")[0].fingerprint
-    monkeypatch.setattr("engine.loader.packed_maps.CPU_GROUP_SIZES", ())  # a machine without this product
+    monkeypatch.setattr("engine.loader.packed_linears.CPU_GROUP_SIZES", ())  # a machine without this product
     assert load(tmp_path / "m")[0].fingerprint != first
 
 
@@ -120,23 +124,24 @@ def test_a_tied_embedding_serves_as_output_projection(kept_plain: tuple[str, ...
     torch.testing.assert_close(logits(tmp_path / "m", 20, dtype="float32")[0], exact, atol=1e-4, rtol=0)
     result, loaded = logits(tmp_path / "m", 20)
     assert relative_error(result, exact) < 0.1
-    head = loaded.model.lm_head
+    head = loaded.model.head
     assert isinstance(head, HalfLinear)
     assert torch.equal(head.weight, loaded.model.embedding.float())
 
 
-def test_maps_stay_fused_and_packed(tmp_path: Path) -> None:
+def test_linear_layers_stay_fused_and_packed(tmp_path: Path) -> None:
     write(FORMATS["awq-one-map-plain"], tmp_path / "m")
-    model = load(tmp_path / "m")[0].model
-    for layer in model.layers:
-        assert isinstance(layer.qkv, Int8Linear)  # v is plain, so the whole map is
-        assert isinstance(layer.gate_up, Int4Linear)
+    for ref in load(tmp_path / "m")[0].model.linears():
+        if ref.name == "qkv":
+            assert isinstance(ref.layer, Int8Linear)  # v is plain, so the whole layer is
+        elif ref.name != "head":
+            assert isinstance(ref.layer, Int4Linear)
     write(FORMATS["awq"], tmp_path / "all")
-    qkv = load(tmp_path / "all")[0].model.layers[0].qkv
+    qkv = first_qkv(load(tmp_path / "all")[0])
     assert isinstance(qkv, Int4Linear)
     assert qkv.scales_and_zeros.shape == (64 // 32, 64 + 2 * 32, 2)
     assert qkv.bias is not None
-    plain = load(tmp_path / "all", quant_mode="none")[0].model.layers[0].qkv
+    plain = first_qkv(load(tmp_path / "all", quant_mode="none")[0])
     assert isinstance(plain, Linear)
 
 
@@ -158,7 +163,7 @@ def test_parts_that_are_quantized_differently_are_computed_alike(tmp_path: Path)
     exact = reference_logits(write(replace(base, pack=shuffled), tmp_path / "m"), PROMPT)[-1]
     torch.testing.assert_close(logits(tmp_path / "m", 20, dtype="float32")[0], exact, atol=1e-4, rtol=0)
     result, loaded = logits(tmp_path / "m", 1)
-    assert isinstance(loaded.model.layers[0].qkv, Int8Linear)
+    assert isinstance(first_qkv(loaded), Int8Linear)
     assert relative_error(result, exact) < 0.1
 
     def mixed(weight: Tensor) -> tuple[Tensors, Tensor]:

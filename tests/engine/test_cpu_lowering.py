@@ -1,4 +1,4 @@
-"""The forward pass for few rows equals the plain one, whatever the family, with rows of any size in the stream."""
+"""Ops for few rows equal the plain ones, whatever the family, with rows of any size in the stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.cpu.forward import FewRowForward
+from engine.cpu.lowering import Rows, lower_model
+from engine.layers.block import Step
+from engine.layers.forward import plain
 from engine.loader.load import load_model
 from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
@@ -22,7 +24,7 @@ class OwnTokenAttention:
     def __init__(self, num_heads: int, kv_heads: int) -> None:
         self.num_heads, self.kv_heads = num_heads, kv_heads
 
-    def attend(self, layer: int, qkv: Tensor, metadata: None) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
         q, k, v = qkv.split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
         group = self.num_heads // self.kv_heads
         # q and k take part, so that a wrong rotation shows.
@@ -31,7 +33,7 @@ class OwnTokenAttention:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_equals_the_plain_forward(family: str, num_rows: int, tmp_path: Path) -> None:
+def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     path = TINY_MODELS[family].save(tmp_path)
     config = EngineConfig(model=str(path), device="cpu", dtype="float32")
@@ -39,13 +41,14 @@ def test_equals_the_plain_forward(family: str, num_rows: int, tmp_path: Path) ->
     backend = OwnTokenAttention(model.config.num_heads, model.config.num_kv_heads)
     token_ids = torch.arange(num_rows) * 17 % VOCAB_SIZE
     positions = torch.arange(num_rows) * 9
-    few_rows = FewRowForward(model)
+    step = Step.of(model.rotary, token_ids, positions, backend.attend)
     with torch.inference_mode():
-        expected = model.forward(token_ids, positions, backend, None)  # type: ignore[arg-type]
-        stream = few_rows.forward(token_ids, positions, backend, None)  # type: ignore[arg-type]
-        torch.testing.assert_close(stream[:, 0], expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(stream[:, 1], -stream[:, 0], atol=0, rtol=0)
-        torch.testing.assert_close(few_rows.logits(stream), model.logits(expected), atol=1e-4, rtol=1e-4)
+        expected, exact, few = (
+            (forward.hidden(step), forward.logits(forward.hidden(step)))
+            for forward in (plain(model), lower_model(model, Rows.ANY), lower_model(model, Rows.FEW))
+        )
+    torch.testing.assert_close(exact, expected, atol=0, rtol=0)
+    torch.testing.assert_close(few, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])  # of the result

@@ -1,4 +1,4 @@
-"""Small models' own way through a decode step against the plain one, on equal inputs."""
+"""The forms of a step on a GPU against each other, on equal inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.preloaded import PreloadedLayers
+from engine.gpu.ops.split_k import SplitKOps
+from engine.gpu.ops.target import Target
 from engine.loader import load_model
 from tests.gpu.models import save_tiny_model
 
@@ -49,10 +50,9 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
         attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
         forward = FusedForward(loaded.model, pool, rows, attention)
         if not takes:
-            monkeypatch.setattr(PreloadedLayers, "_takes", lambda self, num_rows: False)
-            forward = FusedForward(loaded.model, pool, rows, attention)
+            monkeypatch.setattr(SplitKOps, "takes", lambda self, target: False)
         else:
-            assert PreloadedLayers(loaded.model).takes(rows)
+            assert SplitKOps(loaded.model).takes(Target(rows, is_decode=True))
         results.append((forward.hidden(inputs).float(), pool.float()))
     (hidden, pool), (plain_hidden, plain_pool) = results
     assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
@@ -62,5 +62,5 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
 
 def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
     config = EngineConfig(str(folder), device="cpu", dtype="float32", quant_mode="none").resolved("cpu")
-    layers = PreloadedLayers(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
-    assert not layers.takes(2)  # weights of 4 bytes
+    form = SplitKOps(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
+    assert not form.takes(Target(2, is_decode=True))  # weights of 4 bytes

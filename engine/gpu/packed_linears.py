@@ -1,8 +1,8 @@
-"""Linear maps on a GPU over weights that a checkpoint holds quantized: which product takes which rows.
+"""Linear layers on a GPU over weights that a checkpoint holds quantized: which GEMM takes which rows.
 
-Stored codes are taken as they are. Two exceptions: scales of e4m3 blocks become scales of rows, which rounds the
+Stored values are taken as they are. Two exceptions: scales of e4m3 blocks become scales of rows, which quantizes
 weights to e4m3 once more (2.6% of their size, as the first time), because matrix units apply one scale per row; and
-what no product takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16.
+what no GEMM takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.gpu.quantized import (
     W8A8Linear,
     W8A16Linear,
 )
-from engine.layers.linear import Linear, LinearMap
+from engine.layers.linear import Linear, LinearLayer
 from engine.loader.quantized_rows import QuantizedRows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.w4a16_gemm import pack_w4
@@ -27,36 +27,36 @@ FP8_CAPABILITY = (8, 9)  # of GPUs with matrix units for e4m3
 MIN_GROUP = 16  # columns, of 4-bit groups; they are powers of two or multiples of one
 
 
-class GpuMapMaker:
-    """An `engine.loader.packed_maps.MapMaker`. Its maps share a workspace, as they run one after the other."""
+class GpuLinearMaker:
+    """An `engine.loader.packed_linears.LinearMaker`. Its layers run one after the other and share a workspace."""
 
-    rounds_plain = False
+    quantizes_plain = False
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = SmallMWorkspace(device)
         self._has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
-    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearMap, str] | None:
-        """See MapMaker."""
-        num_columns = rows.codes.shape[1]
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:
+        """See LinearMaker."""
+        num_columns = rows.values.shape[1]
         if num_columns % COLUMN_MULTIPLE:
             return None
         if rows.is_int4:
             if rows.group_size % MIN_GROUP or num_columns % rows.group_size:
                 return None
             offsets = torch.zeros_like(rows.scales) if rows.offsets is None else rows.offsets
-            return W4A16Linear(pack_w4(rows.codes, rows.scales, offsets), bias, self._workspace), "int4"
+            return W4A16Linear(pack_w4(rows.values, rows.scales, offsets), bias, self._workspace), "int4"
         if rows.is_int8 and rows.has_row_scales:
-            kind: type[EightBitLinear] = W8A8Linear if rows.rounds_inputs else W8A16Linear
-            return kind(rows.codes, rows.scales, bias, self._workspace), "int8"
-        if rows.is_fp8 and rows.rounds_inputs and self._has_fp8:
+            kind: type[EightBitLinear] = W8A8Linear if rows.quantizes_inputs else W8A16Linear
+            return kind(rows.values, rows.scales, bias, self._workspace), "int8"
+        if rows.is_fp8 and rows.quantizes_inputs and self._has_fp8:
             if rows.has_row_scales:
-                return Fp8Linear(rows.codes, rows.scales, bias, self._workspace), "e4m3"
+                return Fp8Linear(rows.values, rows.scales, bias, self._workspace), "e4m3"
             return Fp8Linear.of(Linear(rows.dequantize(torch.bfloat16), bias), self._workspace), "e4m3 of blocks"
         return None
 
-    def int8(self, linear: Linear) -> LinearMap:
-        """See MapMaker."""
+    def int8(self, linear: Linear) -> LinearLayer:
+        """See LinearMaker."""
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return W8A16Linear.of(linear, self._workspace)

@@ -1,0 +1,90 @@
+"""Which ops stand for a model's blocks on a CPU: plain ones for prompts, ones with fewer operations for decode.
+
+With few rows the GEMMs take half of a step and starting the other operations the rest: a row of 576 numbers is
+worked through in the time that Python needs to ask for it. So there the residual is kept in the form that torch's
+fused norm takes (`kernels/cpu_norm.py`), and quantized weights are read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.layers.block import Step
+from engine.layers.forward import BlockOp, Forward, Stream, plain
+from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
+from engine.layers.reordered import Reordered
+from engine.models.model import Model
+from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
+
+MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
+
+
+class Rows(Enum):
+    """Classes of steps, told apart by what their rows are and not only by how many.
+
+    Prompts are always ANY, with the dense copies of quantized weights: then each of their numbers is rounded in the
+    same way however they are cut into steps and however much of them is cached, bit for bit.
+    """
+
+    ANY = "prompts, alone or beside generated tokens"
+    FEW = f"generated tokens alone, at most {MAX_FEW_ROWS}"
+
+
+class CpuForwards:
+    """The model lowered for each class of steps. Weights are shared."""
+
+    def __init__(self, model: Model) -> None:
+        self._by_rows = {rows: lower_model(model, rows) for rows in Rows}
+
+    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
+        """only_decodes: every row is one generated token."""
+        return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
+
+
+def lower_model(model: Model, rows: Rows) -> Forward[Step]:
+    if rows is Rows.ANY:
+        return plain(with_dense_linears(model))
+    signs = signs_like(model.embedding.new_empty(0, dtype=torch.float32))
+
+    def start(step: Step) -> Stream:
+        return Stream(opposed(functional.embedding(step.token_ids, model.embedding), signs))  # float32, as signs are
+
+    ops = [BlockOp(OpposedNorm(block.norm, block.eps), block) for block in model.blocks]
+    return Forward(start, ops, OpposedNorm(model.final_norm, model.config.rms_norm_eps), model.head)
+
+
+def with_dense_linears(model: Model) -> Model:
+    """The model with the dense copies of its quantized layers, for any number of rows. Weights are shared."""
+    model = replace(model, blocks=[block.copy() for block in model.blocks])
+    for ref in model.linears():
+        ref.replace(dense(ref.layer))
+    return model
+
+
+def dense(linear: LinearLayer) -> LinearLayer:
+    """The dense copy of a quantized layer; others as they are."""
+    if isinstance(linear, Int4Linear | Int8Linear):
+        return linear.dense
+    if isinstance(linear, Reordered):
+        return Reordered(dense(linear.inner), linear.order)
+    return linear
+
+
+class OpposedNorm:
+    """`AddNorm` of a residual that is held as each row and its negative: float32 (num_tokens, 2, hidden)."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weights = torch.stack([weight, weight]).float()
+        self._eps = eps
+        self._dtype = weight.dtype
+        self._signs = signs_like(self._weights)
+
+    def __call__(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        if pending is not None:
+            add_opposed_(residual, pending, self._signs)
+        return rms_norm_of_opposed(residual, self._weights, self._eps, self._dtype)

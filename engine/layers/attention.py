@@ -1,0 +1,51 @@
+"""Grouped-query attention: y = W_o attend(rotate(W_qkv x)), with an RMS norm over each head of q and k if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from engine.layers.block import Block, LinearRef, Step, joined, take_linear
+from engine.layers.linear import LinearLayer
+from engine.layers.weights import Shard, WeightSource
+from engine.models.config import ModelConfig
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotate_
+
+
+class Attention(Block):
+    """q, k and v are one GEMM.
+
+    layer: whose K and V these are, in the pool. qk_norm: (heads + kv_heads, head_dim) or None.
+    """
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str, layer: int) -> None:
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+        self.qk_norm: Tensor | None = None
+        if config.qk_norm:
+            q_norm = weights.take(f"{name}.q_norm.weight", (config.head_dim,))
+            k_norm = weights.take(f"{name}.k_norm.weight", (config.head_dim,))
+            self.qk_norm = joined([q_norm.expand(config.num_heads, -1), k_norm.expand(config.num_kv_heads, -1)])
+        self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
+        names, sizes = [f"{name}.{part}_proj" for part in "qkv"], (config.q_size, config.kv_size, config.kv_size)
+        self.qkv: LinearLayer = take_linear(
+            weights, names, sizes, config.hidden_size, config.attention_bias, Shard.COLUMNS
+        )
+        self.output: LinearLayer = take_linear(
+            weights, [f"{name}.o_proj"], [config.hidden_size], config.q_size, config.attention_output_bias, Shard.ROWS
+        )
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        qk = qkv[:, : self.num_heads + self.num_kv_heads]
+        if self.qk_norm is not None:
+            qk.copy_(rms_norm(qk, self.qk_norm, self.eps))
+        rotate_(qk, step.cos, step.sin)
+        return self.output(step.attend(self.layer, qkv))
+
+    def linears(self) -> Iterator[LinearRef]:
+        yield LinearRef(self, "qkv", "qkv")
+        yield LinearRef(self, "output", "output")

@@ -1,0 +1,96 @@
+"""What a decoder is made of: blocks that read the normed residual, and whose outputs are added to it.
+
+A block is plain torch. Adding and norming are not its business (`engine/layers/forward.py`), nor is where K and V
+live: it is given `Step.attend`. A faster form of a block is another op over the same weights, chosen by a lowering.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import Linear, LinearLayer
+from engine.layers.weights import Shard, WeightSource
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, qkv (num_tokens, heads + 2 kv_heads, head_dim), q and k rotated) -> (num_tokens, heads * head_dim)"""
+
+
+@dataclass(slots=True)
+class Step:
+    """The inputs of one forward pass over `num_tokens` tokens.
+
+    token_ids: (num_tokens,). cos, sin: (num_tokens, 1, head_dim) of the rotary table.
+    """
+
+    token_ids: Tensor
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+    @classmethod
+    def of(cls, rotary: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> Self:
+        table = rotary[positions]
+        return cls(token_ids, table[:, :1], table[:, 1:], attend)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRef:
+    """A linear layer at its place in a model, where another can be put."""
+
+    owner: Any
+    attribute: str
+    name: str  # within the block
+
+    @property
+    def layer(self) -> LinearLayer:
+        layer: LinearLayer = getattr(self.owner, self.attribute)
+        return layer
+
+    def replace(self, layer: LinearLayer) -> None:
+        setattr(self.owner, self.attribute, layer)
+
+
+class Block(ABC):
+    """norm: (hidden,), the RMS norm before it, with `eps`."""
+
+    norm: Tensor
+    eps: float
+
+    @abstractmethod
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        """x: the normed residual (num_tokens, hidden). Returns what is to be added to the residual."""
+
+    @abstractmethod
+    def linears(self) -> Iterator[LinearRef]:
+        """All linear layers that may be quantized or otherwise replaced."""
+
+    def copy(self) -> Self:
+        """A block over the same weights whose linear layers can be replaced without changing this one's."""
+        return copy.copy(self)
+
+
+def take_linear(
+    weights: WeightSource, names: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool, shard: Shard
+) -> Linear:
+    """One linear layer of the weights of that many outputs each, under each other; names without `.weight`."""
+    pairs = list(zip(names, sizes, strict=True))
+    parts = [weights.take(f"{name}.weight", (size, in_size), shard) for name, size in pairs]
+    biases = [weights.take(f"{name}.bias", (size,), shard) for name, size in pairs] if bias else []
+    return Linear(joined(parts), joined(biases) if bias else None, tuple(f"{name}.weight" for name in names))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts. Without storage nothing is computed: the first operation on "meta" imports for 2 s."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].device.type == "meta":
+        rows = sum(part.shape[0] for part in parts)
+        return torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, device="meta")
+    return torch.cat(list(parts))

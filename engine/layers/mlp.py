@@ -1,0 +1,43 @@
+"""Gated MLP: y = W_down (silu(W_gate x) * W_up x), gate and up in one GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from engine.layers.block import Block, LinearRef, Step, take_linear
+from engine.layers.linear import Linear, LinearLayer
+from engine.layers.weights import Shard, WeightSource
+from engine.models.config import ModelConfig
+from kernels.silu_mul import silu_mul
+
+
+class Mlp(Block):
+    """The dense feed-forward block."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
+        self.eps = config.rms_norm_eps
+        self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
+        names = (f"{name}.gate_proj", f"{name}.up_proj", f"{name}.down_proj")
+        gate_up, down = take_gated(weights, names, config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.gate_up: LinearLayer = gate_up
+        self.down: LinearLayer = down
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+    def linears(self) -> Iterator[LinearRef]:
+        yield LinearRef(self, "gate_up", "gate_up")
+        yield LinearRef(self, "down", "down")
+
+
+def take_gated(
+    weights: WeightSource, names: tuple[str, str, str], hidden: int, inner: int, bias: bool = False
+) -> tuple[Linear, Linear]:
+    """gate_up and down of the weights of these names: gate, up, down."""
+    gate, up, down = names
+    return (
+        take_linear(weights, [gate, up], [inner, inner], hidden, bias, Shard.COLUMNS),
+        take_linear(weights, [down], [hidden], inner, bias, Shard.ROWS),
+    )

@@ -1,0 +1,160 @@
+"""Linear layers of quantized rows: put into a model that was built without them. What is made of what:
+
+    rows                       CPU          GPU (`engine/gpu/packed_linears.py`)
+    4 bits in groups           Int4Linear   W4A16Linear
+    int8, a scale per row      Int8Linear   W8A8Linear, or W8A16Linear where inputs were not meant to be quantized
+    e4m3, inputs of 8 bits     int8         Fp8Linear; scales of blocks become scales of rows
+    others                     int8         int8, inputs as they are
+
+Knows no files. Layers that the checkpoint left plain stay plain on a GPU; on a CPU they become int8, as in models
+that are not quantized, but for the output projection (`give_float32_logits`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.reordered import Reordered
+from engine.loader.packed_checkpoint import PackedWeights
+from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
+from engine.loader.quantized_rows import QuantizedRows, join_rows
+from engine.models.model import Model
+
+CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
+
+
+class LinearMaker(Protocol):
+    """Makes the linear layers of one device."""
+
+    quantizes_plain: bool  # layers that the checkpoint left plain become int8
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:
+        """The layer and what it is in a few words; None for rows that no GEMM takes. rows.order is None."""
+        ...
+
+    def int8(self, linear: Linear) -> LinearLayer:
+        """Quantize a plain layer to int8, or leave it where no GEMM takes it."""
+        ...
+
+
+def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has GEMMs for quantized weights with x of that type."""
+    return dtype == torch.bfloat16 and (
+        device.type != "cpu"
+        or (hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and hasattr(torch.ops.aten, "_weight_int8pack_mm"))
+    )
+
+
+def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
+    """Weights of layers that are quantized in all their parts. skeleton: the model, built without storage."""
+    names: set[str] = set()
+    for ref in skeleton.linears():
+        linear = ref.layer
+        if (
+            isinstance(linear, Linear)
+            and linear.weight is not skeleton.embedding
+            and all(weights.is_packed(name) for name in linear.names)
+        ):
+            names.update(linear.names)
+    return frozenset(names)
+
+
+def place_packed_linears(model: Model, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> str:
+    """Give every layer that was built without storage its weights. Returns what they are now, for identity and log.
+
+    Raises ConfigError for values that cannot be.
+    """
+    maker = _maker(dtype, device)
+    kinds: Counter[str] = Counter()
+    give_float32_logits(model)
+
+    def convert(linear: LinearLayer) -> LinearLayer:
+        if isinstance(linear, HalfLinear):
+            kinds["float16"] += 1
+            return linear
+        assert isinstance(linear, Linear)
+        if linear.weight.device.type == "meta":
+            made, kind = linear_of_parts([weights.rows(name) for name in linear.names], linear.bias, dtype, maker)
+        elif maker.quantizes_plain:
+            made, kind = maker.int8(linear), "int8 of plain"
+        else:
+            made, kind = linear, "plain"
+        kinds[kind] += 1
+        return made
+
+    for ref in model.linears():
+        ref.replace(convert(ref.layer))
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+
+
+def linear_of_parts(
+    parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, maker: LinearMaker
+) -> tuple[LinearLayer, str]:
+    """The layer whose outputs are those of all parts, and what it is in a few words."""
+    rows = join_rows(parts)
+    if rows is None:
+        return _as_int8(Linear(torch.cat([part.dequantize(dtype) for part in parts]), bias), "unlike parts", maker)
+    made = maker.of_rows(replace(rows, order=None), bias)
+    if made is None:
+        return _as_int8(Linear(rows.dequantize(dtype), bias), "e4m3" if rows.is_fp8 else "other groups", maker)
+    linear, kind = made
+    return made if rows.order is None else (Reordered(linear, rows.order), kind + " reordered")
+
+
+def _as_int8(plain: Linear, of: str, maker: LinearMaker) -> tuple[LinearLayer, str]:
+    made = maker.int8(plain)
+    return made, "dequantized" if made is plain else f"int8 of {of}"
+
+
+def _maker(dtype: torch.dtype, device: torch.device) -> LinearMaker:
+    if device.type == "cpu":
+        return CpuLinearMaker(dtype)
+    from engine.gpu.packed_linears import GpuLinearMaker  # needs triton
+
+    return GpuLinearMaker(device)
+
+
+class CpuLinearMaker:
+    """Linear layers over torch's packed GEMMs."""
+
+    quantizes_plain = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:
+        """See LinearMaker."""
+        if rows.is_int4:
+            linear = self._int4(rows, bias)
+            return None if linear is None else (linear, "int4")
+        if rows.is_int8 and rows.has_row_scales:
+            scales = rows.scales[:, 0].to(self._dtype)
+            dequantized = rows.values.to(self._dtype).mul_(scales[:, None])
+            return Int8Linear(rows.values, scales, dequantized, bias), "int8"
+        return None
+
+    def int8(self, linear: Linear) -> LinearLayer:
+        """See LinearMaker."""
+        return to_int8(linear)
+
+    def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Int4Linear | None:
+        """None for numbers of rows and group sizes that torch's GEMM does not take."""
+        num_rows, num_columns = rows.values.shape
+        sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
+        if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
+            return None
+        times = rows.group_size // sizes[0]
+        scales = rows.scales.to(self._dtype).repeat_interleave(times, dim=1)
+        offsets = torch.zeros_like(scales)
+        if rows.offsets is not None:
+            offsets = rows.offsets.to(self._dtype).repeat_interleave(times, dim=1)
+        held = QuantizedRows(rows.values, scales.float(), offsets.float(), sizes[0])
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.values.int(), 2)
+        scales_and_offsets = torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous()
+        return Int4Linear(packed, scales_and_offsets, sizes[0], held.dequantize(self._dtype), bias)

@@ -1,0 +1,87 @@
+"""A model as data: embedding, a flat list of blocks, final norm, output projection. How it runs is not said here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.block import Block, LinearRef, take_linear
+from engine.layers.linear import Linear, LinearLayer
+from engine.layers.rotary import rotary_table
+from engine.layers.weights import Shard, WeightSource
+from engine.models.config import ModelConfig
+
+
+class Embedding:
+    """weight: (vocab, hidden)."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
+        self.name = f"{name}.weight"
+        self.weight = weights.take(self.name, (config.vocab_size, config.hidden_size), Shard.VOCAB)
+
+
+class Head:
+    """The final norm and the output projection, which may be the embedding's own tensor."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, norm: str, name: str, embedding: Embedding
+    ) -> None:
+        self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
+        if config.tie_word_embeddings:
+            self.linear = Linear(embedding.weight, names=(embedding.name,))
+        else:
+            self.linear = take_linear(
+                weights, [name], [config.vocab_size], config.hidden_size, bias=False, shard=Shard.VOCAB
+            )
+
+
+Part = Embedding | Block | Head
+OnBlock = Callable[[Block], None]
+"""Called with each block as soon as it is made, while the next ones are not in memory yet."""
+
+
+@dataclass(slots=True)
+class Model:
+    """rotary: (max_position_embeddings, 2, head_dim), see `rotary_table`."""
+
+    config: ModelConfig
+    embedding: Tensor  # (vocab, hidden)
+    blocks: list[Block]
+    final_norm: Tensor
+    head: LinearLayer
+    rotary: Tensor
+
+    def linears(self) -> Iterator[LinearRef]:
+        """All linear layers, the output projection last."""
+        for block in self.blocks:
+            yield from block.linears()
+        yield LinearRef(self, "head", "head")
+
+
+def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock | None = None) -> Model:
+    """Collect what a family's function yields."""
+    embedding = head = None
+    blocks: list[Block] = []
+    for part in parts:
+        if isinstance(part, Embedding):
+            embedding = part.weight
+        elif isinstance(part, Head):
+            head = part
+        else:
+            if on_block is not None:
+                on_block(part)
+            blocks.append(part)
+    if embedding is None or head is None:
+        raise ValueError(f"{config.architecture} yields no embedding or no head")
+    on_cpu = embedding.device.type == "cpu"
+    rotary = rotary_table(
+        config.rope,
+        config.head_dim,
+        config.max_position_embeddings,
+        torch.float32 if on_cpu else embedding.dtype,
+        embedding.device,
+    )
+    return Model(config, embedding, blocks, head.norm, head.linear, rotary)

@@ -1,0 +1,122 @@
+"""Which kernels a step of each class starts, in order: a change of the ops that costs a launch fails here.
+
+Tensors are `meta` ones of real sizes, as on an H200. Torch's own operations on a device count as launches, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from engine.gpu.forward import FusedForward, GpuInputs
+from tests.compile import hopper
+from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
+
+NUM_LAYERS = 3
+VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like"}
+
+
+class TorchOps(TorchDispatchMode):
+    """Adds the names of torch's operations to `found`; views and memory alone start nothing."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name not in VIEWS:
+            self._found.append("cublas" if name == "linear" else name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    def at_grid(self: Any, grid: Any) -> Any:
+        return lambda *args, **constants: found.append(self.__name__.strip("_").removesuffix("_kernel"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        hopper.install(patch)
+        patch.setattr(JITFunction, "__getitem__", at_grid)
+        yield found
+
+
+def launched(forward: FusedForward, inputs: GpuInputs, launches: list[str]) -> list[str]:
+    """Of one pass over all layers, without the output projection."""
+    launches.clear()
+    with TorchOps(launches), torch.inference_mode():
+        forward.hidden(inputs)
+    return [name for name in launches if name != "combine"]  # of KV splits, which depend on the context alone
+
+
+def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str], end: str, between: str) -> list[str]:
+    """A norm `between` two blocks; `start` has the first block's, `end` is the last."""
+    blocks: list[str] = []
+    for index in range(2 * NUM_LAYERS):
+        blocks += [between] * (index > 0 and bool(between)) + [*(mlp if index % 2 else attention)]
+    return [*start, *blocks, end]
+
+
+ATTEND = ["rope", "paged_decode"]
+PLAIN = {
+    1: repeated(["embedding"], ["gemv", *ATTEND, "gemv"], ["gemv", "gemv"], "rms_norm", ""),
+    8: repeated(["embed_norm"], ["small_m", *ATTEND, "small_m"], ["gated", "small_m"], "rms_norm", "rms_norm"),
+    32: repeated(
+        ["embed_norm"], ["small_m", *ATTEND, "small_m"], ["small_m", "silu_mul", "small_m"], "rms_norm", "rms_norm"
+    ),
+    64: repeated(["embed_norm"], ["cublas", *ATTEND, "cublas"], ["gated", "cublas"], "rms_norm", "rms_norm"),
+    200: repeated(
+        ["embed_norm"], ["cublas", *ATTEND, "cublas"], ["cublas", "silu_mul", "cublas"], "rms_norm", "rms_norm"
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", PLAIN)
+def test_decode_steps_of_plain_weights(rows: int, launches: list[str]) -> None:
+    forward = forward_over(model_of("qwen2.5-7b", "none", NUM_LAYERS), torch.bfloat16)
+    assert launched(forward, decode_inputs(rows), launches) == PLAIN[rows]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_decode_steps_of_small_weights(rows: int, launches: list[str]) -> None:
+    forward = forward_over(model_of("qwen3-0.6b", "none", NUM_LAYERS), torch.bfloat16)
+    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu", "preloaded"]
+    assert launched(forward, decode_inputs(rows), launches) == repeated(
+        ["embed_norm"], attention, mlp, "norm", "norm"
+    )
+
+
+@pytest.mark.parametrize("mode", ["fp8", "w8a8"])
+def test_decode_steps_of_quantized_inputs(mode: str, launches: list[str]) -> None:
+    """Only the attention's output is quantized in a kernel of its own."""
+    forward = forward_over(model_of("qwen2.5-7b", mode, NUM_LAYERS), torch.bfloat16)
+    gemm = "few_rows"
+    attention = ["norm_codes", gemm, *ATTEND, "quantize_rows", gemm]
+    mlp = ["norm_codes", gemm, "known_codes", gemm]
+    assert launched(forward, decode_inputs(8), launches) == repeated(["embedding"], attention, mlp, "rms_norm", "")
+
+
+def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[str]) -> None:
+    forward = forward_over(model_of("qwen2.5-7b", "none", NUM_LAYERS), torch.bfloat16)
+    steps = [launched(forward, prompt_inputs(forward, lengths), launches) for lengths in ([100], [900, 40], [8192])]
+    assert steps[0] == steps[1] == steps[2]
+    counts = Counter(steps[0])
+    assert counts["cublas"] == 4 * NUM_LAYERS
+    assert counts["rope"] == counts["paged_prefill"] == counts["silu_mul"] == NUM_LAYERS
+    assert counts["rms_norm"] == 2 * NUM_LAYERS
+
+
+def test_a_class_of_steps_is_lowered_once(launches: list[str]) -> None:
+    forward = forward_over(model_of("qwen2.5-7b", "none", NUM_LAYERS), torch.bfloat16)
+    choose = forward._forwards.choose
+    assert choose(8, is_decode=True) is choose(8, is_decode=True)
+    assert choose(100, is_decode=False) is choose(5000, is_decode=False)
+    assert choose(1, is_decode=True) is not choose(1, is_decode=False)
