@@ -28,7 +28,6 @@ import torch
 from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.events import EventLog
 from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
 from kvstore.transport.client import peer_from_handle
 from kvstore.transport.service import KvTransferService, PoolView
@@ -60,7 +59,7 @@ class Owner:
     async def start(self) -> None:
         view = PoolView.fetch(self._memory.socket_path)
         staging = self._desk if self._memory.needs_staging else None
-        service = KvTransferService(view, self._mirror, EventLog(), self._renewed, self._released, staging)
+        service = KvTransferService(view, self._mirror, self._renewed, self._released, staging)
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
         )  # fmt: skip

@@ -42,5 +42,5 @@ def open_kv_service(engine: EngineClient) -> KvService:
     leases = LeaseMirror(Epoch(engine.ready["epoch"]))
     view = PoolView.fetch(engine.ready["shm_socket"])
     staging = StagingTable(engine.stage) if engine.ready["needs_staging"] else None
-    servicer = KvTransferService(view, leases, events, on_renew, on_release, staging)
+    servicer = KvTransferService(view, leases, on_renew, on_release, staging)
     return KvService(events, leases, staging, servicer)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from common.errors import OverloadedError
 from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.transport.shared_memory import create_memfd, map_fd
-from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
 RegionName = tuple[str, int]  # fingerprint, block_bytes
@@ -38,10 +37,6 @@ class Region:
     @property
     def num_bytes(self) -> int:
         return self.tier.num_slots * self.block_bytes
-
-    def block(self, slot: int) -> bytes:
-        """A copy of one slot's bytes."""
-        return self.buffer[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):
@@ -80,10 +75,6 @@ class Regions:
             yield region
         finally:
             region.num_users -= 1
-
-    def find(self, key: BlockKey) -> Region | None:
-        """The region that has this block."""
-        return next((region for region in self._regions.values() if region.tier.contains(key)), None)
 
     def close(self) -> None:
         for region in self._regions.values():

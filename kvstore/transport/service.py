@@ -1,4 +1,4 @@
-"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, leases, cache events.
+"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, and leases.
 
 The front maps the engine's pool read-only and mirrors its leases; the engine owns both. A chunk is copied first and
 the lease looked at once more before the chunk is sent, so nothing leaves under a lease that has ended here. Both
@@ -7,7 +7,6 @@ processes end leases by the same clock, and the reader's digest check covers wha
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,9 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidRequestError, MiniInferError, UnavailableError
+from common.errors import InvalidRequestError, MiniInferError
 from common.rpc import Context, abort_with
-from kvstore.pool.events import CacheEvent, EventLog, to_proto
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport import pool_info
 from kvstore.transport.descriptor_server import fetch_pool
@@ -29,7 +27,6 @@ from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 
 CHUNK_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 16
-MAX_QUEUED_EVENTS = 4096  # of a watcher that reads slowly; it then gets a new snapshot
 Blocks = npt.NDArray[np.uint8]
 
 OnRenew = Callable[[LeaseId, Epoch, float], Awaitable[None]]
@@ -66,7 +63,6 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         self,
         pool: PoolView,
         leases: LeaseMirror,
-        events: EventLog,
         on_renew: OnRenew,
         on_release: OnRelease,
         staging: StagingTable | None = None,
@@ -75,7 +71,6 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         self._pool = pool
         self._staging = staging
         self._leases = leases
-        self._events = events
         self._on_renew = on_renew
         self._on_release = on_release
 
@@ -117,22 +112,6 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         except MiniInferError as error:
             await abort_with(context, error)
 
-    async def ReadKeys(
-        self, request: kvstore_pb2.ReadKeysRequest, context: Context
-    ) -> AsyncIterator[kvstore_pb2.BlockChunk]:
-        await abort_with(
-            context, UnavailableError("a worker serves leases; keys are served by the node agent of its host")
-        )
-        yield kvstore_pb2.BlockChunk()  # never reached; makes this a stream
-
-    async def Watch(self, request: kvstore_pb2.WatchRequest, context: Context) -> AsyncIterator[types_pb2.KvEvent]:
-        watcher = EventWatcher(self._events)
-        try:
-            while True:
-                yield to_proto(await watcher.next())
-        finally:
-            watcher.close()
-
     async def _rows(self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest) -> list[BlockId]:
         """Rows of `pool` with the lease's blocks. Raises TransferError when they cannot be brought there."""
         blocks = self._resolve(request, None)
@@ -142,36 +121,6 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest, positions: Sequence[int] | None
     ) -> list[BlockId]:
         return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
-
-
-class EventWatcher:
-    """One reader of an EventLog: a snapshot first, then each event; a new snapshot when it falls behind."""
-
-    def __init__(self, log: EventLog) -> None:
-        self._log = log
-        self._queue: asyncio.Queue[CacheEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
-        self._needs_snapshot = True
-        self._unsubscribe = log.subscribe(self._put)
-
-    async def next(self) -> CacheEvent:
-        """The next event to send; waits for one."""
-        if not self._needs_snapshot:
-            event = await self._queue.get()
-            if not self._needs_snapshot:
-                return event
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._needs_snapshot = False
-        return self._log.snapshot()
-
-    def close(self) -> None:
-        self._unsubscribe()
-
-    def _put(self, event: CacheEvent) -> None:
-        try:
-            self._queue.put_nowait(event)
-        except asyncio.QueueFull:
-            self._needs_snapshot = True
 
 
 def block_chunks(index: int, block: Blocks) -> list[kvstore_pb2.BlockChunk]:

@@ -13,19 +13,16 @@ import pytest
 
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
-from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.events import EventLog, from_proto
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport import service as service_module
 from kvstore.transport.client import KvClient, host_client
-from kvstore.transport.service import EventWatcher, KvTransferService, PoolView
+from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
 from kvstore.transport.tcp import receive_blocks
 from kvstore.types import BlockId, Epoch, LeaseId, PeerPool
 from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
 
-KEYS = block_keys(range(6), 1, root_key("model"))
 BLOCKS = [3, 4, 5, 1]
 BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
 
@@ -36,11 +33,10 @@ class Worker:
     def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None) -> None:
         self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
         self.leases = LeaseMirror(self.owner.epoch)
-        self.events = EventLog()
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
         pool = PoolView.fetch(str(self.owner.socket))
-        service = KvTransferService(pool, self.leases, self.events, self._renewed, self._released, staging)
+        service = KvTransferService(pool, self.leases, self._renewed, self._released, staging)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
     async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
@@ -226,37 +222,6 @@ async def test_reads_are_bounded(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Read(request, metadata=token_metadata("secret")).read()
             assert raised.value.code().name == code
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ReadKeys(kvstore_pb2.ReadKeysRequest(keys=[b"x"]), metadata=token_metadata("secret")).read()
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_watch_is_a_snapshot_and_then_every_event(tmp_path: Path) -> None:
-    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
-        worker.events.append(KEYS[:3], [])
-        stub = kvstore_pb2_grpc.KvTransferStub(channel)
-        stream = stub.Watch(kvstore_pb2.WatchRequest(), metadata=token_metadata("secret"))
-        first = from_proto(await stream.read())
-        assert (first.kind, first.sequence, first.keys) == ("snapshot", 1, tuple(KEYS[:3]))
-        worker.events.append(KEYS[3:4], KEYS[:1])
-        second, third = [from_proto(await stream.read()) for _ in range(2)]
-        assert [(e.kind, e.sequence) for e in (second, third)] == [("removed", 2), ("stored", 3)]
-        stream.cancel()
-
-
-async def test_a_watcher_that_falls_behind_gets_a_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_QUEUED_EVENTS", 2)
-    log = EventLog()
-    watcher = EventWatcher(log)
-    assert (await watcher.next()).kind == "snapshot"
-    for key in KEYS:
-        log.append([key], [])
-    event = await watcher.next()
-    assert (event.kind, event.sequence, len(event.keys)) == ("snapshot", 6, 6)
-    log.append([], KEYS[:1])
-    assert (await watcher.next()).sequence == 7
-    watcher.close()
-    log.append([], KEYS[1:2])
 
 
 def chunk(position: int, offset: int, size: int) -> kvstore_pb2.BlockChunk:
