@@ -27,12 +27,13 @@ import torch
 
 from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
 from kvstore.transport.client import peer_from_handle
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
-from kvstore.types import BlockId, Epoch, HostSlot, LeaseId, PeerPool, PoolGeometry
+from kvstore.types import BlockId, Epoch, HostSlot, LeaseId, PeerPool
 from protos import kvstore_pb2_grpc, types_pb2
 from worker.shared_pool import SharedPoolMemory
 
@@ -245,7 +246,9 @@ def main() -> None:
     options.tokens = [int(each) for each in options.tokens.split(",")]
     layers, heads, size = SHAPES[options.shape]
     num_blocks = NUM_LEASES * (max(options.tokens) // options.block_size)
-    geometry = PoolGeometry(num_blocks, layers, heads, options.block_size, size, "bfloat16", "benchmark")
+    geometry = PoolGeometry(
+        full_attention(layers, heads, size, "bfloat16"), num_blocks, options.block_size, "benchmark"
+    )
     if options.serve:
         asyncio.run(serve_owner(geometry, torch.device(options.owner_device or options.device), options.serve))
         return

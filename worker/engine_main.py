@@ -95,7 +95,7 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
                 "kv_dtype": geometry.dtype,
                 "num_blocks": geometry.num_blocks,
                 "block_bytes": geometry.block_bytes,
-                "kv_shape": geometry.block_shape,
+                "kv_layout": str(geometry.layout),
                 "quantization": parts.quantization,
                 "device": parts.device,
                 "max_num_seqs": parts.max_num_seqs,

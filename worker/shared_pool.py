@@ -22,6 +22,7 @@ from common.errors import ConfigError
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
+from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
@@ -33,7 +34,7 @@ from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.types import PoolGeometry, WorkerId
+from kvstore.types import WorkerId
 from worker.device_pool import DevicePool, tensor_over
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
 from worker.pinned_staging import StagedTransport

@@ -25,7 +25,8 @@ from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
 from engine.request import Request, RequestId, SamplingParams, ScheduledRow, StepPlan
-from kvstore.types import BlockId, PoolGeometry
+from kvstore.layout import PoolGeometry
+from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
 TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter

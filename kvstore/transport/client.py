@@ -22,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import HandshakeError, MiniInferError, TransferError, UnavailableError
+from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import digest_blocks
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
-from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, WorkerId
 from protos import types_pb2
 
 logger = logging.getLogger(__name__)

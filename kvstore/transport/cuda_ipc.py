@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import TransferError
+from kvstore.layout import PoolGeometry
 from kvstore.transport.descriptor_server import fetch_pool_held
 from kvstore.transport.pool_info import check_offer, rows_at
-from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, Epoch, PeerPool, WorkerId
 
 logger = logging.getLogger(__name__)
 FETCH_SECONDS = 2.0

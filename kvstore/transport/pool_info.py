@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from common.errors import HandshakeError, TransferError
+from kvstore.layout import DTYPE_BYTES, MAX_DIMENSION, PoolGeometry, full_attention
 from kvstore.pool.block_hash import HASH_VERSION
-from kvstore.types import DTYPE_BYTES, BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, Epoch, PeerPool, WorkerId
 from protos import kvstore_pb2
 
 MAX_BLOCKS = 1 << 26
-MAX_DIMENSION = 1 << 16
 MAX_POOL_BYTES = 1 << 46
 
 
@@ -58,15 +58,8 @@ def from_proto(message: kvstore_pb2.PoolInfo) -> PoolInfo:
         raise HandshakeError("the peer's description of its KV pool contradicts itself")
     if message.num_blocks * block_bytes > MAX_POOL_BYTES:
         raise HandshakeError("the peer's KV pool is larger than any machine's memory")
-    geometry = PoolGeometry(
-        num_blocks=message.num_blocks,
-        num_layers=shape[0],
-        num_kv_heads=shape[2],
-        block_size=shape[3],
-        head_dim=shape[4],
-        dtype=message.kv_dtype,
-        fingerprint=message.model_fingerprint,
-    )
+    layout = full_attention(shape[0], shape[2], shape[4], message.kv_dtype)
+    geometry = PoolGeometry(layout, message.num_blocks, shape[3], message.model_fingerprint)
     return PoolInfo(
         worker_id=WorkerId(message.worker_id),
         epoch=Epoch(message.epoch),
@@ -92,9 +85,7 @@ def check_compatible(mine: PoolGeometry, theirs: PoolInfo) -> None:
         ("hash version", HASH_VERSION, theirs.hash_version),
         ("KV dtype", mine.dtype, theirs.geometry.dtype),
         ("block size", mine.block_size, theirs.geometry.block_size),
-        ("layers", mine.num_layers, theirs.geometry.num_layers),
-        ("KV heads", mine.num_kv_heads, theirs.geometry.num_kv_heads),
-        ("head size", mine.head_dim, theirs.geometry.head_dim),
+        ("KV layout", mine.layout, theirs.geometry.layout),
     ]
     differing = [f"{name}: {a} here, {b} there" for name, a, b in pairs if a != b]
     if differing:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.layout import PoolGeometry
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import check_offer, rows_at
 from kvstore.transport.runs import merged_runs
 from kvstore.transport.shared_memory import blocks_over, map_fd
-from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, Epoch, PeerPool, WorkerId
 
 MAX_MAPPINGS = 64
 FETCH_SECONDS = 2.0

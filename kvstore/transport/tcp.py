@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
+from kvstore.layout import PoolGeometry
 from kvstore.transport import pool_info
 from kvstore.transport.lease_client import CALL_SECONDS, LeaseClient, call, rpc_failure
 from kvstore.transport.pool_info import check_compatible
-from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry
+from kvstore.types import BlockId, Epoch, PeerPool
 from protos import kvstore_pb2, types_pb2
 
 MAX_KNOWN_PEERS = 1024

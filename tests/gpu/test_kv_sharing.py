@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from common.errors import MiniInferError, TransferError
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.transport.client import KvClient
-from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, LeaseId, PeerPool, WorkerId
 from worker.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GEOMETRY = PoolGeometry(700, 28, 4, 16, 128, "bfloat16", "test-model")  # 642 MB
+GEOMETRY = PoolGeometry(full_attention(28, 4, 128, "bfloat16"), 700, 16, "test-model")  # 642 MB
 BLOCKS = [5, 699, 17, 0, 300]
 
 

@@ -6,18 +6,21 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, LeaseId, PeerPool, WorkerId
 
-GEOMETRY = PoolGeometry(8, 2, 2, 4, 8, "float32", "test-model")  # blocks of 1 KB
+GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
+OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
 
 
 class Owner:

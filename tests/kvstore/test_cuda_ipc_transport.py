@@ -23,7 +23,7 @@ from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, PeerPool
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, wait_until
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, wait_until
 
 OWNER_PROCESS = """
 import sys, msgpack
@@ -158,7 +158,7 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
 def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
     with pytest.raises(HandshakeError, match="here"):
-        CudaIpcTransport(replace(GEOMETRY, dtype="uint8"), device).open(owner.device_peer([1]))
+        CudaIpcTransport(OTHER_DTYPE, device).open(owner.device_peer([1]))
     with pytest.raises(TransferError, match="epoch"):
         transport.open(replace(owner.device_peer([1]), epoch=Epoch(5)))
     for number in (8, -1):

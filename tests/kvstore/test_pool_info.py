@@ -10,7 +10,7 @@ from common.errors import HandshakeError
 from kvstore.transport import pool_info
 from kvstore.transport.pool_info import PoolInfo, check_compatible
 from kvstore.types import Epoch, WorkerId
-from tests.kvstore.helpers import GEOMETRY
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE
 
 INFO = PoolInfo(WorkerId("w"), Epoch(2**64 - 1), GEOMETRY, shm_socket="/run/x.sock")
 
@@ -51,7 +51,11 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 def test_the_number_of_blocks_may_differ_and_all_else_is_named() -> None:
     check_compatible(replace(GEOMETRY, num_blocks=99), INFO)
-    theirs = replace(INFO, geometry=replace(GEOMETRY, dtype="bfloat16", fingerprint="other"), hash_version=9)
+    theirs = replace(
+        INFO,
+        geometry=replace(OTHER_DTYPE, fingerprint="other"),
+        hash_version=9,
+    )
     with pytest.raises(HandshakeError) as raised:
         check_compatible(GEOMETRY, theirs)
     for part in (

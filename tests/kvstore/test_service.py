@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
+from kvstore.layout import full_attention
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport import service as service_module
 from kvstore.transport.client import KvClient, host_client
@@ -24,7 +25,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
 
 BLOCKS = [3, 4, 5, 1]
-BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
+BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
 
 
 class Worker:

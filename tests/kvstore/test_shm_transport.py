@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
+from kvstore.layout import full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.transport.client import host_client, peer_from_handle
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch, PeerPool
 from protos import types_pb2
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool
 
 OWNER_PROCESS = """
 import sys, msgpack
@@ -60,7 +61,9 @@ def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path) -> None:
-    geometry = replace(GEOMETRY, num_layers=200)  # 100 KB: a copy takes long enough to be overtaken
+    geometry = replace(
+        GEOMETRY, layout=full_attention(200, 2, 8, "float32")
+    )  # 100 KB: a copy takes long enough to be overtaken
     owner, mine = Owner(tmp_path, geometry), empty_pool(geometry)
     client = host_client(geometry, mine)
     peer = owner.peer([3])
@@ -96,7 +99,7 @@ def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     owner, mine = Owner(tmp_path), empty_pool()
-    for geometry in (replace(GEOMETRY, dtype="uint8"), replace(GEOMETRY, fingerprint="x")):
+    for geometry in (OTHER_DTYPE, replace(GEOMETRY, fingerprint="x")):
         with pytest.raises(HandshakeError, match="here"):
             host_client(geometry, mine).pull(owner.peer([1]), [0], ids(0))
     client = host_client(GEOMETRY, mine)

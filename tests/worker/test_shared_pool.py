@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from common.errors import ConfigError, TransferError
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.transport import cuda_memory
-from kvstore.types import BlockId, PeerPool, PoolGeometry
+from kvstore.types import BlockId, PeerPool
 from tests.kvstore.helpers import GEOMETRY, Owner
 from worker.shared_pool import SharedPoolMemory
 
@@ -58,7 +59,7 @@ def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
         open_memory(
             tmp_path,
             "auto",
-            replace(GEOMETRY, num_kv_heads=1, head_dim=1, block_size=1, num_layers=1, dtype="bfloat16"),
+            replace(GEOMETRY, layout=full_attention(1, 1, 1, "bfloat16"), block_size=1),
         )
 
 
