@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from common.errors import TransferError
 from kvstore.transport.client import Transport
-from kvstore.types import BlockId, PeerPool
+from kvstore.transport.handle import PeerShard
+from kvstore.types import BlockId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
 
@@ -25,15 +26,15 @@ class StagedTransport:
         self._device_pool = device_pool
         self._most = max(PIECE_BYTES // device_pool.block_bytes, 1)
 
-    def offered_by(self, peer: PeerPool) -> bool:
-        return self._inner.offered_by(peer)
+    def offered_by(self, shard: PeerShard) -> bool:
+        return self._inner.offered_by(shard)
 
-    def open(self, peer: PeerPool) -> None:
-        self._inner.open(peer)
+    def open(self, shard: PeerShard) -> None:
+        self._inner.open(shard)
 
     def pull(
         self,
-        peer: PeerPool,
+        shard: PeerShard,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
@@ -45,7 +46,7 @@ class StagedTransport:
             try:
                 stop = first + len(rows)
                 remaining = max(deadline - time.monotonic(), 0.0)
-                digests += self._inner.pull(peer, positions[first:stop], rows, remaining)
+                digests += self._inner.pull(shard, positions[first:stop], rows, remaining)
                 self._device_pool.copy_in(self._rows.memory, rows, local_block_ids[first:stop])
             finally:
                 self._rows.give_back(rows)

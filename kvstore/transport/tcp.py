@@ -6,22 +6,19 @@ outside the local blocks that were named.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
-from kvstore.layout import PoolGeometry
-from kvstore.transport import pool_info
-from kvstore.transport.lease_client import CALL_SECONDS, LeaseClient, call, rpc_failure
-from kvstore.transport.pool_info import check_compatible
-from kvstore.types import BlockId, Epoch, PeerPool
-from protos import kvstore_pb2, types_pb2
+from kvstore.pool.digest import digest_rows
+from kvstore.transport.handle import PeerShard
+from kvstore.transport.lease_client import LeaseClient, rpc_failure
+from kvstore.types import BlockId
+from protos import kvstore_pb2
 
-MAX_KNOWN_PEERS = 1024
 Blocks = npt.NDArray[np.uint8]
 
 
@@ -30,48 +27,30 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(
-        self, geometry: PoolGeometry, pool: Blocks, client: LeaseClient, digest: Callable[[Blocks], list[int]]
-    ) -> None:
+    def __init__(self, pool: Blocks, client: LeaseClient) -> None:
         """`pool` is what is pulled into."""
-        self._geometry = geometry
         self._pool = pool
         self._client = client
-        self._digest = digest
-        self._lock = threading.Lock()
-        self._known: set[tuple[str, Epoch]] = set()  # handshakes that were fine
 
-    def offered_by(self, peer: PeerPool) -> bool:
-        return bool(peer.kv_address)
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.kv_address)
 
-    def open(self, peer: PeerPool) -> None:
-        with self._lock:
-            if (peer.kv_address, peer.epoch) in self._known:
-                return
-        stub = self._client.stub(peer.kv_address)
-        reply: kvstore_pb2.PoolInfo = call(
-            lambda: stub.Describe(types_pb2.DescribeRequest(), timeout=CALL_SECONDS, metadata=self._client.metadata)
-        )
-        info = pool_info.from_proto(reply)
-        if info.epoch != peer.epoch:
-            raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
-        check_compatible(self._geometry, info)
-        with self._lock:
-            if len(self._known) >= MAX_KNOWN_PEERS:
-                self._known.clear()
-            self._known.add((peer.kv_address, peer.epoch))
+    def open(self, shard: PeerShard) -> None:
+        """Nothing to reach beforehand: the service looks at lease and epoch with every read."""
 
     def pull(
         self,
-        peer: PeerPool,
+        shard: PeerShard,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
     ) -> list[int]:
         if not positions:
             return []
-        stub = self._client.stub(peer.kv_address)
-        request = kvstore_pb2.ReadRequest(lease_id=peer.lease_id, epoch=peer.epoch, positions=positions)
+        stub = self._client.stub(shard.address.kv_address)
+        request = kvstore_pb2.ReadRequest(
+            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.geometry.shard.rank
+        )
         stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
         try:
             receive_blocks(stream, local_block_ids, self._pool)
@@ -80,11 +59,10 @@ class TcpTransport:
             raise TransferError(str(failure)) from error
         finally:
             stream.cancel()
-        return [self._digest(self._pool[block_id : block_id + 1])[0] for block_id in local_block_ids]
+        return digest_rows(self._pool, local_block_ids)
 
     def close(self) -> None:
-        with self._lock:
-            self._known.clear()
+        """Nothing of its own is open."""
 
 
 def receive_blocks(

@@ -11,8 +11,8 @@ import torch
 from common.errors import ConfigError, TransferError
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.transport import cuda_memory
-from kvstore.types import BlockId, PeerPool
-from tests.kvstore.helpers import GEOMETRY, Owner
+from kvstore.types import BlockId
+from tests.kvstore.helpers import GEOMETRY, Owner, with_address
 from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_gpu_memory_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
 
 def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    peer: PeerPool = replace(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
+    peer = with_address(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
     for wanted, works in (("auto", True), ("shm", True), ("tcp", False)):
         memory = open_memory(tmp_path, wanted)
         client = memory.client("")
