@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common.errors import TransferError
 from kvstore.transport.client import Transport
 from kvstore.transport.handle import PeerShard
+from kvstore.transport.host_pull import SourcePart
 from kvstore.types import BlockId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
@@ -21,6 +22,7 @@ class StagedTransport:
 
     def __init__(self, inner: Transport, rows: HostRows, device_pool: DevicePool) -> None:
         self.name = inner.name
+        self.splits_heads = inner.splits_heads
         self._inner = inner
         self._rows = rows
         self._device_pool = device_pool
@@ -34,19 +36,20 @@ class StagedTransport:
 
     def pull(
         self,
-        shard: PeerShard,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
         deadline = time.monotonic() + deadline_seconds
-        digests: list[int] = []
-        while (first := len(digests)) < len(positions):
+        digests: list[list[int]] = [[] for _ in parts]
+        while (first := len(digests[0])) < len(positions):
             rows = self._take(len(positions) - first, deadline)
             try:
                 stop = first + len(rows)
                 remaining = max(deadline - time.monotonic(), 0.0)
-                digests += self._inner.pull(shard, positions[first:stop], rows, remaining)
+                found = self._inner.pull(parts, positions[first:stop], rows, remaining)
+                digests = [known + new for known, new in zip(digests, found, strict=True)]
                 self._device_pool.copy_in(self._rows.memory, rows, local_block_ids[first:stop])
             finally:
                 self._rows.give_back(rows)

@@ -24,6 +24,8 @@ import numpy.typing as npt
 from common.errors import MiniInferError, TransferError, UnavailableError
 from kvstore.layout import PoolGeometry
 from kvstore.transport.handle import PeerLease, PeerShard
+from kvstore.transport.head_split import split_heads
+from kvstore.transport.host_pull import SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import check_compatible
 from kvstore.transport.shm import ShmTransport
@@ -40,6 +42,7 @@ class Transport(Protocol):
     """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
 
     name: str
+    splits_heads: bool  # whether it reads shards other than this pool's own
 
     def offered_by(self, shard: PeerShard) -> bool:
         """Whether the peer's handle names what this transport needs."""
@@ -51,14 +54,14 @@ class Transport(Protocol):
 
     def pull(
         self,
-        shard: PeerShard,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
-        """Copy the lease's blocks at `positions` to the local blocks `local_block_ids`.
+    ) -> list[list[int]]:
+        """Copy all parts of the lease's blocks at `positions` to the local blocks `local_block_ids`.
 
-        Returns the digests of what arrived, for the caller to compare. Raises TransferError.
+        Returns the digests of what was read, by part, for the caller to compare. Raises TransferError.
         """
         ...
 
@@ -117,16 +120,18 @@ class KvClient:
         if not all(0 <= position < lease.num_blocks for position in positions):
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
-        [shard] = lease.shards
-        check_compatible(self._geometry, shard.geometry, lease.worker_id)
-        transport = self._open_best(shard)
+        check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
+        split = split_heads(self._geometry, len(lease.shards))
+        parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
+        transport = self._open_best(parts)
         try:
-            digests = transport.pull(shard, positions, local_block_ids, deadline_seconds)
+            digests = transport.pull(parts, positions, local_block_ids, deadline_seconds)
         except TransferError as error:
             raise TransferError(f"{transport.name}: {error}") from error
-        for position, digest in zip(positions, digests, strict=True):
-            if digest != shard.digests[position]:
-                raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
+        for part, found in zip(parts, digests, strict=True):
+            for position, digest in zip(positions, found, strict=True):
+                if digest != part.shard.digests[position]:
+                    raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
         return PullResult(transport.name, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
 
     def renew(self, lease: PeerLease) -> bool:
@@ -142,13 +147,19 @@ class KvClient:
             transport.close()
         self._leases.close()
 
-    def _open_best(self, shard: PeerShard) -> Transport:
+    def _open_best(self, parts: Sequence[SourcePart]) -> Transport:
+        """The first transport that reaches every part and can copy it. Raises TransferError, UnavailableError."""
+        shard = parts[0].shard
         failures: list[str] = []
         for transport in self._transports:
-            if not transport.offered_by(shard):
+            if not all(transport.offered_by(part.shard) for part in parts):
+                continue
+            if not transport.splits_heads and any(part.copy is not None for part in parts):
+                failures.append(f"{transport.name}: the ranks there divide the heads otherwise")
                 continue
             try:
-                transport.open(shard)
+                for part in parts:
+                    transport.open(part.shard)
             except MiniInferError as error:
                 failures.append(f"{transport.name}: {error}")
                 continue

@@ -21,6 +21,7 @@ from typing import Protocol
 from common.errors import TransferError
 from kvstore.transport.descriptor_server import fetch_pool_held
 from kvstore.transport.handle import PeerShard, PoolName
+from kvstore.transport.host_pull import SourcePart
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.types import BlockId
 
@@ -66,6 +67,7 @@ class CudaIpcTransport:
     """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
 
     name = "cuda_ipc"
+    splits_heads = False
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -84,19 +86,20 @@ class CudaIpcTransport:
 
     def pull(
         self,
-        shard: PeerShard,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
         """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
+        [shard] = [part.shard for part in parts]  # equal shards need one source only
         mapping = self._mapping(shard)
         shard.check_offer(mapping.info)
         remote_ids = rows_at(shard.block_ids, positions, mapping.info.geometry.num_blocks)
         with mapping.lock:
             if mapping.remote is None:
                 raise TransferError("the owner of the KV blocks is gone")
-            return self._device.pull(mapping.remote, remote_ids, local_block_ids)
+            return [self._device.pull(mapping.remote, remote_ids, local_block_ids)]
 
     def close(self) -> None:
         with self._lock:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.pool.digest import digest_rows
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.handle import PeerShard, PoolName
+from kvstore.transport.host_pull import SourcePart, pull_parts
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.transport.runs import merged_runs
@@ -33,6 +33,7 @@ class ShmTransport:
     """Mappings of peers' pools by (worker, rank, epoch), least recently used first out."""
 
     name = "shm"
+    splits_heads = True
 
     def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
         """`pool` is what is pulled into; `leases` stays the caller's to close."""
@@ -53,19 +54,23 @@ class ShmTransport:
 
     def pull(
         self,
-        shard: PeerShard,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
+        return pull_parts(self._read, parts, positions, self._pool, local_block_ids, deadline_seconds)
+
+    def _read(
+        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
+    ) -> None:
         info, pool = self._mapping(shard)
         shard.check_offer(info)
         is_staged = shard.address.needs_staging
-        rows = self._leases.stage(shard, deadline_seconds) if is_staged else shard.block_ids
-        remote_ids = rows_at(rows, positions, len(pool))
-        for remote, local, count in merged_runs(list(zip(remote_ids, local_block_ids, strict=True))):
-            np.copyto(self._pool[local : local + count], pool[remote : remote + count])
-        return digest_rows(self._pool, local_block_ids)
+        remote_rows = self._leases.stage(shard, deadline_seconds) if is_staged else shard.block_ids
+        remote_ids = rows_at(remote_rows, positions, len(pool))
+        for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
+            np.copyto(blocks[local : local + count], pool[remote : remote + count])
 
     def close(self) -> None:
         """Forget all mappings; each ends when its last reader is done."""

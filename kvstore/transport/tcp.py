@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
-from kvstore.pool.digest import digest_rows
 from kvstore.transport.handle import PeerShard
+from kvstore.transport.host_pull import SourcePart, pull_parts
 from kvstore.transport.lease_client import LeaseClient, rpc_failure
 from kvstore.types import BlockId
 from protos import kvstore_pb2
@@ -26,6 +26,7 @@ class TcpTransport:
     """Streams over the channels of a `LeaseClient`, which stays the caller's to close."""
 
     name = "tcp"
+    splits_heads = True
 
     def __init__(self, pool: Blocks, client: LeaseClient) -> None:
         """`pool` is what is pulled into."""
@@ -40,45 +41,47 @@ class TcpTransport:
 
     def pull(
         self,
-        shard: PeerShard,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
+        return pull_parts(self._read, parts, positions, self._pool, local_block_ids, deadline_seconds)
+
+    def _read(
+        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
+    ) -> None:
         if not positions:
-            return []
+            return
         stub = self._client.stub(shard.address.kv_address)
         request = kvstore_pb2.ReadRequest(
             lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.geometry.shard.rank
         )
         stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
         try:
-            receive_blocks(stream, local_block_ids, self._pool)
+            receive_blocks(stream, rows, blocks)
         except grpc.RpcError as error:
             failure = rpc_failure(error)
             raise TransferError(str(failure)) from error
         finally:
             stream.cancel()
-        return digest_rows(self._pool, local_block_ids)
 
     def close(self) -> None:
         """Nothing of its own is open."""
 
 
-def receive_blocks(
-    chunks: Iterable[kvstore_pb2.BlockChunk], local_block_ids: Sequence[BlockId], local_pool: Blocks
-) -> None:
-    """Write a stream of chunks to the rows `local_block_ids`. Raises TransferError unless it is exactly those."""
-    block_bytes = local_pool.shape[1]
+def receive_blocks(chunks: Iterable[kvstore_pb2.BlockChunk], rows: Sequence[int], blocks: Blocks) -> None:
+    """Write a stream of chunks to the rows `rows`. Raises TransferError unless it is exactly those."""
+    block_bytes = blocks.shape[1]
     index = offset = 0
     for chunk in chunks:
         data = np.frombuffer(chunk.data, dtype=np.uint8)
-        fits = index < len(local_block_ids) and 0 < data.size <= block_bytes - offset
+        fits = index < len(rows) and 0 < data.size <= block_bytes - offset
         if not fits or (chunk.position, chunk.offset) != (index, offset):
             raise TransferError("the peer sent other data than was asked for")
-        local_pool[local_block_ids[index], offset : offset + data.size] = data
+        blocks[rows[index], offset : offset + data.size] = data
         offset += data.size
         if offset == block_bytes:
             index, offset = index + 1, 0
-    if index != len(local_block_ids):
-        raise TransferError(f"the peer sent {index} of {len(local_block_ids)} blocks")
+    if index != len(rows):
+        raise TransferError(f"the peer sent {index} of {len(rows)} blocks")

@@ -19,7 +19,7 @@ from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.types import BlockId, LeaseId, WorkerId
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
 OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
@@ -28,15 +28,23 @@ OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
 class Owner:
     """The side that owns a pool: memory, its descriptor server, leases."""
 
-    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, name: str = "owner", seed: int = 0) -> None:
-        self.epoch = new_epoch()
+    def __init__(
+        self,
+        folder: Path,
+        geometry: PoolGeometry = GEOMETRY,
+        name: str = "owner",
+        seed: int = 0,
+        epoch: Epoch | None = None,
+        worker_id: str = "",
+    ) -> None:
+        self.epoch = epoch or new_epoch()
         self.socket = folder / f"{name}.sock"
         self.fd = create_memfd("test", geometry.pool_bytes)
         self.blocks = blocks_over(
             map_fd(self.fd, geometry.pool_bytes, True), geometry.num_blocks, geometry.block_bytes
         )
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
-        self.info = PoolInfo(WorkerId(name), self.epoch, geometry)
+        self.info = PoolInfo(WorkerId(worker_id or name), self.epoch, geometry)
         self.server = DescriptorServer(self.socket, self.info, reopen_read_only(self.fd))
         self.leases = LeaseTable(self.epoch)
 

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import TransferError
+from kvstore.layout import Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transport.client import KvClient
 from kvstore.transport.cuda_memory import CudaMemory
 from kvstore.transport.handle import PeerShard, ShardAddress
+from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
+from tests.kvstore.test_head_split import geometry_of, running
 from worker.device_pool import AttachedPool, DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
 from worker.pinned_staging import StagedTransport
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
-SHARD = PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ())
+PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
 
 
 class Parts:
@@ -52,6 +59,7 @@ class RowsOfABlock:
     """A host transport whose peer's block at position p is all bytes p + 1."""
 
     name = "test"
+    splits_heads = True
 
     def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
         self._blocks = blocks
@@ -63,13 +71,15 @@ class RowsOfABlock:
 
     def open(self, shard: PeerShard) -> None: ...
 
-    def pull(self, shard: PeerShard, positions: Sequence[int], rows: Sequence[BlockId], deadline: float) -> list[int]:
+    def pull(
+        self, parts: Sequence[SourcePart], positions: Sequence[int], rows: Sequence[BlockId], deadline_seconds: float
+    ) -> list[list[int]]:
         if len(self.pieces) >= self.fails_after:
             raise TransferError("the peer is gone")
         self.pieces.append(len(positions))
         for position, row in zip(positions, rows, strict=True):
             self._blocks[row] = position + 1
-        return list(positions)
+        return [list(positions)]
 
     def close(self) -> None: ...
 
@@ -107,7 +117,7 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     staged = StagedTransport(inner, parts.rows, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
-    assert staged.pull(SHARD, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [0, 1, 2, 3, 4]
+    assert staged.pull(PARTS, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [[0, 1, 2, 3, 4]]
     assert inner.pieces == [2, 2, 1]
     assert [int(parts.bytes[block].max()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
     assert [int(parts.bytes[block].min()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
@@ -116,11 +126,27 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     assert parts.rows.num_free == NUM_ROWS
 
 
+async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=4, size=2) as worker:
+        geometry = geometry_of(4, Shard())
+        kv_pool = torch.zeros_like(worker.blocks)
+        memory = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
+        rows, leases = HostRows(memory.numpy(), memory), LeaseClient()
+        staged = StagedTransport(ShmTransport(rows.blocks, leases), rows, DevicePool(kv_pool))
+        client = KvClient(geometry, [staged], leases)
+        assert (
+            client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4)).transport == "shm"
+        )
+        assert torch.equal(kv_pool[:5], worker.blocks[[1, 0, 5, 4, 3]])
+        assert not kv_pool[5].any()
+        client.close()
+
+
 def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        StagedTransport(inner, parts.rows, parts.device_pool).pull(SHARD, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
+        StagedTransport(inner, parts.rows, parts.device_pool).pull(PARTS, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
     assert parts.rows.num_free == NUM_ROWS
 
 
@@ -128,9 +154,9 @@ def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
     staged = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
-        staged.pull(SHARD, [0], ids(0), 0.02)
+        staged.pull(PARTS, [0], ids(0), 0.02)
     threading.Timer(0.05, parts.rows.give_back, [taken]).start()
-    assert staged.pull(SHARD, [0], ids(0), 5.0) == [0]
+    assert staged.pull(PARTS, [0], ids(0), 5.0) == [[0]]
 
 
 def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
