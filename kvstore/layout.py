@@ -148,6 +148,12 @@ class PoolGeometry:
         return self.group.dtype
 
     @property
+    def content_name(self) -> str:
+        """What a block holds under a given key: blocks of equal name and key are equal, whichever rank wrote them."""
+        heads = self.heads
+        return f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
+
+    @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         group = self.group
         return (len(group.layers), group.num_planes, len(self.heads), self.block_size, group.head_dim)

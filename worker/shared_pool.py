@@ -125,7 +125,7 @@ class SharedPoolMemory:
         if self._agent_socket:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
-            return AgentHostTier(self._agent_socket, geometry.fingerprint, geometry.block_bytes)
+            return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes)
         num_slots = host_tier_bytes // geometry.block_bytes
         return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 

@@ -46,12 +46,13 @@ sys.stdin.read()
 class Agent:
     """`python -m kvstore` in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_regions: int = 1) -> None:
         self.socket = str(folder / "agent.sock")
         self.port, self.metrics_port = free_port(), free_port()
         gb = NUM_SLOTS * BLOCK_BYTES / 2**30
+        tier_gb = num_regions * gb
         command = [sys.executable, "-m", "kvstore", f"--port={self.port}", f"--socket={self.socket}"]
-        command += [f"--host-tier-gb={gb}", f"--metrics-port={self.metrics_port}"]
+        command += [f"--host-tier-gb={tier_gb}", f"--region-gb={gb}", f"--metrics-port={self.metrics_port}"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
@@ -179,7 +180,7 @@ def test_sigterm_ends_it_cleanly(agent: Agent) -> None:
         [["lookup", []]],
         [["hello", "model", 0]],
         [["hello", "model", 2**63]],
-        [["hello", "x" * 2000, 4096]],
+        [["hello", "x" * 5000, 4096]],
         [["hello", "model", 4096], ["lookup", [b"short"]]],
         [["hello", "model", 4096], ["lookup", [None]]],
         [["hello", "model", 4096], ["unpin", [0]]],

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from common.errors import ConfigError, TransferError
-from kvstore.layout import PoolGeometry, full_attention
+from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.transport import cuda_memory
 from kvstore.types import BlockId
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
+from tests.kvstore.test_agent import KEYS, Agent
 from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")
@@ -52,6 +53,26 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
         client.close()
         memory.close()
     owner.close()
+
+
+def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, num_regions=2)
+    memory = SharedPoolMemory("w", str(tmp_path), agent.socket, 1 << 20)
+    try:
+        tiers = []
+        for rank in range(4):  # of two heads
+            tier = memory.open_host_tier(replace(GEOMETRY, shard=Shard(rank, 4)), 0)
+            assert tier is not None
+            tiers.append(tier)
+        slots = tiers[0].reserve(KEYS[:2])
+        assert slots is not None
+        tiers[0].commit(slots)
+        assert [len(tier.lookup(KEYS)) for tier in tiers] == [2, 2, 0, 0]
+        for tier in tiers:
+            tier.close()
+    finally:
+        agent.stop()
+        memory.close()
 
 
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
