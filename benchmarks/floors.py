@@ -17,7 +17,7 @@ from engine.layers.linear import Linear
 from engine.layers.weights import ShapeRecorder
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
-from kvstore.types import DTYPE_BYTES
+from kvstore.layout import DTYPE_BYTES
 
 # One 8-bit or 4-bit number a weight; 4-bit weights carry two bfloat16 for each 32, in checkpoints mostly each 128.
 MODE_BYTES = {"int8-weight": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}

@@ -21,20 +21,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+import msgpack
 import torch
 
 from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.events import EventLog
 from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
-from kvstore.transport.client import peer_from_handle
+from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease, open_handle
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
-from kvstore.types import BlockId, Epoch, HostSlot, LeaseId, PeerPool, PoolGeometry
-from protos import kvstore_pb2_grpc, types_pb2
+from kvstore.types import BlockId, Epoch, HostSlot, LeaseId
+from protos import kvstore_pb2_grpc
 from worker.shared_pool import SharedPoolMemory
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
@@ -46,45 +48,37 @@ class Owner:
     """The side that has computed a prompt: a pool of random bytes, its service, one lease after another."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str) -> None:
+        self._geometry = geometry
         self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry))
         kv_pool = self._memory.allocate(geometry, device)
         as_words(kv_pool).random_()
         self._pool = BlockPool(geometry.num_blocks)
-        self._exchange = self._memory.exchange(self._pool)
+        self._exporter = self._memory.exporter(self._pool)
         self._leases = LeaseTable(self._memory.epoch)
         self._mirror = LeaseMirror(self._memory.epoch)
         self._memory.serve()
-        self._desk = StagingTable(self._stage)
+        self._staging = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
 
     async def start(self) -> None:
-        view = PoolView.fetch(self._memory.socket_path)
-        staging = self._desk if self._memory.needs_staging else None
-        service = KvTransferService(view, self._mirror, EventLog(), self._renewed, self._released, staging)
+        staging = self._staging if self._memory.needs_staging else None
+        view = PoolView.fetch(self._memory.socket_path, staging)
+        service = KvTransferService([view], self._mirror, self._renewed, self._released)
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
         )  # fmt: skip
         await self._server.start()
 
-    def grant(self, num_blocks: int) -> tuple[types_pb2.KvHandle, float]:
+    def grant(self, num_blocks: int) -> tuple[KvHandle, float]:
         """A lease of `num_blocks` blocks, and the seconds that granting took."""
         blocks = self._pool.allocate(num_blocks)
         began = time.perf_counter()
-        digests = self._exchange.digests(blocks)
+        digests = self._exporter.digests(blocks)
         seconds = time.perf_counter() - began
         lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
         self._mirror.grant(lease.lease_id, blocks, lease.deadline)
-        handle = types_pb2.KvHandle(
-            lease_id=lease.lease_id,
-            worker_id="owner",
-            epoch=lease.epoch,
-            kv_address=self._server.address,
-            shm_socket=self._memory.socket_path,
-            cuda_socket=self._memory.cuda_socket_path,
-            needs_staging=self._memory.needs_staging,
-            block_ids=blocks,
-            digests=digests,
-        )
+        address = self._memory.address(self._server.address)
+        handle = HandleWriter("owner", self._geometry, address, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds
 
     async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
@@ -93,13 +87,13 @@ class Owner:
     async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         assert lease is not None
-        self._exchange.end_export(lease)
-        self._desk.end(lease_id)
+        self._exporter.end_export(lease)
+        self._staging.end(lease_id)
 
     def _stage(self, lease_id: LeaseId) -> None:
         lease: Lease | None = self._leases.get(lease_id)
         assert lease is not None
-        self._desk.answer(lease_id, self._exchange.stage(lease))
+        self._staging.answer(lease_id, self._exporter.stage(lease))
 
 
 async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str) -> None:
@@ -109,7 +103,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str)
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         handle, seconds = owner.grant(int(line))
-        print(handle.SerializeToString().hex(), seconds, flush=True)
+        print(msgpack.packb(asdict(handle)).hex(), seconds, flush=True)
 
 
 class Reader:
@@ -120,17 +114,17 @@ class Reader:
         self.kv_pool = self.memory.allocate(geometry, device)
         self._client = self.memory.client("")
 
-    def pull(self, peers: Sequence[PeerPool]) -> float:
+    def pull(self, leases: Sequence[PeerLease]) -> float:
         """Mean seconds of pulls, one after the other."""
-        positions = list(range(len(peers[0].block_ids)))
+        positions = list(range(leases[0].num_blocks))
         local = [BlockId(block) for block in reversed(positions)]
         began = time.perf_counter()
-        results = [self._client.pull(peer, positions, local) for peer in peers]
+        results = [self._client.pull(lease, positions, local) for lease in leases]
         seconds = time.perf_counter() - began
         assert all(result.transport in self.memory.transports for result in results)
-        for peer in peers:
-            self._client.release(peer)
-        return seconds / len(peers)
+        for lease in leases:
+            self._client.release(lease)
+        return seconds / len(leases)
 
     def close(self) -> None:
         self._client.close()
@@ -186,7 +180,7 @@ def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folde
         def pull(num_blocks: int = num_blocks, grants: list[float] = grants) -> float:
             granted = [ask(num_blocks) for _ in range(NUM_LEASES)]
             grants.extend(seconds for _, seconds in granted)
-            return reader.pull([peer for peer, _ in granted])
+            return reader.pull([lease for lease, _ in granted])
 
         seconds = median_seconds(pull, options.rounds)
         grant_ms = statistics.median(grants) * 1e3
@@ -228,7 +222,7 @@ def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> No
             report(options, name, tokens, num_bytes, seconds, step_stream_ms=statistics.median(stalls))
 
 
-Ask = Callable[[int], tuple[PeerPool, float]]
+Ask = Callable[[int], tuple[PeerLease, float]]
 
 
 def main() -> None:
@@ -246,7 +240,9 @@ def main() -> None:
     options.tokens = [int(each) for each in options.tokens.split(",")]
     layers, heads, size = SHAPES[options.shape]
     num_blocks = NUM_LEASES * (max(options.tokens) // options.block_size)
-    geometry = PoolGeometry(num_blocks, layers, heads, options.block_size, size, "bfloat16", "benchmark")
+    geometry = PoolGeometry(
+        full_attention(layers, heads, size, "bfloat16"), num_blocks, options.block_size, "benchmark"
+    )
     if options.serve:
         asyncio.run(serve_owner(geometry, torch.device(options.owner_device or options.device), options.serve))
         return
@@ -261,11 +257,11 @@ def main() -> None:
         assert stdin is not None
         assert stdout is not None
 
-        def ask(count: int) -> tuple[PeerPool, float]:
+        def ask(count: int) -> tuple[PeerLease, float]:
             stdin.write(f"{count}\n")
             stdin.flush()
             handle, seconds = stdout.readline().split()
-            return peer_from_handle(types_pb2.KvHandle.FromString(bytes.fromhex(handle))), float(seconds)
+            return open_handle(KvHandle(**msgpack.unpackb(bytes.fromhex(handle)))), float(seconds)
 
         try:
             if stdout.readline() != "ready\n":

@@ -29,9 +29,9 @@ from engine.kv_memory import (
 )
 from engine.policy import load_policy
 from engine.scheduler import Scheduler
+from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier, LocalHostTier
-from kvstore.types import PoolGeometry
 
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
@@ -44,7 +44,7 @@ class PoolMemory(Protocol):
     """Gives the pool its bytes and, if there is one, the host tier behind it."""
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-        """A zeroed tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+        """A zeroed tensor, see PoolGeometry."""
         ...
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...

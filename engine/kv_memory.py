@@ -16,8 +16,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
+from kvstore.layout import KvLayout, PoolGeometry, full_attention
 from kvstore.transport.runs import merged_runs
-from kvstore.types import BlockId, HostSlot, PoolGeometry
+from kvstore.types import BlockId, HostSlot
 
 logger = logging.getLogger(__name__)
 TORCH_DTYPES = {
@@ -31,16 +32,18 @@ def pool_geometry(
     model_config: ModelConfig, engine_config: EngineConfig, fingerprint: str, dtype: torch.dtype
 ) -> PoolGeometry:
     """Shape of the pool of a model that computes in `dtype`. Raises ConfigError when the memory holds no block."""
-    geometry = PoolGeometry(
-        num_blocks=1,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        block_size=engine_config.block_size,
-        head_dim=model_config.head_dim,
-        dtype=DTYPE_NAMES[kv_dtype(engine_config, dtype)],
-        fingerprint=fingerprint,
-    )
+    layout = kv_layout(model_config, kv_dtype(engine_config, dtype))
+    geometry = PoolGeometry(layout, num_blocks=1, block_size=engine_config.block_size, fingerprint=fingerprint)
     return replace(geometry, num_blocks=num_blocks_for(geometry, engine_config))
+
+
+def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
+    """What KV the model keeps, stored as `dtype`.
+
+    A sliding window is served up to its length (`ModelConfig.context_length`), where it equals full attention.
+    """
+    config = model_config
+    return full_attention(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
 
 
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
@@ -95,7 +98,7 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:
-    """A zeroed pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """A zeroed pool, see PoolGeometry."""
     shape = (geometry.num_blocks, *geometry.block_shape)
     return torch.zeros(shape, dtype=TORCH_DTYPES[geometry.dtype], device=device)
 

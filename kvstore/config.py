@@ -16,13 +16,13 @@ class AgentConfig:
     """The node agent: holds the host-memory tier that the workers of this host share."""
 
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(50050, "gRPC port; 0: any free one")
+    port: int = setting(50050, "gRPC port, for health checks; 0: any free one")
     socket: str = setting("", "Unix socket for the workers of this host; empty: agent.sock in a private directory")
     cluster_token: str = setting("", "secret that internal calls must carry; needed beyond loopback")
     host_tier_gb: float = setting(1.0, "host memory for KV blocks, of all models together; 0: none")
     region_gb: float = setting(0.0, "host memory for one model's KV blocks; 0: what is left of --host-tier-gb")
     metrics_port: int = setting(0, "Prometheus port; 0: none")
-    drain_grace_seconds: float = setting(5.0, "time that open reads get after SIGTERM")
+    drain_grace_seconds: float = setting(5.0, "time that open calls get after SIGTERM")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
 
     def __post_init__(self) -> None:

@@ -44,9 +44,18 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, worker: WorkerConfig, engine: EngineConfig, gpu: GpuConfig, worker_id: str, run_dir: str
+        cls,
+        worker: WorkerConfig,
+        engine: EngineConfig,
+        gpu: GpuConfig,
+        worker_id: str,
+        kv_address: str,
+        run_dir: str,
     ) -> EngineClient:
-        """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
+        """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't.
+
+        kv_address: where peers reach this front's KvTransfer service.
+        """
         ours, theirs = socket.socketpair()
         heartbeat_fd = Heartbeat.create_memory()
         with theirs, os.fdopen(heartbeat_fd, "rb+"):
@@ -70,6 +79,7 @@ class EngineClient:
                 "engine": dataclasses.asdict(engine),
                 "gpu": dataclasses.asdict(gpu),
                 "worker_id": worker_id,
+                "kv_address": kv_address,
                 "run_dir": run_dir,
                 "agent_socket": worker.agent_socket,
                 "cluster_token": worker.cluster_token,

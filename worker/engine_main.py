@@ -20,6 +20,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from kvstore.pool.block_hash import HASH_VERSION
+from kvstore.transport.handle import HandleWriter
 from worker.cores import SharedCores
 from worker.engine_process import EngineProcess
 from worker.frames import Event, FrameSocket
@@ -72,17 +73,18 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
-    exchange = memory.exchange(parts.engine.scheduler.kv.pool)
-    mover = KvPuller(memory.client(start["cluster_token"]), link.wake)
-    memory.serve()
     geometry = parts.geometry
+    exporter = memory.exporter(parts.engine.scheduler.kv.pool)
+    puller = KvPuller(memory.client(start["cluster_token"]), link.wake)
+    memory.serve()
+    lease_seconds = start["kv_lease_seconds"]
+    handles = HandleWriter(start["worker_id"], geometry, memory.address(start["kv_address"]), lease_seconds)
     link.send(
         [
             Event.READY,
             {
                 "epoch": memory.epoch,
                 "shm_socket": memory.socket_path,
-                "cuda_socket": memory.cuda_socket_path,
                 "needs_staging": memory.needs_staging,
                 "transports": memory.transports,
                 "model": parts.files.name,
@@ -95,7 +97,7 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
                 "kv_dtype": geometry.dtype,
                 "num_blocks": geometry.num_blocks,
                 "block_bytes": geometry.block_bytes,
-                "kv_shape": geometry.block_shape,
+                "kv_layout": str(geometry.layout),
                 "quantization": parts.quantization,
                 "device": parts.device,
                 "max_num_seqs": parts.max_num_seqs,
@@ -104,7 +106,7 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
             },
         ]
     )
-    return EngineProcess(link, parts, memory.epoch, exchange, mover, start["kv_lease_seconds"], heartbeat, cores)
+    return EngineProcess(link, parts, memory.epoch, exporter, puller, handles, lease_seconds, heartbeat, cores)
 
 
 def _shared_cores(run_dir: str) -> SharedCores:

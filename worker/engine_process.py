@@ -11,11 +11,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import MiniInferError, TransferError
+from common.errors import MiniInferError
 from common.logging import RateLimit
 from engine.assembly import EngineParts
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from kvstore.pool.leases import LeaseTable
+from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease, open_handle
 from kvstore.types import Epoch, LeaseId
 from worker.cores import SharedCores
 from worker.frames import Event, FrameSocket, Op
@@ -55,8 +56,9 @@ class EngineProcess:
         link: FrameSocket,
         parts: EngineParts,
         epoch: Epoch,
-        exchange: KvExporter,
-        mover: KvPuller,
+        exporter: KvExporter,
+        puller: KvPuller,
+        handles: HandleWriter,
         lease_seconds: float,
         heartbeat: Heartbeat,
         cores: SharedCores | None = None,
@@ -65,8 +67,9 @@ class EngineProcess:
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
         self._block_size = parts.geometry.block_size
-        self._exchange = exchange
-        self._mover = mover
+        self._exporter = exporter
+        self._puller = puller
+        self._handles = handles
         self._lease_seconds = lease_seconds
         self._heartbeat = heartbeat
         self._cores = cores
@@ -111,7 +114,7 @@ class EngineProcess:
             return 0.0
         if self._engine.has_work():
             return BLOCKED_WAIT_SECONDS
-        if self._mover.num_open or len(self._leases):
+        if self._puller.num_open or len(self._leases):
             return LEASE_WAIT_SECONDS
         if not self._checked:
             self._pool.check_integrity()  # cheap enough when idle, and a bug found here is found early
@@ -137,47 +140,47 @@ class EngineProcess:
 
     def _submit(self, name: str, fields: dict[str, Any]) -> None:
         now = time.monotonic()
-        fields["handle"] = handle = self._accept_handle(fields)
+        lease = self._accept_handle(fields)
         try:
-            request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields))
+            request = self._engine.add_request(request_id=RequestId(name), **request_kwargs(fields, lease))
         except MiniInferError as error:
             self._report_next.add_error(name, error)
-            if handle is not None:
-                self._mover.abandon(handle)
+            if lease is not None:
+                self._puller.abandon(lease)
             return
         deadline = now + fields["deadline_seconds"] if fields["deadline_seconds"] > 0 else float("inf")
         self._open[request.request_id] = OpenRequest(request, now, deadline)
 
-    def _accept_handle(self, fields: dict[str, Any]) -> dict[str, Any] | None:
-        """The handle, its lease kept alive; None when it is none, or useless: the prompt is then computed here."""
-        handle: dict[str, Any] | None = fields["handle"]
-        if handle is None:
+    def _accept_handle(self, fields: dict[str, Any]) -> PeerLease | None:
+        """The lease of the KV handle, kept alive; None without a useful one: the prompt is then computed here."""
+        if fields["handle"] is None:
             return None
         try:
-            self._mover.keep_alive(handle)
-        except TransferError as error:
+            lease = open_handle(KvHandle(**fields["handle"]))
+        except MiniInferError as error:
             logger.warning("%s: computing the prompt here", error)
             return None
-        if not covers_request(fields, self._block_size):
+        self._puller.keep_alive(lease)
+        if not covers_request(lease, fields, self._block_size):
             logger.warning("a KV handle does not cover its request: computing the prompt here")
-            self._mover.abandon(handle)
+            self._puller.abandon(lease)
             return None
-        return handle
+        return lease
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:
             return
         request = self._engine.abort(request_id)
         if request is not None and request.kv_source is not None:
-            handle: Any = request.kv_source
-            self._mover.abandon(handle)
+            lease: Any = request.kv_source
+            self._puller.abandon(lease)
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.expire(now):
             logger.warning(
                 "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
             )
-            self._exchange.end_export(lease)
+            self._exporter.end_export(lease)
             self._report_next.ended_leases.append(lease.lease_id)
         if now < self._next_deadline_check:
             return
@@ -191,20 +194,20 @@ class EngineProcess:
     def _start_loads(self, now: float) -> None:
         jobs = self._engine.scheduler.take_load_jobs()
         if jobs:
-            self._exchange.fence()
+            self._exporter.fence()
         for job in jobs:
-            handle: Any = job.source
+            lease: Any = job.source
             entry = self._open.get(job.request.request_id)
             if not job.positions:
-                self._mover.abandon(handle)
+                self._puller.abandon(lease)
                 continue
             if entry is not None:
                 entry.started = now
-                entry.pulled_tokens = handle["num_tokens"] - job.positions[0] * self._block_size
-            self._mover.load(job.request.request_id, handle, job.positions, job.block_ids)
+                entry.pulled_tokens = lease.num_tokens - job.positions[0] * self._block_size
+            self._puller.load(job.request.request_id, lease, job.positions, job.block_ids)
 
     def _apply_loads(self, now: float) -> None:
-        for result in self._mover.take_results():
+        for result in self._puller.take_results():
             self._apply_load(result, now)
 
     def _apply_load(self, result: LoadResult, now: float) -> None:
@@ -226,13 +229,13 @@ class EngineProcess:
     def _end_lease(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         if lease is not None:
-            self._exchange.end_export(lease)
+            self._exporter.end_export(lease)
             self._report_next.ended_leases.append(lease_id)
 
     def _stage(self, lease_id: LeaseId) -> None:
         """A reader that cannot reach GPU memory wants this lease."""
         lease = self._leases.get(lease_id)
-        rows = None if lease is None else self._exchange.stage(lease)
+        rows = None if lease is None else self._exporter.stage(lease)
         if lease is not None and rows is None:
             logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids))
         self._report_next.staged.append([lease_id, rows])
@@ -254,20 +257,13 @@ class EngineProcess:
         entry.reported = True
         self._report_next.add_output(output, handle, times)
 
-    def _grant(self, request: Request) -> dict[str, Any]:
-        """Put the request's blocks under a lease; the fields of its KvHandle."""
+    def _grant(self, request: Request) -> KvHandle:
+        """Put the request's blocks under a lease."""
         block_ids = self._engine.scheduler.detach_blocks(request)
-        digests = self._exchange.digests(block_ids)
+        digests = self._exporter.digests(block_ids)
         lease = self._leases.grant(block_ids, time.monotonic(), self._lease_seconds)
         self._report_next.add_lease(lease)
-        return {
-            "lease_id": lease.lease_id,
-            "epoch": lease.epoch,
-            "num_tokens": request.num_computed_tokens,
-            "block_ids": block_ids,
-            "digests": digests,
-            "lease_seconds": self._lease_seconds,
-        }
+        return self._handles.write(lease, request.num_computed_tokens, digests)
 
     def _times(self, entry: OpenRequest) -> dict[str, Any]:
         now = time.monotonic()

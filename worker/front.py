@@ -51,13 +51,6 @@ class WorkerFront:
         self.load: dict[str, Any] = {}
         self._engine = engine
         self._events = events
-        self._location = {
-            "worker_id": info.worker_id,
-            "kv_address": info.kv_address,
-            "shm_socket": engine.ready["shm_socket"],
-            "cuda_socket": engine.ready["cuda_socket"],
-            "needs_staging": engine.ready["needs_staging"],
-        }
         self._sessions: set[Session] = set()
         self._owner: dict[str, tuple[Session, str]] = {}  # the engine's name -> (session, router's id)
         self._names = itertools.count()
@@ -208,7 +201,7 @@ class WorkerFront:
                     self._engine.release(fields[6]["lease_id"], fields[6]["epoch"])
                 continue
             session, request_id = owner
-            reports[session].deltas.append(token_delta(fields, request_id, self._location))
+            reports[session].deltas.append(token_delta(fields, request_id))
             if fields[2] is not None:
                 self._forget(fields[0])
         for name, *fields in frame["failures"]:

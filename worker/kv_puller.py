@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import MiniInferError, TransferError
 from engine.request import RequestId
-from kvstore.transport.client import KvClient, peer_from_handle
-from kvstore.types import BlockId, PeerPool
-from protos import types_pb2 as pb
+from kvstore.transport.client import KvClient
+from kvstore.transport.handle import PeerLease
+from kvstore.types import BlockId, LeaseId
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # one copies while another waits for a peer
@@ -40,7 +39,7 @@ class LoadResult:
 
 
 class KvPuller:
-    """One per engine. `handle`s are the fields of a KvHandle; a lease id names one here too."""
+    """One per engine."""
 
     def __init__(self, client: KvClient, on_result: Callable[[], None]) -> None:
         """`on_result` is called from a thread when a result is there."""
@@ -48,7 +47,7 @@ class KvPuller:
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
         self._results: deque[LoadResult] = deque()
-        self._kept_alive: dict[str, PeerPool] = {}  # lease id -> peer; its loads have not ended
+        self._kept_alive: dict[LeaseId, PeerLease] = {}  # their loads have not ended
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.num_open = 0  # loads whose results have not been taken
@@ -56,22 +55,21 @@ class KvPuller:
 
     # -- called by the step loop -----------------------------------------------------------------------------
 
-    def keep_alive(self, handle: dict[str, Any]) -> None:
-        """Renew the handle's lease until `load` has read it or `abandon` lets it go. Raises TransferError."""
-        peer = peer_from_handle(pb.KvHandle(**handle))
+    def keep_alive(self, lease: PeerLease) -> None:
+        """Renew the lease until `load` has read it or `abandon` lets it go."""
         with self._lock:
-            self._kept_alive[peer.lease_id] = peer
+            self._kept_alive[lease.lease_id] = lease
 
     def load(
-        self, request_id: RequestId, handle: dict[str, Any], positions: Sequence[int], block_ids: Sequence[BlockId]
+        self, request_id: RequestId, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId]
     ) -> None:
         """Fill `block_ids[i]` with block `positions[i]` of the lease, then release it."""
         self.num_open += 1
-        self._executor.submit(self._load, request_id, handle["lease_id"], list(positions), list(block_ids))
+        self._executor.submit(self._load, request_id, lease.lease_id, list(positions), list(block_ids))
 
-    def abandon(self, handle: dict[str, Any]) -> None:
+    def abandon(self, lease: PeerLease) -> None:
         """Release a lease that nobody here needs any more."""
-        self._executor.submit(self._let_go, handle["lease_id"])
+        self._executor.submit(self._let_go, lease.lease_id)
 
     def take_results(self) -> list[LoadResult]:
         results = []
@@ -87,14 +85,14 @@ class KvPuller:
 
     # -- threads ---------------------------------------------------------------------------------------------
 
-    def _load(self, request_id: RequestId, lease_id: str, positions: list[int], block_ids: list[BlockId]) -> None:
+    def _load(self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId]) -> None:
         result = LoadResult(request_id, False, "a bug")
         try:
             with self._lock:
-                peer = self._kept_alive.get(lease_id)
-            if peer is None:
+                lease = self._kept_alive.get(lease_id)
+            if lease is None:
                 raise TransferError("the lease was released for another request that had the same handle")
-            pulled = self._client.pull(peer, positions, block_ids)
+            pulled = self._client.pull(lease, positions, block_ids)
             result = LoadResult(request_id, True, "", pulled.transport, pulled.num_bytes, pulled.seconds)
         except MiniInferError as error:
             result = LoadResult(request_id, False, str(error))
@@ -105,28 +103,28 @@ class KvPuller:
             self._on_result()
             self._let_go(lease_id)  # else it would be renewed for ever
 
-    def _let_go(self, lease_id: str) -> None:
+    def _let_go(self, lease_id: LeaseId) -> None:
         with self._lock:
-            peer = self._kept_alive.pop(lease_id, None)
-        if peer is None:
+            lease = self._kept_alive.pop(lease_id, None)
+        if lease is None:
             return
         try:
-            self._client.release(peer)
+            self._client.release(lease)
         except MiniInferError as error:
             logger.debug("lease not released, it will expire: %s", error)
 
     def _renew_loop(self) -> None:
-        renewed: dict[str, float] = {}
+        renewed: dict[LeaseId, float] = {}
         while not self._closed.wait(RENEW_INTERVAL_SECONDS):
             with self._lock:
-                peers = list(self._kept_alive.values())
+                leases = list(self._kept_alive.values())
             now = time.monotonic()
-            renewed = {peer.lease_id: renewed.get(peer.lease_id, now) for peer in peers}
-            for peer in peers:
-                if now - renewed[peer.lease_id] < peer.lease_seconds / 3:
+            renewed = {lease.lease_id: renewed.get(lease.lease_id, now) for lease in leases}
+            for lease in leases:
+                if now - renewed[lease.lease_id] < lease.lease_seconds / 3:
                     continue
-                renewed[peer.lease_id] = now
+                renewed[lease.lease_id] = now
                 try:
-                    self._client.renew(peer, peer.lease_seconds)
+                    self._client.renew(lease)
                 except MiniInferError as error:
                     logger.debug("lease not renewed: %s", error)

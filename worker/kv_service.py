@@ -40,7 +40,7 @@ def open_kv_service(engine: EngineClient) -> KvService:
 
     events = EventLog()
     leases = LeaseMirror(Epoch(engine.ready["epoch"]))
-    view = PoolView.fetch(engine.ready["shm_socket"])
     staging = StagingTable(engine.stage) if engine.ready["needs_staging"] else None
-    servicer = KvTransferService(view, leases, events, on_renew, on_release, staging)
+    view = PoolView.fetch(engine.ready["shm_socket"], staging)
+    servicer = KvTransferService([view], leases, on_renew, on_release)
     return KvService(events, leases, staging, servicer)

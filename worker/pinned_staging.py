@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from common.errors import TransferError
 from kvstore.transport.client import Transport
-from kvstore.types import BlockId, PeerPool
+from kvstore.transport.handle import PeerShard
+from kvstore.transport.host_pull import SourcePart
+from kvstore.types import BlockId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
 
@@ -20,32 +22,34 @@ class StagedTransport:
 
     def __init__(self, inner: Transport, rows: HostRows, device_pool: DevicePool) -> None:
         self.name = inner.name
+        self.splits_heads = inner.splits_heads
         self._inner = inner
         self._rows = rows
         self._device_pool = device_pool
         self._most = max(PIECE_BYTES // device_pool.block_bytes, 1)
 
-    def offered_by(self, peer: PeerPool) -> bool:
-        return self._inner.offered_by(peer)
+    def offered_by(self, shard: PeerShard) -> bool:
+        return self._inner.offered_by(shard)
 
-    def open(self, peer: PeerPool) -> None:
-        self._inner.open(peer)
+    def open(self, shard: PeerShard) -> None:
+        self._inner.open(shard)
 
     def pull(
         self,
-        peer: PeerPool,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
         deadline = time.monotonic() + deadline_seconds
-        digests: list[int] = []
-        while (first := len(digests)) < len(positions):
+        digests: list[list[int]] = [[] for _ in parts]
+        while (first := len(digests[0])) < len(positions):
             rows = self._take(len(positions) - first, deadline)
             try:
                 stop = first + len(rows)
                 remaining = max(deadline - time.monotonic(), 0.0)
-                digests += self._inner.pull(peer, positions[first:stop], rows, remaining)
+                found = self._inner.pull(parts, positions[first:stop], rows, remaining)
+                digests = [known + new for known, new in zip(digests, found, strict=True)]
                 self._device_pool.copy_in(self._rows.memory, rows, local_block_ids[first:stop])
             finally:
                 self._rows.give_back(rows)

@@ -50,23 +50,19 @@ def submit_fields(submit: pb.Submit, prefill_only: bool) -> dict[str, Any]:
 
 
 def handle_fields(handle: pb.KvHandle) -> dict[str, Any]:
+    """A KvHandle as frames carry it: by the names of its fields, shards unread."""
     return {
         "lease_id": handle.lease_id,
         "worker_id": handle.worker_id,
         "epoch": handle.epoch,
-        "kv_address": handle.kv_address,
-        "shm_socket": handle.shm_socket,
         "num_tokens": handle.num_tokens,
-        "block_ids": list(handle.block_ids),
-        "digests": list(handle.digests),
         "lease_seconds": handle.lease_seconds,
-        "cuda_socket": handle.cuda_socket,
-        "needs_staging": handle.needs_staging,
+        "shards": list(handle.shards),
     }
 
 
-def token_delta(fields: list[Any], request_id: str, location: dict[str, Any]) -> pb.TokenDelta:
-    """A engine's delta as protobuf. `location` says where this worker's KV can be read."""
+def token_delta(fields: list[Any], request_id: str) -> pb.TokenDelta:
+    """An engine's delta as protobuf."""
     _, token_ids, finish, stop_token_id, logprobs, prompt_logprobs, handle, times = fields
     delta = pb.TokenDelta(request_id=request_id, token_ids=token_ids, finish_reason=FINISH_REASONS[finish])
     if stop_token_id is not None:
@@ -76,7 +72,7 @@ def token_delta(fields: list[Any], request_id: str, location: dict[str, Any]) ->
     if prompt_logprobs:
         delta.prompt_logprobs.extend(map(_logprobs, prompt_logprobs))
     if handle is not None:
-        delta.kv_handle.CopyFrom(pb.KvHandle(**(handle | location)))
+        delta.kv_handle.CopyFrom(pb.KvHandle(**handle))
     if times is not None:
         delta.times.CopyFrom(pb.RequestTimes(**times))
     return delta

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from engine.engine import Engine
 from engine.request import RequestOutput
 from kvstore.pool.leases import Lease
+from kvstore.transport.handle import KvHandle
 from kvstore.types import BlockKey, LeaseId
 from worker.kv_puller import LoadResult
 from worker.wire import wire_logprobs
@@ -31,7 +32,7 @@ class Report:
         lists = (self.deltas, self.failures, self.granted, self.ended_leases, self.staged, self.pulls)
         return not any(lists)
 
-    def add_output(self, output: RequestOutput, handle: dict[str, Any] | None, times: dict[str, Any] | None) -> None:
+    def add_output(self, output: RequestOutput, handle: KvHandle | None, times: dict[str, Any] | None) -> None:
         self.deltas.append(
             [
                 output.request.request_id,
@@ -40,7 +41,7 @@ class Report:
                 output.stop_token_id,
                 wire_logprobs(output.logprobs),
                 wire_logprobs(output.prompt_logprobs),
-                handle,
+                None if handle is None else asdict(handle),
                 times,
             ]
         )

@@ -83,13 +83,13 @@ async def _serve(role: str, settings: WorkerSettings) -> int:
     run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
     began = time.monotonic()
     try:
-        engine = await _start_engine(settings, worker_id, run_dir, stopping)
+        address = f"{worker.advertise_host or worker.host}:{server.port}"
+        engine = await _start_engine(settings, worker_id, address, run_dir, stopping)
         if engine is None:
             logger.info("stopped while loading")
             return 0
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
-            address = f"{worker.advertise_host or worker.host}:{server.port}"
             info = worker_info(role, worker_id, address, engine.ready, tokenizer.tokenizer_hash())
             kv = open_kv_service(engine)
             front = WorkerFront(engine, kv.events, kv.leases, info, kv.staging)
@@ -112,10 +112,10 @@ async def _serve(role: str, settings: WorkerSettings) -> int:
 
 
 async def _start_engine(
-    settings: WorkerSettings, worker_id: str, run_dir: str, stopping: asyncio.Event
+    settings: WorkerSettings, worker_id: str, kv_address: str, run_dir: str, stopping: asyncio.Event
 ) -> EngineClient | None:
     """The engine with its model loaded; None when `stopping` came first. Raises ConfigError."""
-    client = EngineClient.start(settings.worker, settings.engine, settings.gpu, worker_id, run_dir)
+    client = EngineClient.start(settings.worker, settings.engine, settings.gpu, worker_id, kv_address, run_dir)
     start = asyncio.create_task(client)
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)

@@ -22,6 +22,7 @@ from common.errors import ConfigError
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
+from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
@@ -30,10 +31,11 @@ from kvstore.transport import cuda_memory
 from kvstore.transport.client import KvClient, Transport, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.handle import ShardAddress
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.types import PoolGeometry, WorkerId
+from kvstore.types import WorkerId
 from worker.device_pool import DevicePool, tensor_over
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
 from worker.pinned_staging import StagedTransport
@@ -63,7 +65,7 @@ class SharedPoolMemory:
         self._device_fd = -1
         self._mapping: mmap.mmap | None = None
         self._servers: list[DescriptorServer] = []
-        self.info: PoolInfo  # of the memfd
+        self._shared: PoolGeometry  # of the memfd
         self._blocks: npt.NDArray[np.uint8]  # [num_blocks, block_bytes], writable
 
     @property
@@ -92,10 +94,14 @@ class SharedPoolMemory:
             pin(staging)
             self._rows = HostRows(self._blocks, staging)
         self.transports = self._choose_transports()
-        self.info = PoolInfo(self._worker_id, self.epoch, shared, self.transports, self.socket_path)
+        self._shared = shared
         return self._kv_pool
 
-    def exchange(self, pool: BlockPool) -> KvExporter:
+    def address(self, kv_address: str) -> ShardAddress:
+        """Where peers can read the pool; `kv_address` is the front's."""
+        return ShardAddress(kv_address, self.socket_path, self.cuda_socket_path, self.needs_staging)
+
+    def exporter(self, pool: BlockPool) -> KvExporter:
         """How blocks of `pool` are given to readers."""
         if self._device_pool is None:
             return DirectExporter(self._blocks, pool)
@@ -106,29 +112,30 @@ class SharedPoolMemory:
         leases = LeaseClient(token)
         transports: list[Transport] = []
         if self._device_pool is None:
-            transports += host_transports(self._geometry, self._blocks, leases, self.transports)
+            transports += host_transports(self._blocks, leases, self.transports)
         else:
             if "cuda_ipc" in self.transports:
-                transports.append(CudaIpcTransport(self._geometry, self._device_pool))
-            for inner in host_transports(self._geometry, self._blocks, leases, self.transports):
+                transports.append(CudaIpcTransport(self._device_pool))
+            for inner in host_transports(self._blocks, leases, self.transports):
                 transports.append(StagedTransport(inner, self._rows, self._device_pool))
-        return KvClient(transports, leases, self._geometry.block_bytes)
+        return KvClient(self._geometry, transports, leases)
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         """The agent's tier, or one of `host_tier_bytes` here, or None."""
         if self._agent_socket:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
-            return AgentHostTier(self._agent_socket, geometry.fingerprint, geometry.block_bytes)
+            return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes)
         num_slots = host_tier_bytes // geometry.block_bytes
         return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 
     def serve(self) -> None:
         """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
         read_only = reopen_read_only(self._fd)
-        self._servers.append(DescriptorServer(Path(self.socket_path), self.info, read_only))
+        info = PoolInfo(self._worker_id, self.epoch, self._shared)
+        self._servers.append(DescriptorServer(Path(self.socket_path), info, read_only))
         if self._device_fd >= 0:
-            info = PoolInfo(self._worker_id, self.epoch, self._geometry, ("cuda_ipc",))
+            info = PoolInfo(self._worker_id, self.epoch, self._geometry)
             fd, self._device_fd = self._device_fd, -1
             self._servers.append(DescriptorServer(Path(self.cuda_socket_path), info, fd, holds=True))
 

@@ -26,7 +26,7 @@ from engine.loader import LoadedModel
 from engine.plan import StepPlan
 from engine.request import SamplingParams
 from engine.trial_plans import trial_plan
-from kvstore.types import PoolGeometry
+from kvstore.layout import PoolGeometry
 
 logger = logging.getLogger(__name__)
 TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter

@@ -18,6 +18,7 @@ collisions: peers are trusted to be workers, not to be bug-free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +42,11 @@ def digest_blocks(blocks: npt.NDArray[np.uint8]) -> list[int]:
     check_block_bytes(block_bytes)
     a, b = digest_weights(block_bytes // WORD_BYTES)
     return [_digest(np.ascontiguousarray(blocks[i]).view(np.int64), a, b) for i in range(num_blocks)]
+
+
+def digest_rows(blocks: npt.NDArray[np.uint8], rows: Iterable[int]) -> list[int]:
+    """Digests of those rows of `[num_blocks, block_bytes]`, which are not copied."""
+    return [digest_blocks(blocks[row : row + 1])[0] for row in rows]
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ The log keeps the current key set, not history: a new reader starts with a snaps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,16 +30,12 @@ class CacheEvent:
     keys: tuple[BlockKey, ...]
 
 
-Listener = Callable[[CacheEvent], None]
-
-
 class EventLog:
-    """Numbers changes of a key set. Fed with `BlockPool.take_events()`, read by routers and `Watch`."""
+    """Numbers changes of a key set. Fed with `BlockPool.take_events()`, sent to routers."""
 
     def __init__(self) -> None:
         self.sequence = 0  # of the last event
         self._keys: dict[BlockKey, None] = {}  # oldest first
-        self._listeners: list[Listener] = []
 
     @property
     def num_keys(self) -> int:
@@ -55,15 +51,7 @@ class EventLog:
             events.append(self._numbered("removed", removed))
         if stored:
             events.append(self._numbered("stored", stored))
-        for event in events:
-            for listener in list(self._listeners):
-                listener(event)
         return events
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with every new event, in `append`'s thread; returns what ends that."""
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
 
     def snapshot(self) -> CacheEvent:
         """The whole set as of the last event."""

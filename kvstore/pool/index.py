@@ -3,8 +3,8 @@
 A mirror of the workers' caches, fed by their numbered events. Per worker it is
 
     EXACT      every event was seen since a snapshot (or since the worker's first event)
-    DEGRADED   a number was skipped: still used, but the caller should get a new snapshot
-    FALLBACK   no usable events: approximated by what the router itself sent there (`record_sent`)
+    DEGRADED   a number was skipped, or nothing came yet: still used, but the caller should get a snapshot
+    PARTIAL    every event was seen, but the worker has more keys than are kept here: the oldest are forgotten
 
 A wrong index costs time, never correctness: workers look up their own cache again. Pure, standard library
 only; knows keys and worker ids, nothing of tokens, load or the network.
@@ -22,13 +22,13 @@ from kvstore.types import BlockKey, WorkerId
 class IndexState(Enum):
     EXACT = "exact"
     DEGRADED = "degraded"
-    FALLBACK = "fallback"
+    PARTIAL = "partial"
 
 
 @dataclass(slots=True)
 class _Worker:
     bit: int  # this worker's bit in the masks
-    state: IndexState = IndexState.FALLBACK
+    state: IndexState = IndexState.DEGRADED
     sequence: int | None = None  # last event that was applied; None: never heard of an event
     keys: dict[BlockKey, None] = field(default_factory=dict)  # oldest first
 
@@ -36,8 +36,7 @@ class _Worker:
 class PrefixIndex:
     """Block key -> set of workers, as a bit mask, so that a match of 1,000 keys is 1,000 dictionary reads.
 
-    At most `max_keys_per_worker` keys per worker: one that reports more turns FALLBACK, and its oldest keys
-    are forgotten.
+    At most `max_keys_per_worker` keys per worker: one that reports more turns PARTIAL.
     """
 
     def __init__(self, max_keys_per_worker: int = 1 << 20) -> None:
@@ -56,9 +55,9 @@ class PrefixIndex:
         return len(entry.keys) if entry else 0
 
     def state(self, worker: WorkerId) -> IndexState:
-        """FALLBACK also for a worker that was never heard of."""
+        """DEGRADED also for a worker that was never heard of."""
         entry = self._workers.get(worker)
-        return entry.state if entry else IndexState.FALLBACK
+        return entry.state if entry else IndexState.DEGRADED
 
     def matches(self, keys: Sequence[BlockKey]) -> dict[WorkerId, int]:
         """Number of leading blocks of `keys` that each worker holds; workers without the first are absent."""
@@ -83,12 +82,10 @@ class PrefixIndex:
         """One event; one seen before is ignored. False, until a snapshot comes: numbers were skipped."""
         entry = self._entry(worker)
         if entry.sequence is None:
-            if sequence == 1:  # before its first event it had nothing: what we guessed was wrong
-                self._forget_all(entry)
             entry.state = IndexState.EXACT if sequence == 1 else IndexState.DEGRADED
         elif sequence <= entry.sequence:
             return entry.state is not IndexState.DEGRADED
-        elif sequence != entry.sequence + 1 and entry.state is IndexState.EXACT:
+        elif sequence != entry.sequence + 1:
             entry.state = IndexState.DEGRADED
         entry.sequence = sequence
         for key in removed:
@@ -105,20 +102,6 @@ class PrefixIndex:
         entry.sequence = sequence
         entry.state = IndexState.EXACT
         for key in keys:
-            self._add(entry, key)
-        self._trim(entry)
-
-    def use_fallback(self, worker: WorkerId) -> None:
-        """Approximate from now on (no events, or no snapshot to be had). A snapshot makes it EXACT again."""
-        self._entry(worker).state = IndexState.FALLBACK
-
-    def record_sent(self, worker: WorkerId, keys: Sequence[BlockKey]) -> None:
-        """The router sent a prompt with these keys there; believed only in FALLBACK."""
-        entry = self._entry(worker)
-        if entry.state is not IndexState.FALLBACK:
-            return
-        for key in reversed(keys):  # the tail is the oldest, and forgotten first
-            entry.keys.pop(key, None)
             self._add(entry, key)
         self._trim(entry)
 
@@ -170,6 +153,7 @@ class PrefixIndex:
     def _trim(self, entry: _Worker) -> None:
         excess = len(entry.keys) - self._max_keys
         if excess > 0:
-            entry.state = IndexState.FALLBACK
+            if entry.state is IndexState.EXACT:
+                entry.state = IndexState.PARTIAL
             for key in list(entry.keys)[:excess]:
                 self._remove(entry, key)

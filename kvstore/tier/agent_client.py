@@ -25,14 +25,14 @@ CALL_SECONDS = 2.0  # the step loop waits for it
 
 
 class AgentHostTier:
-    """`HostTier` in the memory of this host's node agent, for blocks of one model and size."""
+    """`HostTier` in the memory of this host's node agent, for blocks of one content (`PoolGeometry.content_name`)."""
 
-    def __init__(self, socket_path: str, fingerprint: str, block_bytes: int) -> None:
+    def __init__(self, socket_path: str, content_name: str, block_bytes: int) -> None:
         """Raises UnavailableError when no agent answers, ConfigError when it cannot give memory."""
         self._sock: socket.socket = connect_unix(socket_path, CALL_SECONDS)
         self.connected = True
         try:
-            send_frame(self._sock, ["hello", fingerprint, block_bytes])
+            send_frame(self._sock, ["hello", content_name, block_bytes])
             reply, fds = recv_frame(self._sock, MAX_FRAME_BYTES, max_fds=1)
             try:
                 self._num_slots, self._buffer = _map_region(reply, fds, block_bytes)

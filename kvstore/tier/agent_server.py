@@ -12,10 +12,9 @@ from common.errors import ConfigError
 from common.logging import setup_logging
 from common.rpc import RpcServer
 from kvstore.config import AgentConfig
-from kvstore.tier.agent import AgentService, TierServer
+from kvstore.tier.agent import TierServer
 from kvstore.tier.agent_metrics import serve_metrics
 from kvstore.tier.regions import Regions
-from protos import kvstore_pb2, kvstore_pb2_grpc
 
 logger = logging.getLogger("kvstore")
 
@@ -31,8 +30,6 @@ async def serve(config: AgentConfig) -> None:
     server = RpcServer(config.host, config.port, config.cluster_token)
     tier = TierServer(regions, config.socket_path)
     close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier)
-    service_name = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
-    server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, AgentService(regions), service_name)
     try:
         await server.start()
         await tier.start()

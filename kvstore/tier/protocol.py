@@ -1,6 +1,6 @@
 """What a worker and the node agent say to each other, without the socket: requests are lists, replies are lists.
 
-    ["hello", fingerprint, block_bytes]  -> ["ok", num_slots] and the region's descriptor; once, first
+    ["hello", content_name, block_bytes] -> ["ok", num_slots] and the region's descriptor; once, first
     ["lookup", keys]                     -> ["ok", slots], pinned
     ["missing", keys]                    -> ["ok", keys]
     ["reserve", keys or nil]             -> ["ok", slots or nil], pinned
@@ -25,16 +25,16 @@ from kvstore.types import BlockKey, HostSlot
 MAX_ITEMS = 1 << 16  # keys or slots in one request
 MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCK_BYTES = 1 << 32
-MAX_FINGERPRINT_CHARS = 1024
+MAX_NAME_CHARS = 4096
 
 
 def parse_hello(message: Any) -> tuple[str, int]:
-    """(fingerprint, block_bytes) of a worker's first request. Raises InvalidRequestError."""
+    """(content_name, block_bytes) of a worker's first request. Raises InvalidRequestError."""
     match message:
-        case ["hello", str() as fingerprint, int() as block_bytes] if (
-            len(fingerprint) <= MAX_FINGERPRINT_CHARS and 0 < block_bytes <= MAX_BLOCK_BYTES
+        case ["hello", str() as content_name, int() as block_bytes] if (
+            len(content_name) <= MAX_NAME_CHARS and 0 < block_bytes <= MAX_BLOCK_BYTES
         ):
-            return fingerprint, block_bytes
+            return content_name, block_bytes
     raise InvalidRequestError("the first request of a worker must be a hello")
 
 

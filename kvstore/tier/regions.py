@@ -1,7 +1,8 @@
 """The agent's host memory: one region per kind of block, within one budget.
 
-Blocks of different models never share a key (keys contain the model's fingerprint) but differ in size, so each
-(fingerprint, block_bytes) has a region of its own: a memfd and the states of its slots. A region is made when
+Blocks of different models never share a key (keys contain the model's fingerprint), but those of two ranks do, with
+other heads in them. So each (content_name, block_bytes) has a region of its own: a memfd and the states of its slots.
+Ranks with the same heads share one, which is `PoolGeometry.content_name`'s to say. A region is made when
 its first worker connects, and outlives its workers; the one that was idle longest goes when another needs room.
 """
 
@@ -16,10 +17,9 @@ from collections.abc import Iterator
 from common.errors import OverloadedError
 from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.transport.shared_memory import create_memfd, map_fd
-from kvstore.types import BlockKey
 
 logger = logging.getLogger(__name__)
-RegionName = tuple[str, int]  # fingerprint, block_bytes
+RegionName = tuple[str, int]  # content_name, block_bytes
 
 
 class Region:
@@ -38,10 +38,6 @@ class Region:
     @property
     def num_bytes(self) -> int:
         return self.tier.num_slots * self.block_bytes
-
-    def block(self, slot: int) -> bytes:
-        """A copy of one slot's bytes."""
-        return self.buffer[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):
@@ -67,12 +63,12 @@ class Regions:
         return list(self._regions.values())
 
     @contextlib.contextmanager
-    def using(self, fingerprint: str, block_bytes: int) -> Iterator[Region]:
+    def using(self, content_name: str, block_bytes: int) -> Iterator[Region]:
         """The region for such blocks, made at need and kept at least until the end.
 
         Raises OverloadedError when the budget is taken by regions in use, ConfigError without the memory.
         """
-        region = self._regions.get((fingerprint, block_bytes)) or self._create((fingerprint, block_bytes))
+        region = self._regions.get((content_name, block_bytes)) or self._create((content_name, block_bytes))
         region.num_users += 1
         self._openings += 1
         region.last_use = self._openings
@@ -80,10 +76,6 @@ class Regions:
             yield region
         finally:
             region.num_users -= 1
-
-    def find(self, key: BlockKey) -> Region | None:
-        """The region that has this block."""
-        return next((region for region in self._regions.values() if region.tier.contains(key)), None)
 
     def close(self) -> None:
         for region in self._regions.values():
@@ -101,6 +93,8 @@ class Regions:
             dropped.close()
         num_slots = min(wanted, self._budget_bytes - self.used_bytes) // block_bytes
         if num_slots < 1:
-            raise OverloadedError("other models use the whole host tier: raise --host-tier-gb or set --region-gb")
+            raise OverloadedError(
+                "other models or ranks use the whole host tier: raise --host-tier-gb or set --region-gb"
+            )
         region = self._regions[name] = Region(name, num_slots)
         return region

@@ -1,9 +1,9 @@
 """Pulling KV blocks from a peer: which transport, and whether what came is what was promised.
 
     client = host_client(my_geometry, my_blocks, token)
-    peer = peer_from_handle(handle)
-    client.pull(peer, positions, local_block_ids)       # copied and verified, or TransferError
-    client.renew(peer, seconds); client.release(peer)
+    lease = open_handle(handle)
+    client.pull(lease, positions, local_block_ids)       # copied and verified, or TransferError
+    client.renew(lease, seconds); client.release(lease)
 
 Blocking and safe to call from several threads; knows neither schedulers nor requests. What a failed pull left in
 the local blocks is garbage: the caller publishes a block only after `pull` returned.
@@ -21,18 +21,20 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import HandshakeError, MiniInferError, TransferError, UnavailableError
-from kvstore.pool.digest import digest_blocks
+from common.errors import MiniInferError, TransferError, UnavailableError
+from kvstore.layout import PoolGeometry
+from kvstore.transport.handle import PeerLease, PeerShard
+from kvstore.transport.head_split import split_heads
+from kvstore.transport.host_pull import SourcePart
 from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.pool_info import check_compatible
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
-from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, PoolGeometry, WorkerId
-from protos import types_pb2
+from kvstore.types import BlockId, Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
-MAX_HANDLE_BLOCKS = 1 << 20
 DEFAULT_DEADLINE_SECONDS = 30.0
 
 
@@ -40,28 +42,26 @@ class Transport(Protocol):
     """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
 
     name: str
+    splits_heads: bool  # whether it reads shards other than this pool's own
 
-    def offered_by(self, peer: PeerPool) -> bool:
+    def offered_by(self, shard: PeerShard) -> bool:
         """Whether the peer's handle names what this transport needs."""
         ...
 
-    def open(self, peer: PeerPool) -> None:
-        """Reach the peer and compare geometry and epoch, before the first byte.
-
-        Raises HandshakeError (never fits), TransferError or UnavailableError (not now).
-        """
+    def open(self, shard: PeerShard) -> None:
+        """Reach the peer, where that can be done before the first byte. Raises TransferError or UnavailableError."""
         ...
 
     def pull(
         self,
-        peer: PeerPool,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
-        """Copy the lease's blocks at `positions` to the local blocks `local_block_ids`.
+    ) -> list[list[int]]:
+        """Copy all parts of the lease's blocks at `positions` to the local blocks `local_block_ids`.
 
-        Returns the digests of what arrived, for the caller to compare. Raises TransferError.
+        Returns the digests of what was read, by part, for the caller to compare. Raises TransferError.
         """
         ...
 
@@ -75,40 +75,11 @@ class PullResult:
     seconds: float
 
 
-def peer_from_handle(handle: types_pb2.KvHandle) -> PeerPool:
-    """Raises TransferError for a handle that contradicts itself."""
-    if (
-        not handle.lease_id
-        or len(handle.digests) != len(handle.block_ids)
-        or len(handle.block_ids) > MAX_HANDLE_BLOCKS
-    ):
-        raise TransferError("malformed KV handle")
-    return PeerPool(
-        worker_id=WorkerId(handle.worker_id),
-        epoch=Epoch(handle.epoch),
-        kv_address=handle.kv_address,
-        shm_socket=handle.shm_socket,
-        lease_id=LeaseId(handle.lease_id),
-        block_ids=tuple(map(BlockId, handle.block_ids)),
-        digests=tuple(handle.digests),
-        num_tokens=handle.num_tokens,
-        lease_seconds=handle.lease_seconds,
-        cuda_socket=handle.cuda_socket,
-        needs_staging=handle.needs_staging,
-    )
-
-
-def host_transports(
-    geometry: PoolGeometry,
-    pool: Blocks,
-    leases: LeaseClient,
-    names: Sequence[str],
-    digest: Callable[[Blocks], list[int]] = digest_blocks,
-) -> list[Transport]:
+def host_transports(pool: Blocks, leases: LeaseClient, names: Sequence[str]) -> list[Transport]:
     """Those of `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
     known: dict[str, Callable[[], Transport]] = {
-        "shm": lambda: ShmTransport(geometry, pool, leases, digest),
-        "tcp": lambda: TcpTransport(geometry, pool, leases, digest),
+        "shm": lambda: ShmTransport(pool, leases),
+        "tcp": lambda: TcpTransport(pool, leases),
     }
     return [known[name]() for name in names if name in known]
 
@@ -118,23 +89,23 @@ def host_client(
 ) -> KvClient:
     """A client that fills a pool in host memory."""
     leases = LeaseClient(token)
-    return KvClient(host_transports(geometry, pool, leases, names), leases, geometry.block_bytes)
+    return KvClient(geometry, host_transports(pool, leases, names), leases)
 
 
 class KvClient:
     """Reads leases of other workers' pools by the best transport that both sides have."""
 
-    def __init__(self, transports: Sequence[Transport], leases: LeaseClient, block_bytes: int) -> None:
-        """`transports` in order of preference, all into the same pool. The client closes them and `leases`."""
+    def __init__(self, geometry: PoolGeometry, transports: Sequence[Transport], leases: LeaseClient) -> None:
+        """`transports` in order of preference, all into the pool of `geometry`. Closes them and `leases`."""
+        self._geometry = geometry
         self._transports = transports
         self._leases = leases
-        self._block_bytes = block_bytes
         self._chosen: dict[tuple[WorkerId, Epoch], str] = {}  # for the log: one line per change
         self._lock = threading.Lock()
 
     def pull(
         self,
-        peer: PeerPool,
+        lease: PeerLease,
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
@@ -146,48 +117,59 @@ class KvClient:
         """
         if len(positions) != len(local_block_ids):
             raise ValueError("one local block per position")
-        if not all(0 <= position < len(peer.block_ids) for position in positions):
+        if not all(0 <= position < lease.num_blocks for position in positions):
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
-        transport = self._open_best(peer)
-        digests = transport.pull(peer, positions, local_block_ids, deadline_seconds)
-        for position, digest in zip(positions, digests, strict=True):
-            if digest != peer.digests[position]:
-                raise TransferError(f"block {position} of worker {peer.worker_id} did not arrive intact")
-        return PullResult(transport.name, len(positions) * self._block_bytes, time.monotonic() - began)
+        check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
+        split = split_heads(self._geometry, len(lease.shards))
+        parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
+        transport = self._open_best(parts)
+        try:
+            digests = transport.pull(parts, positions, local_block_ids, deadline_seconds)
+        except TransferError as error:
+            raise TransferError(f"{transport.name}: {error}") from error
+        for part, found in zip(parts, digests, strict=True):
+            for position, digest in zip(positions, found, strict=True):
+                if digest != part.shard.digests[position]:
+                    raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
+        return PullResult(transport.name, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
 
-    def renew(self, peer: PeerPool, lease_seconds: float) -> bool:
+    def renew(self, lease: PeerLease) -> bool:
         """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""
-        return self._leases.renew(peer, lease_seconds)
+        return self._leases.renew(lease)
 
-    def release(self, peer: PeerPool) -> bool:
+    def release(self, lease: PeerLease) -> bool:
         """Give the lease back; harmless when it is gone. Raises UnavailableError (it then expires by itself)."""
-        return self._leases.release(peer)
+        return self._leases.release(lease)
 
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
         self._leases.close()
 
-    def _open_best(self, peer: PeerPool) -> Transport:
+    def _open_best(self, parts: Sequence[SourcePart]) -> Transport:
+        """The first transport that reaches every part and can copy it. Raises TransferError, UnavailableError."""
+        shard = parts[0].shard
         failures: list[str] = []
         for transport in self._transports:
-            if not transport.offered_by(peer):
+            if not all(transport.offered_by(part.shard) for part in parts):
+                continue
+            if not transport.splits_heads and any(part.copy is not None for part in parts):
+                failures.append(f"{transport.name}: the ranks there divide the heads otherwise")
                 continue
             try:
-                transport.open(peer)
-            except HandshakeError:
-                raise  # no transport makes these two pools fit
+                for part in parts:
+                    transport.open(part.shard)
             except MiniInferError as error:
                 failures.append(f"{transport.name}: {error}")
                 continue
-            self._note_choice(peer, transport.name, failures)
+            self._note_choice(shard, transport.name, failures)
             return transport
         if not failures:
-            raise UnavailableError(f"no transport in common with worker {peer.worker_id}")
-        raise TransferError(f"worker {peer.worker_id} cannot be read ({'; '.join(failures)})")
+            raise UnavailableError(f"no transport in common with worker {shard.worker_id}")
+        raise TransferError(f"worker {shard.worker_id} cannot be read ({'; '.join(failures)})")
 
-    def _note_choice(self, peer: PeerPool, name: str, failures: list[str]) -> None:
+    def _note_choice(self, peer: PeerShard, name: str, failures: list[str]) -> None:
         with self._lock:
             known = self._chosen.get((peer.worker_id, peer.epoch))
             if known == name:

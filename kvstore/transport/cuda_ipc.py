@@ -20,8 +20,10 @@ from typing import Protocol
 
 from common.errors import TransferError
 from kvstore.transport.descriptor_server import fetch_pool_held
-from kvstore.transport.pool_info import check_offer, rows_at
-from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
+from kvstore.transport.handle import PeerShard, PoolName
+from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.pool_info import PoolInfo, rows_at
+from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
 FETCH_SECONDS = 2.0
@@ -51,49 +53,53 @@ class Device(Protocol):
 class _Mapping:
     """One life of one peer's pool. `remote` is None when it has ended; `lock` is held by whoever reads it."""
 
-    worker_id: WorkerId
-    epoch: Epoch
-    num_blocks: int
+    info: PoolInfo
     remote: RemotePool | None
     connection: socket.socket
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def name(self) -> PoolName:
+        return self.info.worker_id, self.info.geometry.shard.rank
+
 
 class CudaIpcTransport:
-    """Mappings of peers' pools by worker. A thread for each waits for the owner's end."""
+    """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
 
     name = "cuda_ipc"
+    splits_heads = False
 
-    def __init__(self, geometry: PoolGeometry, device: Device) -> None:
-        self._geometry = geometry
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._mappings: dict[WorkerId, _Mapping] = {}
+        self._mappings: dict[PoolName, _Mapping] = {}
 
     @property
     def num_mappings(self) -> int:
         return len(self._mappings)
 
-    def offered_by(self, peer: PeerPool) -> bool:
-        return bool(peer.cuda_socket)
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.cuda_socket)
 
-    def open(self, peer: PeerPool) -> None:
-        self._mapping(peer)
+    def open(self, shard: PeerShard) -> None:
+        self._mapping(shard)
 
     def pull(
         self,
-        peer: PeerPool,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
         """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
-        mapping = self._mapping(peer)
-        remote_ids = rows_at(peer.block_ids, positions, mapping.num_blocks)
+        [shard] = [part.shard for part in parts]  # equal shards need one source only
+        mapping = self._mapping(shard)
+        shard.check_offer(mapping.info)
+        remote_ids = rows_at(shard.block_ids, positions, mapping.info.geometry.num_blocks)
         with mapping.lock:
             if mapping.remote is None:
                 raise TransferError("the owner of the KV blocks is gone")
-            return self._device.pull(mapping.remote, remote_ids, local_block_ids)
+            return [self._device.pull(mapping.remote, remote_ids, local_block_ids)]
 
     def close(self) -> None:
         with self._lock:
@@ -102,17 +108,18 @@ class CudaIpcTransport:
         for mapping in mappings:
             _end(mapping)
 
-    def _mapping(self, peer: PeerPool) -> _Mapping:
+    def _mapping(self, shard: PeerShard) -> _Mapping:
+        name = shard.pool_name
         with self._lock:
-            known = self._mappings.get(peer.worker_id)
-        if known is not None and known.epoch == peer.epoch:
+            known = self._mappings.get(name)
+        if known is not None and known.info.epoch == shard.epoch:
             return known
-        mapping = self._map(peer)  # without the lock: a peer that does not answer shall not hold up the others
+        mapping = self._map(shard)  # without the lock: a peer that does not answer shall not hold up the others
         with self._lock:
-            earlier = self._mappings.get(peer.worker_id)
-            is_first = earlier is None or earlier.epoch != peer.epoch
+            earlier = self._mappings.get(name)
+            is_first = earlier is None or earlier.info.epoch != shard.epoch
             if is_first:
-                self._mappings[peer.worker_id] = mapping
+                self._mappings[name] = mapping
         if earlier is not None and not is_first:  # another thread was faster
             _end(mapping)
             mapping.connection.close()
@@ -122,10 +129,10 @@ class CudaIpcTransport:
         threading.Thread(target=self._watch, args=[mapping], name="kv-cuda-peer", daemon=True).start()
         return mapping
 
-    def _map(self, peer: PeerPool) -> _Mapping:
-        info, fd, connection = fetch_pool_held(peer.cuda_socket, FETCH_SECONDS)
+    def _map(self, shard: PeerShard) -> _Mapping:
+        info, fd, connection = fetch_pool_held(shard.address.cuda_socket, FETCH_SECONDS)
         try:
-            check_offer(self._geometry, peer, info)
+            shard.check_offer(info)
             remote = self._device.attach(fd, info.geometry.num_blocks)
         except BaseException:
             connection.close()
@@ -133,7 +140,7 @@ class CudaIpcTransport:
         finally:
             os.close(fd)
         connection.settimeout(None)
-        return _Mapping(peer.worker_id, peer.epoch, info.geometry.num_blocks, remote, connection)
+        return _Mapping(info, remote, connection)
 
     def _watch(self, mapping: _Mapping) -> None:
         """Wait for the end of the connection, and end the mapping with it."""
@@ -141,9 +148,9 @@ class CudaIpcTransport:
             while mapping.connection.recv(64):
                 pass
         with self._lock:
-            if self._mappings.get(mapping.worker_id) is mapping:
-                del self._mappings[mapping.worker_id]
-                logger.info("worker %s is gone: its pool is unmapped", mapping.worker_id)
+            if self._mappings.get(mapping.name) is mapping:
+                del self._mappings[mapping.name]
+                logger.info("worker %s is gone: its pool is unmapped", mapping.name[0])
         _end(mapping)
         mapping.connection.close()
 

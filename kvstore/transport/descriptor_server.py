@@ -17,8 +17,7 @@ from pathlib import Path
 
 from common.errors import TransferError
 from common.logging import RateLimit
-from kvstore.transport import pool_info
-from kvstore.transport.pool_info import PoolInfo
+from kvstore.transport.pool_info import PoolInfo, info_from_wire, info_to_wire
 from kvstore.transport.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class DescriptorServer:
 
     def __init__(self, socket_path: Path, info: PoolInfo, fd: int, holds: bool = False) -> None:
         self.socket_path = socket_path
-        self._message = {"pool": pool_info.to_proto(info).SerializeToString()}
+        self._message = {"pool": info_to_wire(info)}
         self._fd = fd
         try:
             self._listener = UnixListener(socket_path)
@@ -112,10 +111,9 @@ def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo,
     fds: list[int] = []
     try:
         message, fds = recv_frame(sock, MAX_INFO_BYTES, max_fds=1)
-        data = message.get("pool") if isinstance(message, dict) else None
-        if not isinstance(data, bytes) or len(fds) != 1:
+        if not isinstance(message, dict) or "pool" not in message or len(fds) != 1:
             raise TransferError("the Unix socket does not hand out a KV pool")
-        return pool_info.from_bytes(data), fds[0], sock
+        return info_from_wire(message["pool"]), fds[0], sock
     except BaseException:
         sock.close()
         for fd in fds:

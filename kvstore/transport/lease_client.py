@@ -11,7 +11,8 @@ import grpc
 
 from common.errors import TransferError, UnavailableError
 from common.rpc import CHANNEL_OPTIONS, token_metadata
-from kvstore.types import BlockId, PeerPool
+from kvstore.transport.handle import PeerLease, PeerShard
+from kvstore.types import BlockId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 MAX_CHANNELS = 64
@@ -40,27 +41,29 @@ class LeaseClient:
             self._channels.move_to_end(address)
             return entry[1]
 
-    def renew(self, peer: PeerPool, lease_seconds: float) -> bool:
+    def renew(self, lease: PeerLease) -> bool:
         """False: the lease does not hold any more. Raises UnavailableError."""
-        stub = self.stub(peer.kv_address)
-        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch, lease_seconds=lease_seconds)
+        stub = self.stub(lease.kv_address)
+        request = kvstore_pb2.LeaseRequest(
+            lease_id=lease.lease_id, epoch=lease.epoch, lease_seconds=lease.lease_seconds
+        )
         return bool(call(lambda: stub.Renew(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
 
-    def release(self, peer: PeerPool) -> bool:
+    def release(self, lease: PeerLease) -> bool:
         """False: there was nothing to release. Raises UnavailableError."""
-        stub = self.stub(peer.kv_address)
-        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch)
+        stub = self.stub(lease.kv_address)
+        request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(call(lambda: stub.Release(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
 
-    def stage(self, peer: PeerPool, deadline_seconds: float) -> list[BlockId]:
+    def stage(self, shard: PeerShard, deadline_seconds: float) -> list[BlockId]:
         """Have the lease's blocks copied to the peer's shared memory; the rows, one per block of the lease.
 
         Raises UnavailableError, or TransferError when the peer cannot.
         """
-        stub = self.stub(peer.kv_address)
-        request = kvstore_pb2.LeaseRequest(lease_id=peer.lease_id, epoch=peer.epoch)
+        stub = self.stub(shard.address.kv_address)
+        request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.geometry.shard.rank)
         rows = call(lambda: stub.Stage(request, timeout=deadline_seconds, metadata=self.metadata)).rows
-        if len(rows) != len(peer.block_ids):
+        if len(rows) != len(shard.block_ids):
             raise TransferError("the peer has staged another lease")
         return [BlockId(row) for row in rows]
 

@@ -1,117 +1,114 @@
-"""What a pool says of itself, whether KV may move between two pools, and which blocks a lease names there. No I/O."""
+"""What a pool says of itself, whether KV may move between two pools, and which blocks a lease names there. No I/O.
+
+A description is plain lists that msgpack carries, in a KV handle's shards and from a pool's descriptor socket. What a
+peer sends is bounded here before anything is computed from it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from google.protobuf.message import DecodeError
-
-from common.errors import HandshakeError, TransferError
+from common.errors import ConfigError, HandshakeError, TransferError
+from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard
 from kvstore.pool.block_hash import HASH_VERSION
-from kvstore.types import DTYPE_BYTES, BlockId, Epoch, PeerPool, PoolGeometry, WorkerId
-from protos import kvstore_pb2
+from kvstore.types import BlockId, Epoch, WorkerId
 
+MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 26
-MAX_DIMENSION = 1 << 16
 MAX_POOL_BYTES = 1 << 46
+MAX_TEXT = 1024  # characters of a name or fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """One life (`epoch`) of one worker's pool. `shm_socket` is empty where no descriptor is handed out."""
+    """One life (`epoch`) of one rank's pool, or of the staging area in front of it."""
 
     worker_id: WorkerId
     epoch: Epoch
     geometry: PoolGeometry
-    transports: tuple[str, ...] = ("shm", "tcp")  # best first
-    shm_socket: str = ""
-    hash_version: int = HASH_VERSION
 
 
-def to_proto(info: PoolInfo) -> kvstore_pb2.PoolInfo:
-    geometry = info.geometry
-    return kvstore_pb2.PoolInfo(
-        worker_id=info.worker_id,
-        epoch=info.epoch,
-        model_fingerprint=geometry.fingerprint,
-        hash_version=info.hash_version,
-        kv_dtype=geometry.dtype,
-        num_blocks=geometry.num_blocks,
-        block_bytes=geometry.block_bytes,
-        block_shape=geometry.block_shape,
-        transports=info.transports,
-        shm_socket=info.shm_socket,
-    )
+def info_to_wire(info: PoolInfo) -> list[Any]:
+    return [info.worker_id, info.epoch, geometry_to_wire(info.geometry)]
 
 
-def from_proto(message: kvstore_pb2.PoolInfo) -> PoolInfo:
-    """Raises HandshakeError for a description that cannot be one of a pool. All integers are bounded."""
-    shape = tuple(message.block_shape)
-    if message.kv_dtype not in DTYPE_BYTES:
-        raise HandshakeError("the peer's KV has a data type that this version does not know")
-    if len(shape) != 5 or shape[1] != 2 or not all(1 <= size <= MAX_DIMENSION for size in shape):
-        raise HandshakeError("the peer's KV blocks have a shape that this version does not know")
-    block_bytes = math.prod(shape) * DTYPE_BYTES[message.kv_dtype]
-    if message.block_bytes != block_bytes or not 1 <= message.num_blocks <= MAX_BLOCKS:
-        raise HandshakeError("the peer's description of its KV pool contradicts itself")
-    if message.num_blocks * block_bytes > MAX_POOL_BYTES:
-        raise HandshakeError("the peer's KV pool is larger than any machine's memory")
-    geometry = PoolGeometry(
-        num_blocks=message.num_blocks,
-        num_layers=shape[0],
-        num_kv_heads=shape[2],
-        block_size=shape[3],
-        head_dim=shape[4],
-        dtype=message.kv_dtype,
-        fingerprint=message.model_fingerprint,
-    )
-    return PoolInfo(
-        worker_id=WorkerId(message.worker_id),
-        epoch=Epoch(message.epoch),
-        geometry=geometry,
-        transports=tuple(message.transports),
-        shm_socket=message.shm_socket,
-        hash_version=message.hash_version,
-    )
+def info_from_wire(value: Any) -> PoolInfo:
+    """Raises HandshakeError for what cannot be the description of a pool."""
+    match value:
+        case [str() as worker_id, int() as epoch, geometry] if len(worker_id) <= MAX_TEXT:
+            return PoolInfo(WorkerId(worker_id), Epoch(epoch), geometry_from_wire(geometry))
+    raise HandshakeError("the peer's description of its KV pool is malformed")
 
 
-def from_bytes(data: bytes) -> PoolInfo:
-    """Raises HandshakeError."""
+def geometry_to_wire(geometry: PoolGeometry) -> list[Any]:
+    groups = [
+        [g.name, g.kind, g.layers, g.num_kv_heads, g.head_dim, g.dtype, g.num_planes, g.window]
+        for g in geometry.layout.groups
+    ]
+    shard = geometry.shard
+    return [
+        HASH_VERSION, geometry.fingerprint, geometry.num_blocks, geometry.block_size, shard.rank, shard.size, groups
+    ]  # fmt: skip
+
+
+def geometry_from_wire(value: Any) -> PoolGeometry:
+    """Raises HandshakeError for a peer of another version, or for what cannot be a pool that is served."""
+    match value:
+        case [int() as hash_version, *_] if hash_version != HASH_VERSION:
+            raise HandshakeError(
+                f"the peer computes block keys by version {hash_version}, this worker by version {HASH_VERSION}: run "
+                "the same version of mini-infer everywhere"
+            )
+        case [int(), str() as fingerprint, int() as num_blocks, int() as block_size, int() as rank, int() as size,
+              list() as groups]:  # fmt: skip
+            pass
+        case _:
+            raise HandshakeError("the peer's description of its KV pool is malformed")
+    if not 1 <= num_blocks <= MAX_BLOCKS or len(fingerprint) > MAX_TEXT or len(groups) > MAX_GROUPS:
+        raise HandshakeError("the peer's description of its KV pool is out of bounds")
     try:
-        return from_proto(kvstore_pb2.PoolInfo.FromString(data))
-    except DecodeError as error:
-        raise HandshakeError("the peer's description of its KV pool is malformed") from error
+        layout = KvLayout(tuple(map(_group_from_wire, groups)))
+        geometry = PoolGeometry(layout, num_blocks, block_size, fingerprint, Shard(rank, size))
+    except ConfigError as error:
+        raise HandshakeError(f"the peer describes KV that this worker does not know: {error}") from error
+    if geometry.pool_bytes > MAX_POOL_BYTES:
+        raise HandshakeError("the peer's KV pool is larger than any machine's memory")
+    return geometry
 
 
-def check_compatible(mine: PoolGeometry, theirs: PoolInfo) -> None:
-    """Raises HandshakeError that names all that differs, and what to do about it."""
+def _group_from_wire(value: Any) -> KvGroup:
+    """Raises ConfigError."""
+    match value:
+        case [
+            str() as name,
+            "full" | "window" | "latent" | "state" as kind,
+            list() as layers,
+            int() as num_kv_heads,
+            int() as head_dim,
+            str() as dtype,
+            int() as num_planes,
+            int() as window,
+        ] if len(name) <= MAX_TEXT and all(type(layer) is int for layer in layers):
+            return KvGroup(name, kind, tuple(layers), num_kv_heads, head_dim, dtype, num_planes, window)
+    raise ConfigError("a malformed KV group")
+
+
+def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: WorkerId) -> None:
+    """Raise HandshakeError that names all that differs, and what to do about it. Shards may differ."""
     pairs = [
-        ("model", mine.fingerprint, theirs.geometry.fingerprint),
-        ("hash version", HASH_VERSION, theirs.hash_version),
-        ("KV dtype", mine.dtype, theirs.geometry.dtype),
-        ("block size", mine.block_size, theirs.geometry.block_size),
-        ("layers", mine.num_layers, theirs.geometry.num_layers),
-        ("KV heads", mine.num_kv_heads, theirs.geometry.num_kv_heads),
-        ("head size", mine.head_dim, theirs.geometry.head_dim),
+        ("model", mine.fingerprint, theirs.fingerprint),
+        ("KV dtype", mine.dtype, theirs.dtype),
+        ("block size", mine.block_size, theirs.block_size),
+        ("KV layout", mine.layout, theirs.layout),
     ]
     differing = [f"{name}: {a} here, {b} there" for name, a, b in pairs if a != b]
     if differing:
         raise HandshakeError(
-            f"worker {theirs.worker_id} holds other KV ({'; '.join(differing)}): start all workers with the same "
+            f"worker {worker_id} holds other KV ({'; '.join(differing)}): start all workers with the same "
             "--model, --dtype, --quant-mode, --kv-cache-dtype, --block-size and version"
         )
-
-
-def check_offer(mine: PoolGeometry, peer: PeerPool, offered: PoolInfo) -> None:
-    """Whether what a socket hands out is the pool that `peer` means, and fits.
-
-    Raises TransferError (another pool) or HandshakeError (never fits).
-    """
-    if (offered.worker_id, offered.epoch) != (peer.worker_id, peer.epoch):
-        raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
-    check_compatible(mine, offered)
 
 
 def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:

@@ -1,13 +1,12 @@
-"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, leases, cache events.
+"""The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, and leases.
 
-The front maps the engine's pool read-only and mirrors its leases; the engine owns both. A chunk is copied first and
-the lease looked at once more before the chunk is sent, so nothing leaves under a lease that has ended here. Both
+The front maps the pool of each rank read-only and mirrors its leases; the engine owns both. A chunk is copied first
+and the lease looked at once more before the chunk is sent, so nothing leaves under a lease that has ended here. Both
 processes end leases by the same clock, and the reader's digest check covers what is left of the race.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,21 +14,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidRequestError, MiniInferError, UnavailableError
+from common.errors import InvalidRequestError, MiniInferError
 from common.rpc import Context, abort_with
-from kvstore.pool.events import CacheEvent, EventLog, to_proto
+from kvstore.layout import PoolGeometry
 from kvstore.pool.leases import LeaseMirror
-from kvstore.transport import pool_info
 from kvstore.transport.descriptor_server import fetch_pool
-from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, map_fd
 from kvstore.transport.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
-from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
+from protos import kvstore_pb2, kvstore_pb2_grpc
 
 CHUNK_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 16
-MAX_QUEUED_EVENTS = 4096  # of a watcher that reads slowly; it then gets a new snapshot
+FETCH_SECONDS = 5.0
 Blocks = npt.NDArray[np.uint8]
 
 OnRenew = Callable[[LeaseId, Epoch, float], Awaitable[None]]
@@ -37,21 +34,23 @@ OnRelease = Callable[[LeaseId, Epoch], Awaitable[None]]
 
 
 class PoolView:
-    """A pool of another process of this host, read-only: `blocks` is uint8 [num_blocks, block_bytes]."""
+    """A pool of another process of this host, read-only: `blocks` is uint8 [num_blocks, block_bytes].
 
-    def __init__(self, info: PoolInfo, fd: int) -> None:
+    With `staging` it is an area in front of GPU memory, to whose rows the blocks of a lease are copied on demand.
+    """
+
+    def __init__(self, geometry: PoolGeometry, fd: int, staging: StagingTable | None = None) -> None:
         """Maps `fd`, which stays the caller's to close. Raises TransferError or ConfigError."""
-        self.info = info
-        geometry = info.geometry
+        self.staging = staging
         mapping = map_fd(fd, geometry.pool_bytes, writable=False)
         self.blocks: Blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
 
     @classmethod
-    def fetch(cls, socket_path: str, timeout_seconds: float = 5.0) -> PoolView:
+    def fetch(cls, socket_path: str, staging: StagingTable | None = None) -> PoolView:
         """From the owner's DescriptorServer. Raises UnavailableError, TransferError, HandshakeError."""
-        info, fd = fetch_pool(socket_path, timeout_seconds)
+        info, fd = fetch_pool(socket_path, FETCH_SECONDS)
         try:
-            return cls(info, fd)
+            return cls(info.geometry, fd, staging)
         finally:
             os.close(fd)
 
@@ -64,23 +63,16 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
 
     def __init__(
         self,
-        pool: PoolView,
+        pools: Sequence[PoolView],
         leases: LeaseMirror,
-        events: EventLog,
         on_renew: OnRenew,
         on_release: OnRelease,
-        staging: StagingTable | None = None,
     ) -> None:
-        """`staging` when leases name blocks of GPU memory, and `pool` is a staging area in front of it."""
-        self._pool = pool
-        self._staging = staging
+        """`pools` by rank: a lease names the same blocks in each of them."""
+        self._pools = pools
         self._leases = leases
-        self._events = events
         self._on_renew = on_renew
         self._on_release = on_release
-
-    async def Describe(self, request: types_pb2.DescribeRequest, context: Context) -> kvstore_pb2.PoolInfo:
-        return pool_info.to_proto(self._pool.info)
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
@@ -96,10 +88,10 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await self._on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
 
-    async def Stage(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.StageReply:
+    async def Stage(self, request: kvstore_pb2.StageRequest, context: Context) -> kvstore_pb2.StageReply:
         rows: Sequence[BlockId] = ()
         try:
-            rows = await self._rows(request)
+            rows = await self._rows(request, self._pool(request.rank))
         except MiniInferError as error:
             await abort_with(context, error)
         return kvstore_pb2.StageReply(rows=rows)
@@ -108,70 +100,33 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         try:
             if len(request.positions) > MAX_POSITIONS:
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
+            pool = self._pool(request.rank)
             self._resolve(request, request.positions)
-            rows = await self._rows(request)
+            rows = await self._rows(request, pool)
             for index, position in enumerate(request.positions):
-                for chunk in block_chunks(index, self._pool.blocks[rows[position]]):
+                for chunk in block_chunks(index, pool.blocks[rows[position]]):
                     self._resolve(request, [position])  # after the copy
                     yield chunk
         except MiniInferError as error:
             await abort_with(context, error)
 
-    async def ReadKeys(
-        self, request: kvstore_pb2.ReadKeysRequest, context: Context
-    ) -> AsyncIterator[kvstore_pb2.BlockChunk]:
-        await abort_with(
-            context, UnavailableError("a worker serves leases; keys are served by the node agent of its host")
-        )
-        yield kvstore_pb2.BlockChunk()  # never reached; makes this a stream
+    def _pool(self, rank: int) -> PoolView:
+        """Raises InvalidRequestError."""
+        if rank >= len(self._pools):
+            raise InvalidRequestError(f"rank {rank} of a worker of {len(self._pools)}", "rank")
+        return self._pools[rank]
 
-    async def Watch(self, request: kvstore_pb2.WatchRequest, context: Context) -> AsyncIterator[types_pb2.KvEvent]:
-        watcher = EventWatcher(self._events)
-        try:
-            while True:
-                yield to_proto(await watcher.next())
-        finally:
-            watcher.close()
-
-    async def _rows(self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest) -> list[BlockId]:
+    async def _rows(
+        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, pool: PoolView
+    ) -> list[BlockId]:
         """Rows of `pool` with the lease's blocks. Raises TransferError when they cannot be brought there."""
         blocks = self._resolve(request, None)
-        return blocks if self._staging is None else await self._staging.rows(LeaseId(request.lease_id))
+        return blocks if pool.staging is None else await pool.staging.rows(LeaseId(request.lease_id))
 
     def _resolve(
-        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.LeaseRequest, positions: Sequence[int] | None
+        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None
     ) -> list[BlockId]:
         return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
-
-
-class EventWatcher:
-    """One reader of an EventLog: a snapshot first, then each event; a new snapshot when it falls behind."""
-
-    def __init__(self, log: EventLog) -> None:
-        self._log = log
-        self._queue: asyncio.Queue[CacheEvent] = asyncio.Queue(MAX_QUEUED_EVENTS)
-        self._needs_snapshot = True
-        self._unsubscribe = log.subscribe(self._put)
-
-    async def next(self) -> CacheEvent:
-        """The next event to send; waits for one."""
-        if not self._needs_snapshot:
-            event = await self._queue.get()
-            if not self._needs_snapshot:
-                return event
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._needs_snapshot = False
-        return self._log.snapshot()
-
-    def close(self) -> None:
-        self._unsubscribe()
-
-    def _put(self, event: CacheEvent) -> None:
-        try:
-            self._queue.put_nowait(event)
-        except asyncio.QueueFull:
-            self._needs_snapshot = True
 
 
 def block_chunks(index: int, block: Blocks) -> list[kvstore_pb2.BlockChunk]:

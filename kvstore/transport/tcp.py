@@ -6,21 +6,19 @@ outside the local blocks that were named.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
-from kvstore.transport import pool_info
-from kvstore.transport.lease_client import CALL_SECONDS, LeaseClient, call, rpc_failure
-from kvstore.transport.pool_info import check_compatible
-from kvstore.types import BlockId, Epoch, PeerPool, PoolGeometry
-from protos import kvstore_pb2, types_pb2
+from kvstore.transport.handle import PeerShard
+from kvstore.transport.host_pull import SourcePart, pull_parts
+from kvstore.transport.lease_client import LeaseClient, rpc_failure
+from kvstore.types import BlockId
+from protos import kvstore_pb2
 
-MAX_KNOWN_PEERS = 1024
 Blocks = npt.NDArray[np.uint8]
 
 
@@ -28,78 +26,62 @@ class TcpTransport:
     """Streams over the channels of a `LeaseClient`, which stays the caller's to close."""
 
     name = "tcp"
+    splits_heads = True
 
-    def __init__(
-        self, geometry: PoolGeometry, pool: Blocks, client: LeaseClient, digest: Callable[[Blocks], list[int]]
-    ) -> None:
+    def __init__(self, pool: Blocks, client: LeaseClient) -> None:
         """`pool` is what is pulled into."""
-        self._geometry = geometry
         self._pool = pool
         self._client = client
-        self._digest = digest
-        self._lock = threading.Lock()
-        self._known: set[tuple[str, Epoch]] = set()  # handshakes that were fine
 
-    def offered_by(self, peer: PeerPool) -> bool:
-        return bool(peer.kv_address)
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.kv_address)
 
-    def open(self, peer: PeerPool) -> None:
-        with self._lock:
-            if (peer.kv_address, peer.epoch) in self._known:
-                return
-        stub = self._client.stub(peer.kv_address)
-        reply: kvstore_pb2.PoolInfo = call(
-            lambda: stub.Describe(types_pb2.DescribeRequest(), timeout=CALL_SECONDS, metadata=self._client.metadata)
-        )
-        info = pool_info.from_proto(reply)
-        if info.epoch != peer.epoch:
-            raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
-        check_compatible(self._geometry, info)
-        with self._lock:
-            if len(self._known) >= MAX_KNOWN_PEERS:
-                self._known.clear()
-            self._known.add((peer.kv_address, peer.epoch))
+    def open(self, shard: PeerShard) -> None:
+        """Nothing to reach beforehand: the service looks at lease and epoch with every read."""
 
     def pull(
         self,
-        peer: PeerPool,
+        parts: Sequence[SourcePart],
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
-    ) -> list[int]:
+    ) -> list[list[int]]:
+        return pull_parts(self._read, parts, positions, self._pool, local_block_ids, deadline_seconds)
+
+    def _read(
+        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
+    ) -> None:
         if not positions:
-            return []
-        stub = self._client.stub(peer.kv_address)
-        request = kvstore_pb2.ReadRequest(lease_id=peer.lease_id, epoch=peer.epoch, positions=positions)
+            return
+        stub = self._client.stub(shard.address.kv_address)
+        request = kvstore_pb2.ReadRequest(
+            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.geometry.shard.rank
+        )
         stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
         try:
-            receive_blocks(stream, local_block_ids, self._pool)
+            receive_blocks(stream, rows, blocks)
         except grpc.RpcError as error:
             failure = rpc_failure(error)
             raise TransferError(str(failure)) from error
         finally:
             stream.cancel()
-        return [self._digest(self._pool[block_id : block_id + 1])[0] for block_id in local_block_ids]
 
     def close(self) -> None:
-        with self._lock:
-            self._known.clear()
+        """Nothing of its own is open."""
 
 
-def receive_blocks(
-    chunks: Iterable[kvstore_pb2.BlockChunk], local_block_ids: Sequence[BlockId], local_pool: Blocks
-) -> None:
-    """Write a stream of chunks to the rows `local_block_ids`. Raises TransferError unless it is exactly those."""
-    block_bytes = local_pool.shape[1]
+def receive_blocks(chunks: Iterable[kvstore_pb2.BlockChunk], rows: Sequence[int], blocks: Blocks) -> None:
+    """Write a stream of chunks to the rows `rows`. Raises TransferError unless it is exactly those."""
+    block_bytes = blocks.shape[1]
     index = offset = 0
     for chunk in chunks:
         data = np.frombuffer(chunk.data, dtype=np.uint8)
-        fits = index < len(local_block_ids) and 0 < data.size <= block_bytes - offset
+        fits = index < len(rows) and 0 < data.size <= block_bytes - offset
         if not fits or (chunk.position, chunk.offset) != (index, offset):
             raise TransferError("the peer sent other data than was asked for")
-        local_pool[local_block_ids[index], offset : offset + data.size] = data
+        blocks[rows[index], offset : offset + data.size] = data
         offset += data.size
         if offset == block_bytes:
             index, offset = index + 1, 0
-    if index != len(local_block_ids):
-        raise TransferError(f"the peer sent {index} of {len(local_block_ids)} blocks")
+    if index != len(rows):
+        raise TransferError(f"the peer sent {index} of {len(rows)} blocks")

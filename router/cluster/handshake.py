@@ -8,12 +8,14 @@ from common.errors import HandshakeError
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 
+MAX_SHOWN = 64  # characters of a value that differs
 # Field of WorkerInfo -> what to do when it differs between workers.
 _MUST_AGREE = {
     "model_fingerprint": "start all workers with the same --model, --dtype, --quant-mode and --kv-cache-dtype",
     "tokenizer_hash": "start all services with the same --model",
     "block_size": "start all workers with the same --block-size",
     "hash_version": "run the same version of mini-infer everywhere",
+    "kv_layout": "start all workers with the same --model, --dtype and --kv-cache-dtype",
     "kv_dtype": "start all workers with the same --dtype and --kv-cache-dtype",
 }
 
@@ -39,11 +41,6 @@ def check_worker(info: pb.WorkerInfo, role: str, tokenizer_hash: str, others: It
             mine, theirs = getattr(info, name), getattr(other, name)
             if mine != theirs:
                 raise HandshakeError(
-                    f"{name} differs: {info.worker_id} has {str(mine)[:16]!r}, {other.worker_id} has "
-                    f"{str(theirs)[:16]!r}: {remedy}"
+                    f"{name} differs: {info.worker_id} has {str(mine)[:MAX_SHOWN]!r}, {other.worker_id} has "
+                    f"{str(theirs)[:MAX_SHOWN]!r}: {remedy}"
                 )
-        if list(info.kv_shape) != list(other.kv_shape):
-            raise HandshakeError(
-                f"the shape of KV blocks differs: {info.worker_id} has {list(info.kv_shape)}, "
-                f"{other.worker_id} has {list(other.kv_shape)}: {_MUST_AGREE['model_fingerprint']}"
-            )

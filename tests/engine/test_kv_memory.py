@@ -22,8 +22,9 @@ from engine.kv_memory import (
     pool_over,
 )
 from engine.loader.random_weights import DRY_RUN_CONFIG
+from kvstore.layout import PoolGeometry
 from kvstore.transport.runs import merged_runs
-from kvstore.types import BlockId, HostSlot, PoolGeometry
+from kvstore.types import BlockId, HostSlot
 
 
 def geometry_of(**settings: object) -> PoolGeometry:

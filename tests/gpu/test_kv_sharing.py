@@ -7,20 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
-import msgpack
 import pytest
 import torch
 
 from common.errors import MiniInferError, TransferError
+from kvstore.layout import PoolGeometry, full_attention
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.client import KvClient
-from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+from kvstore.transport.handle import HandleWriter
+from kvstore.types import BlockId
+from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
 from worker.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GEOMETRY = PoolGeometry(700, 28, 4, 16, 128, "bfloat16", "test-model")  # 642 MB
+GEOMETRY = PoolGeometry(full_attention(28, 4, 128, "bfloat16"), 700, 16, "test-model")  # 642 MB
 BLOCKS = [5, 699, 17, 0, 300]
 
 
@@ -39,13 +42,12 @@ def be_owner(folder: Path, device: str) -> None:
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
     block_ids = list(map(BlockId, BLOCKS))
-    digests = memory.exchange(BlockPool(GEOMETRY.num_blocks)).digests(block_ids)
+    digests = memory.exporter(BlockPool(GEOMETRY.num_blocks)).digests(block_ids)
     memory.serve()
-    peer = PeerPool(
-        WorkerId("owner"), memory.epoch, "", "", LeaseId("lease"), tuple(block_ids), tuple(digests), 80, 10.0,
-        memory.cuda_socket_path, memory.needs_staging,
-    )  # fmt: skip
-    print(msgpack.packb(asdict(peer)).hex(), flush=True)
+    address = replace(memory.address(""), shm_socket="")
+    lease = LeaseTable(memory.epoch).grant(block_ids, time.monotonic(), 10.0)
+    handle = HandleWriter("owner", GEOMETRY, address, 10.0).write(lease, 80, digests)
+    print(handle_to_hex(handle), flush=True)
     sys.stdin.read()
 
 
@@ -58,8 +60,7 @@ class OwnerProcess:
         argv = [sys.executable, "-c", code, str(folder), device]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        fields = msgpack.unpackb(bytes.fromhex(self.process.stdout.readline().decode()))
-        self.peer = PeerPool(**fields | {name: tuple(fields[name]) for name in ("block_ids", "digests")})
+        self.peer = lease_from_hex(self.process.stdout.readline().decode())
 
     def kill(self) -> None:
         self.process.kill()
@@ -111,7 +112,7 @@ def test_blocks_of_another_process_arrive(owner: OwnerProcess, mine: Mine) -> No
 
 def test_wrong_bytes_are_refused(owner: OwnerProcess, mine: Mine) -> None:
     _, client, _ = mine
-    wrong = PeerPool(**{**{f: getattr(owner.peer, f) for f in PeerPool.__slots__}, "digests": (1,) * len(BLOCKS)})
+    wrong = with_shard(owner.peer, digests=(1,) * len(BLOCKS))
     with pytest.raises(TransferError, match="intact"):
         client.pull(wrong, [0], ids(0))
 

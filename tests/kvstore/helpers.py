@@ -6,49 +6,56 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgpack
 import numpy as np
 
+from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
 from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from kvstore.types import BlockId, LeaseId, PeerPool, PoolGeometry, WorkerId
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
-GEOMETRY = PoolGeometry(8, 2, 2, 4, 8, "float32", "test-model")  # blocks of 1 KB
+GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
+OTHER_DTYPE = replace(GEOMETRY, layout=full_attention(2, 2, 8, "bfloat16"))
 
 
 class Owner:
     """The side that owns a pool: memory, its descriptor server, leases."""
 
-    def __init__(self, folder: Path, geometry: PoolGeometry = GEOMETRY, name: str = "owner", seed: int = 0) -> None:
-        self.epoch = new_epoch()
+    def __init__(
+        self,
+        folder: Path,
+        geometry: PoolGeometry = GEOMETRY,
+        name: str = "owner",
+        seed: int = 0,
+        epoch: Epoch | None = None,
+        worker_id: str = "",
+    ) -> None:
+        self.epoch = epoch or new_epoch()
         self.socket = folder / f"{name}.sock"
         self.fd = create_memfd("test", geometry.pool_bytes)
         self.blocks = blocks_over(
             map_fd(self.fd, geometry.pool_bytes, True), geometry.num_blocks, geometry.block_bytes
         )
         self.blocks[:] = np.random.default_rng(seed).integers(0, 256, self.blocks.shape, dtype=np.uint8)
-        self.info = PoolInfo(WorkerId(name), self.epoch, geometry, shm_socket=str(self.socket))
+        self.info = PoolInfo(WorkerId(worker_id or name), self.epoch, geometry)
         self.server = DescriptorServer(self.socket, self.info, reopen_read_only(self.fd))
         self.leases = LeaseTable(self.epoch)
 
     def peer(
         self, block_ids: Sequence[int], lease_id: str = "lease", kv_address: str = "", shm: bool = True
-    ) -> PeerPool:
-        return PeerPool(
-            worker_id=self.info.worker_id,
-            epoch=self.epoch,
-            kv_address=kv_address,
-            shm_socket=str(self.socket) if shm else "",
-            lease_id=LeaseId(lease_id),
-            block_ids=tuple(map(BlockId, block_ids)),
-            digests=tuple(digest_blocks(self.blocks[list(block_ids)])),
-            num_tokens=4 * len(block_ids),
-            lease_seconds=10.0,
-        )
+    ) -> PeerLease:
+        ids, digests = tuple(map(BlockId, block_ids)), tuple(digest_blocks(self.blocks[list(block_ids)]))
+        address = ShardAddress(kv_address, str(self.socket) if shm else "")
+        name = (LeaseId(lease_id), self.info.worker_id, self.epoch)
+        shard = PeerShard(*name, self.info.geometry, address, ids, digests)
+        return PeerLease(*name, 4 * len(block_ids), 10.0, (shard,))
 
     def close(self) -> None:
         self.server.close()
@@ -57,6 +64,33 @@ class Owner:
 
 def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     return np.zeros((geometry.num_blocks, geometry.block_bytes), dtype=np.uint8)
+
+
+def with_shard(lease: PeerLease, **changes: object) -> PeerLease:
+    """The lease with another first shard; lease id, worker and epoch change everywhere."""
+    common = {name: value for name, value in changes.items() if name in ("lease_id", "worker_id", "epoch")}
+    first = replace(lease.shards[0], **changes)  # type: ignore[arg-type]
+    return replace(lease, **common, shards=(first, *lease.shards[1:]))  # type: ignore[arg-type]
+
+
+def with_address(lease: PeerLease, **changes: object) -> PeerLease:
+    """The lease with another address of its first shard."""
+    return with_shard(lease, address=replace(lease.shards[0].address, **changes))  # type: ignore[arg-type]
+
+
+def as_handle(lease: PeerLease) -> KvHandle:
+    """What the lease's owner would have written."""
+    shards = [pack_shard(each.geometry, each.address, each.block_ids, each.digests) for each in lease.shards]
+    return KvHandle(lease.lease_id, lease.worker_id, lease.epoch, lease.num_tokens, lease.lease_seconds, shards)
+
+
+def handle_to_hex(handle: KvHandle) -> str:
+    """For the standard output of an owner's process."""
+    return bytes(msgpack.packb(asdict(handle))).hex()
+
+
+def lease_from_hex(text: str) -> PeerLease:
+    return open_handle(KvHandle(**msgpack.unpackb(bytes.fromhex(text))))
 
 
 def num_descriptors_of(fd: int) -> int:

@@ -8,10 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -20,18 +18,29 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.transport.client import KvClient, Transport, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport, RemotePool
 from kvstore.transport.descriptor_server import DescriptorServer
+from kvstore.transport.handle import PeerLease
+from kvstore.transport.host_pull import SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
-from kvstore.types import BlockId, Epoch, PeerPool
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, wait_until
+from kvstore.types import BlockId, Epoch
+from tests.kvstore.helpers import (
+    GEOMETRY,
+    OTHER_DTYPE,
+    Owner,
+    empty_pool,
+    lease_from_hex,
+    wait_until,
+    with_address,
+    with_shard,
+)
 
 OWNER_PROCESS = """
-import sys, msgpack
-from dataclasses import asdict
+import sys
 from pathlib import Path
+from tests.kvstore.helpers import as_handle, handle_to_hex
 from tests.kvstore.test_cuda_ipc_transport import GpuOwner
 owner = GpuOwner(Path(sys.argv[1]))
-print(msgpack.packb(asdict(owner.device_peer([1, 2, 5]))).hex(), flush=True)
+print(handle_to_hex(as_handle(owner.device_peer([1, 2, 5]))), flush=True)
 sys.stdin.read()
 """
 
@@ -44,8 +53,8 @@ class GpuOwner(Owner):
         self.cuda_socket = folder / f"{name}.cuda.sock"
         self.cuda_server = DescriptorServer(self.cuda_socket, self.info, reopen_read_only(self.fd), holds=True)
 
-    def device_peer(self, block_ids: Sequence[int]) -> PeerPool:
-        return replace(self.peer(block_ids), cuda_socket=str(self.cuda_socket))
+    def device_peer(self, block_ids: Sequence[int]) -> PeerLease:
+        return with_address(self.peer(block_ids), cuda_socket=str(self.cuda_socket))
 
     def close(self) -> None:
         self.cuda_server.close()
@@ -99,7 +108,7 @@ def device() -> HostDevice:
 
 @pytest.fixture
 def transport(device: HostDevice) -> Iterator[CudaIpcTransport]:
-    transport = CudaIpcTransport(GEOMETRY, device)
+    transport = CudaIpcTransport(device)
     yield transport
     transport.close()
     assert device.num_open == 0
@@ -108,8 +117,8 @@ def transport(device: HostDevice) -> Iterator[CudaIpcTransport]:
 @pytest.fixture
 def client(device: HostDevice, transport: CudaIpcTransport) -> Iterator[KvClient]:
     leases = LeaseClient()
-    transports: list[Transport] = [transport, *host_transports(GEOMETRY, device.pool, leases, ("shm",))]
-    client = KvClient(transports, leases, GEOMETRY.block_bytes)
+    transports: list[Transport] = [transport, *host_transports(device.pool, leases, ("shm",))]
+    client = KvClient(GEOMETRY, transports, leases)
     yield client
     client.close()
 
@@ -145,10 +154,10 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
     assert client.pull(owner.device_peer([3]), [0], ids(0)).transport == "shm"
     device.out_of_reach = False
     for cuda_socket in ("", "/nowhere/x.sock"):  # no such memory; another host
-        peer = replace(owner.device_peer([3]), cuda_socket=cuda_socket)
+        peer = with_address(owner.device_peer([3]), cuda_socket=cuda_socket)
         assert client.pull(peer, [0], ids(0)).transport == "shm"
     namesake = GpuOwner(tmp_path, "namesake")  # same path, another host
-    peer = replace(owner.device_peer([3]), cuda_socket=str(namesake.cuda_socket))
+    peer = with_address(owner.device_peer([3]), cuda_socket=str(namesake.cuda_socket))
     assert client.pull(peer, [0], ids(0)).transport == "shm"
     assert not device.attached
     namesake.close()
@@ -158,12 +167,13 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
 def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
     with pytest.raises(HandshakeError, match="here"):
-        CudaIpcTransport(replace(GEOMETRY, dtype="uint8"), device).open(owner.device_peer([1]))
+        KvClient(OTHER_DTYPE, [transport], LeaseClient()).pull(owner.device_peer([1]), [0], ids(0))
     with pytest.raises(TransferError, match="epoch"):
-        transport.open(replace(owner.device_peer([1]), epoch=Epoch(5)))
+        transport.open(with_shard(owner.device_peer([1]), epoch=Epoch(5)).shards[0])
     for number in (8, -1):
+        lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
         with pytest.raises(TransferError, match="outside"):
-            transport.pull(replace(owner.device_peer([1]), block_ids=tuple(ids(number))), [0], ids(0), 1.0)
+            transport.pull([SourcePart(lease.shards[0])], [0], ids(0), 1.0)
     assert not device.pool.any()
     owner.close()
 
@@ -176,21 +186,20 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     )
     try:
         assert process.stdout is not None
-        fields = msgpack.unpackb(bytes.fromhex(process.stdout.readline().decode()))
-        peer = PeerPool(**fields | {name: tuple(fields[name]) for name in ("block_ids", "digests")})
-        transport.pull(peer, [0, 2], ids(0, 1), 1.0)
+        peer = lease_from_hex(process.stdout.readline().decode()).shards[0]
+        transport.pull([SourcePart(peer)], [0, 2], ids(0, 1), 1.0)
     finally:
         process.kill()
         process.communicate()
     wait_until(lambda: transport.num_mappings == 0)
     wait_until(lambda: device.num_open == 0)
     with pytest.raises(MiniInferError):
-        transport.pull(peer, [0], ids(0), 1.0)
+        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
     reborn = GpuOwner(tmp_path, seed=1)
-    transport.pull(reborn.device_peer([2]), [0], ids(0), 1.0)
+    transport.pull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), 1.0)
     np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
     with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
-        transport.pull(peer, [0], ids(0), 1.0)
+        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
     assert transport.num_mappings == device.num_open == 1
     reborn.close()
     wait_until(lambda: device.num_open == 0)  # an orderly end, too
@@ -200,7 +209,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
     tmp_path: Path, transport: CudaIpcTransport, device: HostDevice
 ) -> None:
     owner = GpuOwner(tmp_path)
-    peer = owner.device_peer([3])
+    peer = owner.device_peer([3]).shards[0]
 
     def die() -> None:
         owner.close()
@@ -208,19 +217,19 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
         time.sleep(0.02)
 
     device.during_pull = die
-    transport.pull(peer, [0], ids(0), 1.0)
+    transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
     np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
     wait_until(lambda: device.num_open == 0)
 
 
 def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
-    peer = owner.device_peer([3])
+    peer = owner.device_peer([3]).shards[0]
     together = threading.Barrier(4)
 
     def pull() -> None:
         together.wait()
-        transport.pull(peer, [0], ids(0), 1.0)
+        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
 
     threads = [threading.Thread(target=pull) for _ in range(4)]
     for thread in threads:
@@ -236,8 +245,8 @@ def test_the_owner_forgets_readers_that_have_gone(tmp_path: Path, device: HostDe
     owner = GpuOwner(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        transport = CudaIpcTransport(GEOMETRY, device)
-        transport.open(owner.device_peer([1]))
+        transport = CudaIpcTransport(device)
+        transport.open(owner.device_peer([1]).shards[0])
         transport.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)  # one that is held, one being closed
     owner.close()

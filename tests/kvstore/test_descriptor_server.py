@@ -65,7 +65,7 @@ def test_clients_that_misbehave_do_not_disturb_others(tmp_path: Path) -> None:
         owner.close()
 
 
-@pytest.mark.parametrize("answer", [{"pool": b"\xff"}, {"pool": 1}, [1], {"pool": b""}])
+@pytest.mark.parametrize("answer", [{"pool": b"\xff"}, {"pool": 1}, [1], {"pool": ["w", 1, []]}])
 def test_something_else_on_the_socket_is_an_error(tmp_path: Path, answer: object) -> None:
     listener = UnixListener(tmp_path / "x.sock")
 

@@ -7,7 +7,8 @@ import pytest
 
 PROBE = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
 PURE = [
-    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "transport.runs", "types",
+    "pool.block_hash", "pool.block_pool", "tier.host_tier", "pool.index", "pool.leases", "transport.runs", "layout",
+    "types",
 ]  # fmt: skip
 
 

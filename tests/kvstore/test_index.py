@@ -29,7 +29,7 @@ def test_matches_counts_leading_blocks() -> None:
 
 def test_consecutive_events_keep_it_exact() -> None:
     index = PrefixIndex()
-    assert index.state(A) is IndexState.FALLBACK
+    assert index.state(A) is IndexState.DEGRADED
     assert index.apply(A, 1, stored=KEYS[:3])
     assert index.apply(A, 2, removed=KEYS[2:3])
     assert index.state(A) is IndexState.EXACT
@@ -56,37 +56,15 @@ def test_events_in_the_middle_of_a_log_are_a_gap() -> None:
     assert index.state(A) is IndexState.DEGRADED
 
 
-def test_fallback_believes_what_was_sent_and_exact_does_not() -> None:
-    index = PrefixIndex(max_keys_per_worker=4)
-    index.record_sent(A, KEYS[:3])
-    assert index.matches(KEYS) == {A: 3}
-    index.record_sent(A, KEYS[5:8])
-    assert index.num_worker_keys(A) == 4
-    assert index.matches(KEYS) == {A: 1}  # of the first prompt the head is left
-    assert index.matches(KEYS[5:]) == {A: 3}
-    index.snapshot(A, 0, [])
-    index.record_sent(A, KEYS[:3])
-    assert index.matches(KEYS) == {}
-    index.use_fallback(A)
-    index.record_sent(A, KEYS[:3])
-    assert index.matches(KEYS) == {A: 3}
-
-
-def test_the_first_event_replaces_guesses() -> None:
-    index = PrefixIndex()
-    index.record_sent(A, KEYS[:3])
-    index.apply(A, 1, stored=KEYS[4:5])
-    assert index.state(A) is IndexState.EXACT
-    assert index.matches(KEYS) == {}
-
-
 def test_memory_is_bounded() -> None:
     index = PrefixIndex(max_keys_per_worker=3)
     index.snapshot(A, 0, KEYS)
     assert index.num_keys == 3
-    assert index.state(A) is IndexState.FALLBACK
-    index.apply(A, 1, stored=KEYS[:2])
+    assert index.state(A) is IndexState.PARTIAL
+    assert index.apply(A, 1, stored=KEYS[:2])  # no snapshot would make it exact
     assert index.num_keys == 3
+    assert not index.apply(A, 3, stored=KEYS[2:3])
+    assert index.state(A) is IndexState.DEGRADED
 
 
 def test_removing_a_worker_forgets_it_and_reuses_its_bit() -> None:
@@ -155,10 +133,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.remove_worker(worker)
         self.logs[worker] = EventLog()
         self.truth[worker] = set()
-
-    @rule(worker=st.sampled_from([A, B]), count=st.integers(0, 10))
-    def send(self, worker: WorkerId, count: int) -> None:
-        self.index.record_sent(worker, KEYS[:count])
 
     @invariant()
     def exact_means_exact(self) -> None:

@@ -13,34 +13,32 @@ import pytest
 
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
-from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.events import EventLog, from_proto
+from kvstore.layout import full_attention
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport import service as service_module
 from kvstore.transport.client import KvClient, host_client
-from kvstore.transport.service import EventWatcher, KvTransferService, PoolView
+from kvstore.transport.handle import PeerLease
+from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
 from kvstore.transport.tcp import receive_blocks
-from kvstore.types import BlockId, Epoch, LeaseId, PeerPool
-from protos import kvstore_pb2, kvstore_pb2_grpc, types_pb2
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+from kvstore.types import BlockId, Epoch, LeaseId
+from protos import kvstore_pb2, kvstore_pb2_grpc
+from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, with_address, with_shard
 
-KEYS = block_keys(range(6), 1, root_key("model"))
 BLOCKS = [3, 4, 5, 1]
-BIG = replace(GEOMETRY, num_layers=1500, num_blocks=3)  # blocks of 768 KB
+BIG = replace(GEOMETRY, layout=full_attention(1500, 2, 8, "float32"), num_blocks=3)  # blocks of 768 KB
 
 
 class Worker:
-    """A front with its service; what the rank would be told is written down."""
+    """A front with its service; what the engine would be told is written down."""
 
     def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None) -> None:
         self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
         self.leases = LeaseMirror(self.owner.epoch)
-        self.events = EventLog()
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
-        pool = PoolView.fetch(str(self.owner.socket))
-        service = KvTransferService(pool, self.leases, self.events, self._renewed, self._released, staging)
+        pool = PoolView.fetch(str(self.owner.socket), staging)
+        service = KvTransferService([pool], self.leases, self._renewed, self._released)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
     async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
@@ -49,7 +47,7 @@ class Worker:
     async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
         self.told.append(("release", lease_id))
 
-    def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerPool:
+    def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
         self.leases.grant(LeaseId("lease"), [BlockId(b) for b in block_ids], time.monotonic() + seconds)
         return self.owner.peer(block_ids, "lease", self.server.address, shm=False)
 
@@ -104,11 +102,11 @@ async def test_a_block_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
     async with running(tmp_path) as worker:
-        peer = replace(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
+        peer = with_address(worker.lease(BLOCKS), shm_socket=str(worker.owner.socket))
         assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))).transport == "shm"
         namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
         for path in ("/nowhere/x.sock", str(namesake.socket)):
-            elsewhere = replace(peer, shm_socket=path)
+            elsewhere = with_address(peer, shm_socket=path)
             other = host_client(GEOMETRY, empty_pool(), "secret")
             assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0))).transport == "tcp"
             other.close()
@@ -118,11 +116,11 @@ async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvCli
 async def test_leases_are_renewed_and_released(tmp_path: Path, client: KvClient) -> None:
     async with running(tmp_path) as worker:
         peer = worker.lease(BLOCKS)
-        assert await asyncio.to_thread(client.renew, peer, 5.0)
-        assert not await asyncio.to_thread(client.renew, replace(peer, epoch=Epoch(1)), 5.0)
+        assert await asyncio.to_thread(client.renew, peer)
+        assert not await asyncio.to_thread(client.renew, replace(peer, epoch=Epoch(1)))
         assert await asyncio.to_thread(client.release, peer)
         assert not await asyncio.to_thread(client.release, peer)
-        assert not await asyncio.to_thread(client.renew, peer, 5.0)
+        assert not await asyncio.to_thread(client.renew, peer)
         assert worker.told == [("renew", "lease"), ("release", "lease")]
         with pytest.raises(TransferError, match="released lease"):
             await asyncio.to_thread(client.pull, peer, [0], ids(0))
@@ -136,7 +134,7 @@ async def test_refusals(tmp_path: Path, client: KvClient) -> None:
         peer = worker.lease(BLOCKS)
         for epoch in (1, worker.owner.epoch ^ 1):
             with pytest.raises(TransferError, match="epoch"):
-                await asyncio.to_thread(client.pull, replace(peer, epoch=Epoch(epoch)), [0], ids(0))
+                await asyncio.to_thread(client.pull, with_shard(peer, epoch=Epoch(epoch)), [0], ids(0))
         other = host_client(replace(GEOMETRY, fingerprint="x"), empty_pool(), "secret")
         with pytest.raises(HandshakeError, match="model"):
             await asyncio.to_thread(other.pull, peer, [0], ids(0))
@@ -156,47 +154,47 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
 
     def ask(lease_id: LeaseId) -> None:  # the lease's blocks 100 and 101 lie elsewhere; rows 6 and 2 get their bytes
         asked.append(lease_id)
-        asyncio.get_running_loop().call_later(0.01, desk.answer, lease_id, [6, 2])
+        asyncio.get_running_loop().call_later(0.01, table.answer, lease_id, [6, 2])
 
-    desk = StagingTable(ask)
-    async with running(tmp_path, staging=desk) as worker:
+    table = StagingTable(ask)
+    async with running(tmp_path, staging=table) as worker:
         worker.leases.grant(LeaseId("lease"), ids(100, 101), time.monotonic() + 60)
         rows = worker.owner.peer([6, 2], "lease", worker.server.address)
-        peer = replace(rows, block_ids=tuple(ids(100, 101)), needs_staging=True)
-        for name, socket_path in (("shm", peer.shm_socket), ("tcp", "")):
+        peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101))), needs_staging=True)
+        for name, socket_path in (("shm", str(worker.owner.socket)), ("tcp", "")):
             mine[:] = 0
-            by = replace(peer, shm_socket=socket_path)
+            by = with_address(peer, shm_socket=socket_path)
             assert (await asyncio.to_thread(client.pull, by, [1, 0], ids(4, 5))).transport == name
             np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[2, 6]])
         assert asked == ["lease"]
         with pytest.raises(TransferError, match="epoch"):
-            await asyncio.to_thread(client.pull, replace(by, epoch=Epoch(1)), [0], ids(0))
+            await asyncio.to_thread(client.pull, with_shard(by, epoch=Epoch(1)), [0], ids(0))
 
 
 async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_path: Path, client: KvClient) -> None:
     answers: list[list[int] | None] = [None, [1]]
 
     def ask(lease_id: LeaseId) -> None:
-        asyncio.get_running_loop().call_soon(desk.answer, lease_id, answers.pop(0))
+        asyncio.get_running_loop().call_soon(table.answer, lease_id, answers.pop(0))
 
-    desk = StagingTable(ask)
-    async with running(tmp_path, staging=desk) as worker:
+    table = StagingTable(ask)
+    async with running(tmp_path, staging=table) as worker:
         worker.leases.grant(LeaseId("lease"), ids(100), time.monotonic() + 60)
-        peer = replace(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
+        peer = with_address(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
         with pytest.raises(TransferError, match="no room"):
             await asyncio.to_thread(client.pull, peer, [0], ids(0))
         await asyncio.to_thread(client.pull, peer, [0], ids(0))
-        desk.end(LeaseId("lease"))
-        desk.end(LeaseId("lease"))
+        table.end(LeaseId("lease"))
+        table.end(LeaseId("lease"))
         assert not answers
 
 
 async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
-    desk = StagingTable(lambda lease: None)
-    waiting = asyncio.create_task(desk.rows(LeaseId("x")))
+    table = StagingTable(lambda lease: None)
+    waiting = asyncio.create_task(table.rows(LeaseId("x")))
     await asyncio.sleep(0)
-    desk.end(LeaseId("x"))
-    desk.answer(LeaseId("x"), [1])  # too late
+    table.end(LeaseId("x"))
+    table.answer(LeaseId("x"), [1])  # too late
     with pytest.raises(TransferError, match="ended"):
         await waiting
 
@@ -226,37 +224,6 @@ async def test_reads_are_bounded(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Read(request, metadata=token_metadata("secret")).read()
             assert raised.value.code().name == code
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ReadKeys(kvstore_pb2.ReadKeysRequest(keys=[b"x"]), metadata=token_metadata("secret")).read()
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_watch_is_a_snapshot_and_then_every_event(tmp_path: Path) -> None:
-    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
-        worker.events.append(KEYS[:3], [])
-        stub = kvstore_pb2_grpc.KvTransferStub(channel)
-        stream = stub.Watch(kvstore_pb2.WatchRequest(), metadata=token_metadata("secret"))
-        first = from_proto(await stream.read())
-        assert (first.kind, first.sequence, first.keys) == ("snapshot", 1, tuple(KEYS[:3]))
-        worker.events.append(KEYS[3:4], KEYS[:1])
-        second, third = [from_proto(await stream.read()) for _ in range(2)]
-        assert [(e.kind, e.sequence) for e in (second, third)] == [("removed", 2), ("stored", 3)]
-        stream.cancel()
-
-
-async def test_a_watcher_that_falls_behind_gets_a_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_QUEUED_EVENTS", 2)
-    log = EventLog()
-    watcher = EventWatcher(log)
-    assert (await watcher.next()).kind == "snapshot"
-    for key in KEYS:
-        log.append([key], [])
-    event = await watcher.next()
-    assert (event.kind, event.sequence, len(event.keys)) == ("snapshot", 6, 6)
-    log.append([], KEYS[:1])
-    assert (await watcher.next()).sequence == 7
-    watcher.close()
-    log.append([], KEYS[1:2])
 
 
 def chunk(position: int, offset: int, size: int) -> kvstore_pb2.BlockChunk:
@@ -283,10 +250,3 @@ def test_a_stream_that_is_not_what_was_asked_for(chunks: list[kvstore_pb2.BlockC
     with pytest.raises(TransferError):
         receive_blocks(chunks, ids(2, 3), mine)
     assert not mine[[0, 1, 4, 5, 6, 7]].any()
-
-
-async def test_describe_says_what_the_pool_is(tmp_path: Path) -> None:
-    async with running(tmp_path) as worker, open_channel(worker.server.address) as channel:
-        stub = kvstore_pb2_grpc.KvTransferStub(channel)
-        reply = await stub.Describe(types_pb2.DescribeRequest(), metadata=token_metadata("secret"))
-        assert (reply.epoch, reply.block_bytes, reply.worker_id) == (worker.owner.epoch, 1024, "owner")

@@ -8,26 +8,24 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
-from kvstore.pool.digest import digest_blocks
-from kvstore.transport.client import host_client, peer_from_handle
+from kvstore.layout import full_attention
+from kvstore.transport.client import host_client
+from kvstore.transport.host_pull import SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
-from kvstore.types import BlockId, Epoch, PeerPool
-from protos import types_pb2
-from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool
+from kvstore.types import BlockId, Epoch
+from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, lease_from_hex, with_address, with_shard
 
 OWNER_PROCESS = """
-import sys, msgpack
-from dataclasses import asdict
+import sys
 from pathlib import Path
-from tests.kvstore.helpers import Owner
+from tests.kvstore.helpers import Owner, as_handle, handle_to_hex
 owner = Owner(Path(sys.argv[1]))
-print(msgpack.packb(asdict(owner.peer([1, 2, 5]))).hex(), flush=True)
+print(handle_to_hex(as_handle(owner.peer([1, 2, 5]))), flush=True)
 sys.stdin.read()
 """
 
@@ -60,7 +58,9 @@ def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path) -> None:
-    geometry = replace(GEOMETRY, num_layers=200)  # 100 KB: a copy takes long enough to be overtaken
+    geometry = replace(
+        GEOMETRY, layout=full_attention(200, 2, 8, "float32")
+    )  # 100 KB: a copy takes long enough to be overtaken
     owner, mine = Owner(tmp_path, geometry), empty_pool(geometry)
     client = host_client(geometry, mine)
     peer = owner.peer([3])
@@ -96,19 +96,19 @@ def test_a_block_that_is_reused_during_the_pull_is_never_accepted(tmp_path: Path
 
 def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> None:
     owner, mine = Owner(tmp_path), empty_pool()
-    for geometry in (replace(GEOMETRY, dtype="uint8"), replace(GEOMETRY, fingerprint="x")):
+    for geometry in (OTHER_DTYPE, replace(GEOMETRY, fingerprint="x")):
         with pytest.raises(HandshakeError, match="here"):
             host_client(geometry, mine).pull(owner.peer([1]), [0], ids(0))
     client = host_client(GEOMETRY, mine)
     with pytest.raises(TransferError, match="epoch"):
-        client.pull(replace(owner.peer([1]), epoch=Epoch(5)), [0], ids(0))
-    for peer in (replace(owner.peer([1]), block_ids=tuple(ids(n))) for n in (8, -1)):
+        client.pull(with_shard(owner.peer([1]), epoch=Epoch(5)), [0], ids(0))
+    for peer in (with_shard(owner.peer([1]), block_ids=tuple(ids(n))) for n in (8, -1)):
         with pytest.raises(TransferError, match="outside"):
             client.pull(peer, [0], ids(0))
     with pytest.raises(TransferError, match="outside"):
         client.pull(owner.peer([1]), [1], ids(0))
     with pytest.raises(MiniInferError, match="no transport"):
-        client.pull(replace(owner.peer([1]), shm_socket=""), [0], ids(0))
+        client.pull(with_address(owner.peer([1]), shm_socket=""), [0], ids(0))
     assert not mine.any()
     owner.close()
 
@@ -116,16 +116,16 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(tmp_path: Path) -> N
 def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     mine = empty_pool()
-    transport = ShmTransport(GEOMETRY, mine, LeaseClient(), digest_blocks)
+    transport = ShmTransport(mine, LeaseClient())
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        transport.pull(owner.peer([1]), [0], ids(0), 1.0)
+        transport.pull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), 1.0)
     assert transport.num_mappings == 1
     owner.close()
-    transport.pull(owner.peer([2]), [0], ids(1), 1.0)  # no socket needed any more
+    transport.pull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), 1.0)  # no socket needed any more
     np.testing.assert_array_equal(mine[1], owner.blocks[2])
     reborn = Owner(tmp_path, seed=1)
-    transport.pull(reborn.peer([2]), [0], ids(1), 1.0)
+    transport.pull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), 1.0)
     assert transport.num_mappings == 1
     np.testing.assert_array_equal(mine[1], reborn.blocks[2])
     transport.close()
@@ -142,9 +142,7 @@ def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
     client = host_client(GEOMETRY, mine)
     try:
         assert process.stdout is not None
-        fields = msgpack.unpackb(bytes.fromhex(process.stdout.readline().decode()))
-        fields |= {name: tuple(fields[name]) for name in ("block_ids", "digests")}
-        peer = PeerPool(**fields)
+        peer = lease_from_hex(process.stdout.readline().decode())
         client.pull(peer, [0], ids(0))
     finally:
         process.kill()
@@ -155,11 +153,3 @@ def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
         host_client(GEOMETRY, mine).pull(peer, [0], ids(0))
     assert set(os.listdir("/dev/shm")) == before
     client.close()
-
-
-def test_handles_that_contradict_themselves() -> None:
-    good = types_pb2.KvHandle(lease_id="x", block_ids=[1, 2], digests=[3, 4])
-    assert peer_from_handle(good).block_ids == (1, 2)
-    for bad in (types_pb2.KvHandle(block_ids=[1], digests=[1]), types_pb2.KvHandle(lease_id="x", block_ids=[1])):
-        with pytest.raises(TransferError, match="malformed"):
-            peer_from_handle(bad)

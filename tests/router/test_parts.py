@@ -114,7 +114,7 @@ def test_choices_get_consecutive_seeds_that_wrap() -> None:
 def worker(**fields: object) -> pb.WorkerInfo:
     facts = {
         "worker_id": "w", "role": "decode", "tokenizer_hash": "t", "hash_version": HASH_VERSION, "block_size": 16,
-        "vocab_size": 10, "max_model_len": 100, "model_fingerprint": "f", "kv_dtype": "float32", "kv_shape": [1, 2],
+        "vocab_size": 10, "max_model_len": 100, "model_fingerprint": "f", "kv_dtype": "float32", "kv_layout": "one",
     }  # fmt: skip
     return pb.WorkerInfo(**{**facts, **fields})  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ def worker(**fields: object) -> pb.WorkerInfo:
         ({"block_size": 32}, "block_size differs: w has '32', other has '16': .*--block-size"),
         ({"model_fingerprint": "g"}, "model_fingerprint differs"),
         ({"kv_dtype": "float16"}, "kv_dtype differs"),
-        ({"kv_shape": [1, 3]}, "shape of KV blocks differs"),
+        ({"kv_layout": "other"}, "kv_layout differs: .*--model"),
     ],
 )
 def test_handshake_says_what_differs(change: dict[str, object], message: str) -> None:

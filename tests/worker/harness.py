@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.rpc import open_channel
+from kvstore.transport.handle import KvHandle, PeerLease, open_handle
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import Service, free_ports
+from tests.kvstore.helpers import as_handle, with_address
+from worker.protobuf import handle_fields
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2")
@@ -128,6 +132,17 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
     tokens, delta = await stream.until_end(name)
     assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
     return tokens, delta.kv_handle
+
+
+def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
+    """The handle with other content. Only engine processes and this test read its shards."""
+    lease = open_handle(KvHandle(**handle_fields(handle)))
+    return pb.KvHandle(**asdict(as_handle(edit(lease))))
+
+
+def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:
+    """The handle without what else than TCP could read."""
+    return edited(handle, lambda lease: with_address(lease, shm_socket=""))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
 from router.cluster.handshake import check_worker
 from tests.cluster.harness import free_ports
-from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, prefill, ready
+from tests.worker.harness import DRY_RUN, PROMPT, Worker, attached, by_tcp, prefill, ready
 
 FP8 = (*DRY_RUN, "--kv-cache-dtype=fp8")
 
@@ -47,7 +47,7 @@ async def test_disaggregated_equals_one_engine(workers: dict[str, Worker], trans
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
         first, handle = await prefill(p, "p", cache_salt=transport)
         if transport == "tcp":
-            handle.shm_socket = ""
+            handle = by_tcp(handle)
         await d.submit("d", cache_salt=transport, output_token_ids=first, kv_handle=handle)
         deltas: list[pb.TokenDelta] = []
         while not deltas or not deltas[-1].finish_reason:

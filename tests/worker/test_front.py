@@ -1,4 +1,4 @@
-"""A worker's front with a rank that does as the test says: KV that nobody will ask for is given back at once."""
+"""A worker's front with an engine that does as the test says: KV that nobody will ask for is given back at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from protos import types_pb2 as pb
 from worker import sessions
 from worker.front import WorkerFront
 
-HANDLE = {"lease_id": "lease", "epoch": 7, "num_tokens": 3, "block_ids": [1], "digests": [2], "lease_seconds": 10.0}
+HANDLE = {
+    "lease_id": "lease", "worker_id": "w", "epoch": 7, "num_tokens": 3, "lease_seconds": 10.0, "shards": [b"unread"]
+}  # fmt: skip
 
 
 class EngineProcess:
     """Writes down what it is told; frames come from the test."""
 
     def __init__(self) -> None:
-        self.ready = {"shm_socket": "", "cuda_socket": "", "needs_staging": False}
         self.submitted: asyncio.Queue[str] = asyncio.Queue()
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()
         self.released: list[tuple[str, int]] = []
@@ -51,11 +52,11 @@ class EngineProcess:
 
 
 class Attached:
-    """A front, its rank, and one router's stream."""
+    """A front, its engine, and one router's stream."""
 
     def __init__(self) -> None:
-        self.rank = EngineProcess()
-        self.front = WorkerFront(self.rank, EventLog(), LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
+        self.engine = EngineProcess()
+        self.front = WorkerFront(self.engine, EventLog(), LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
         self.reports = self.front.attach(self._read(), prefill_only=True)
         self.running = asyncio.create_task(self.front.run())
@@ -65,16 +66,16 @@ class Attached:
             yield await self.commands.get()
 
     async def submit(self) -> str:
-        """The name under which the rank knows the request."""
+        """The name under which the engine knows the request."""
         self.commands.put_nowait(pb.Command(submit=pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3])))
         await anext(self.reports)  # the snapshot
-        return await asyncio.wait_for(self.rank.submitted.get(), 10)
+        return await asyncio.wait_for(self.engine.submitted.get(), 10)
 
     async def until_released(self) -> None:
         async with asyncio.timeout(10):
-            while not self.rank.released:
+            while not self.engine.released:
                 await asyncio.sleep(0.001)
-        assert self.rank.released == [("lease", 7)]
+        assert self.engine.released == [("lease", 7)]
 
 
 @pytest.fixture
@@ -88,22 +89,22 @@ async def attached() -> AsyncIterator[Attached]:
 async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached) -> None:
     name = await attached.submit()
     attached.commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id="r")))
-    await asyncio.wait_for(attached.rank.cancelled.get(), 10)
-    attached.rank.prefilled(name)  # the rank had not heard of it
+    await asyncio.wait_for(attached.engine.cancelled.get(), 10)
+    attached.engine.prefilled(name)  # the engine had not heard of it
     await attached.until_released()
 
 
 async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
-    attached.rank.prefilled(await attached.submit())
+    attached.engine.prefilled(await attached.submit())
     while not (report := await asyncio.wait_for(anext(attached.reports), 10)).deltas:
         pass
-    assert report.deltas[0].kv_handle.lease_id == "lease"
+    assert report.deltas[0].kv_handle == pb.KvHandle(**HANDLE)  # type: ignore[arg-type]
     await attached.reports.aclose()  # type: ignore[attr-defined]
-    assert attached.rank.released == []
+    assert attached.engine.released == []
 
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
-    attached.rank.prefilled(await attached.submit())
+    attached.engine.prefilled(await attached.submit())
     async with asyncio.timeout(10):
         while attached.front.num_open_requests:  # the report waits for the stream to be read
             await asyncio.sleep(0.001)
@@ -116,7 +117,7 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
 ) -> None:
     name = await attached.submit()
     monkeypatch.setattr(sessions, "MAX_WAITING_REPORTS", 0)
-    attached.rank.prefilled(name)
+    attached.engine.prefilled(name)
     await attached.until_released()
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 10)

@@ -34,7 +34,7 @@ async def test_an_engine_that_ends_while_loading_is_explained(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
     with pytest.raises(ConfigError, match=message):
-        await EngineClient.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", str(tmp_path))
+        await EngineClient.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", "", str(tmp_path))
 
 
 async def test_an_engine_that_ends_later_is_heard() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from protos import types_pb2 as pb
 from tests.engine.test_smollm2 import CONTINUATION, PROMPT
-from tests.worker.harness import Worker, attached, prefill, prefill_and_decode
+from tests.worker.harness import Worker, attached, by_tcp, prefill, prefill_and_decode
 
 FLOAT32 = ("--dtype=float32", "--num-gpu-blocks=64", "--block-size=4", "--num-threads=1")
 
@@ -27,7 +27,7 @@ async def test_disaggregated_tokens_equal_those_of_transformers(workers: dict[st
         fields = {"prompt_token_ids": prompt, "sampling": sampling, "cache_salt": transport}
         first, handle = await prefill(p, "p", **fields)
         if transport == "tcp":
-            handle.shm_socket = ""
+            handle = by_tcp(handle)
         await d.submit("d", output_token_ids=first, kv_handle=handle, **fields)
         tokens, times = [], None
         while len(first) + len(tokens) < len(expected):

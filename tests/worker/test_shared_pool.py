@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from common.errors import ConfigError, TransferError
+from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.transport import cuda_memory
-from kvstore.types import BlockId, PeerPool, PoolGeometry
-from tests.kvstore.helpers import GEOMETRY, Owner
+from kvstore.types import BlockId
+from tests.kvstore.helpers import GEOMETRY, Owner, with_address
+from tests.kvstore.test_agent import KEYS, Agent
 from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ def test_gpu_memory_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
 
 def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    peer: PeerPool = replace(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
+    peer = with_address(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
     for wanted, works in (("auto", True), ("shm", True), ("tcp", False)):
         memory = open_memory(tmp_path, wanted)
         client = memory.client("")
@@ -53,12 +55,32 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     owner.close()
 
 
+def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, num_regions=2)
+    memory = SharedPoolMemory("w", str(tmp_path), agent.socket, 1 << 20)
+    try:
+        tiers = []
+        for rank in range(4):  # of two heads
+            tier = memory.open_host_tier(replace(GEOMETRY, shard=Shard(rank, 4)), 0)
+            assert tier is not None
+            tiers.append(tier)
+        slots = tiers[0].reserve(KEYS[:2])
+        assert slots is not None
+        tiers[0].commit(slots)
+        assert [len(tier.lookup(KEYS)) for tier in tiers] == [2, 2, 0, 0]
+        for tier in tiers:
+            tier.close()
+    finally:
+        agent.stop()
+        memory.close()
+
+
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="multiple of 8"):
         open_memory(
             tmp_path,
             "auto",
-            replace(GEOMETRY, num_kv_heads=1, head_dim=1, block_size=1, num_layers=1, dtype="bfloat16"),
+            replace(GEOMETRY, layout=full_attention(1, 1, 1, "bfloat16"), block_size=1),
         )
 
 

@@ -19,10 +19,12 @@ import pytest
 
 from common.rpc import open_channel, token_metadata
 from engine import LLM, SamplingParams
+from kvstore.transport.handle import PeerLease
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import free_ports
-from tests.worker.harness import PROMPT, Worker, attached, prefill, prefill_and_decode, stop
+from tests.kvstore.helpers import with_shard
+from tests.worker.harness import PROMPT, Worker, attached, by_tcp, edited, prefill, prefill_and_decode, stop
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ async def test_disaggregated_equals_one_engine(
         assert first == expected[:1]
         assert handle.num_tokens == len(PROMPT)
         if transport == "tcp":
-            handle.shm_socket = ""
+            handle = by_tcp(handle)
         await d.submit("d", cache_salt=salt, output_token_ids=first, kv_handle=handle)
         deltas: list[pb.TokenDelta] = []
         while not deltas or not deltas[-1].finish_reason:
@@ -70,11 +72,17 @@ async def test_decode_alone_prefills(workers: dict[str, Worker], expected: list[
 async def test_corrupted_kv_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
     async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
         first, handle = await prefill(p, "bad", cache_salt="bad")
-        handle.digests[1] ^= 1
+        handle = edited(handle, with_a_wrong_digest)
         await d.submit("bad", cache_salt="bad", output_token_ids=first, kv_handle=handle)
         tokens, _ = await d.until_end("bad")
         assert first + tokens == expected
         await p.until_quiet()
+
+
+def with_a_wrong_digest(lease: PeerLease) -> PeerLease:
+    digests = list(lease.shards[0].digests)
+    digests[1] ^= 1
+    return with_shard(lease, digests=tuple(digests))
 
 
 async def test_stale_epoch_is_recomputed(workers: dict[str, Worker], expected: list[int]) -> None:
@@ -151,8 +159,10 @@ async def test_bad_submits_fail_alone(workers: dict[str, Worker], expected: list
         assert (failure.code, failure.param) == (pb.FAILURE_CODE_INVALID_ARGUMENT, "")
         await d.submit("late", deadline_seconds=0.05, sampling=pb.SamplingParams(max_tokens=1800))
         assert (await d.failure_of("late")).code == pb.FAILURE_CODE_DEADLINE_EXCEEDED
-        await d.submit("handle", cache_salt="h", output_token_ids=expected[:1], kv_handle=pb.KvHandle())
-        assert (await d.until_end("handle"))[0] == expected[1:]
+        for number, bad in enumerate((pb.KvHandle(), pb.KvHandle(lease_id="x", shards=[b"\xc1 nonsense"]))):
+            name = f"handle-{number}"
+            await d.submit(name, cache_salt=name, output_token_ids=expected[:1], kv_handle=bad)
+            assert (await d.until_end(name))[0] == expected[1:]
         await d.submit("good", cache_salt="good")
         assert (await d.until_end("good"))[0] == expected
 

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import TransferError
+from kvstore.layout import Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
+from kvstore.transport.client import KvClient
 from kvstore.transport.cuda_memory import CudaMemory
-from kvstore.types import BlockId, Epoch, LeaseId, PeerPool, WorkerId
+from kvstore.transport.handle import PeerShard, ShardAddress
+from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.shm import ShmTransport
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from tests.kvstore.helpers import GEOMETRY
+from tests.kvstore.test_head_split import geometry_of, running
 from worker.device_pool import AttachedPool, DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
 from worker.pinned_staging import StagedTransport
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
-PEER = PeerPool(WorkerId("w"), Epoch(1), "", "", LeaseId("l"), (), (), 0, 1.0)
+PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), GEOMETRY, ShardAddress(), (), ()))]
 
 
 class Parts:
@@ -33,7 +42,7 @@ class Parts:
         self.rows = HostRows(memory.numpy(), memory)
         self.pool = BlockPool(NUM_BLOCKS)
         self.device_pool = DevicePool(self.kv_pool)
-        self.exchange = DeviceExporter(self.device_pool, self.rows, self.pool)
+        self.exporter = DeviceExporter(self.device_pool, self.rows, self.pool)
         self.leases = LeaseTable(new_epoch())
 
 
@@ -50,62 +59,65 @@ class RowsOfABlock:
     """A host transport whose peer's block at position p is all bytes p + 1."""
 
     name = "test"
+    splits_heads = True
 
     def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
         self._blocks = blocks
         self.pieces: list[int] = []
         self.fails_after = 99
 
-    def offered_by(self, peer: PeerPool) -> bool:
+    def offered_by(self, shard: PeerShard) -> bool:
         return True
 
-    def open(self, peer: PeerPool) -> None: ...
+    def open(self, shard: PeerShard) -> None: ...
 
-    def pull(self, peer: PeerPool, positions: Sequence[int], rows: Sequence[BlockId], deadline: float) -> list[int]:
+    def pull(
+        self, parts: Sequence[SourcePart], positions: Sequence[int], rows: Sequence[BlockId], deadline_seconds: float
+    ) -> list[list[int]]:
         if len(self.pieces) >= self.fails_after:
             raise TransferError("the peer is gone")
         self.pieces.append(len(positions))
         for position, row in zip(positions, rows, strict=True):
             self._blocks[row] = position + 1
-        return list(positions)
+        return [list(positions)]
 
     def close(self) -> None: ...
 
 
 def test_digests_are_those_of_the_host(parts: Parts) -> None:
-    assert parts.exchange.digests(ids(4, 0)) == digest_blocks(parts.bytes[[4, 0]])
-    assert parts.exchange.digests([]) == []
+    assert parts.exporter.digests(ids(4, 0)) == digest_blocks(parts.bytes[[4, 0]])
+    assert parts.exporter.digests([]) == []
 
 
 def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) -> None:
     blocks = parts.pool.allocate(2)
     lease = parts.leases.grant(blocks, 0.0, 1.0)
     assert (parts.pool.num_used, parts.rows.num_free) == (2, NUM_ROWS)
-    rows = parts.exchange.stage(lease)
+    rows = parts.exporter.stage(lease)
     assert rows is not None
-    assert parts.exchange.stage(lease) == rows
+    assert parts.exporter.stage(lease) == rows
     np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
     assert parts.rows.num_free == NUM_ROWS - 2
-    parts.exchange.end_export(lease)
+    parts.exporter.end_export(lease)
     assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
     unstaged = parts.leases.grant(parts.pool.allocate(1), 0.0, 1.0)
-    parts.exchange.end_export(unstaged)
+    parts.exporter.end_export(unstaged)
     assert parts.pool.num_used == 0
 
 
 def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
     lease = parts.leases.grant(parts.pool.allocate(5), 0.0, 1.0)
-    assert parts.exchange.stage(lease) is None
-    parts.exchange.end_export(lease)
+    assert parts.exporter.stage(lease) is None
+    parts.exporter.end_export(lease)
     assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
 
 
 def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
-    bounce = StagedTransport(inner, parts.rows, parts.device_pool)
+    staged = StagedTransport(inner, parts.rows, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
-    assert bounce.pull(PEER, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [0, 1, 2, 3, 4]
+    assert staged.pull(PARTS, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [[0, 1, 2, 3, 4]]
     assert inner.pieces == [2, 2, 1]
     assert [int(parts.bytes[block].max()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
     assert [int(parts.bytes[block].min()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
@@ -114,21 +126,37 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     assert parts.rows.num_free == NUM_ROWS
 
 
+async def test_a_pull_through_rows_splits_heads(tmp_path: Path) -> None:
+    async with running(tmp_path, heads=4, size=2) as worker:
+        geometry = geometry_of(4, Shard())
+        kv_pool = torch.zeros_like(worker.blocks)
+        memory = torch.zeros(NUM_ROWS, geometry.block_bytes, dtype=torch.uint8)
+        rows, leases = HostRows(memory.numpy(), memory), LeaseClient()
+        staged = StagedTransport(ShmTransport(rows.blocks, leases), rows, DevicePool(kv_pool))
+        client = KvClient(geometry, [staged], leases)
+        assert (
+            client.pull(worker.lease([1, 0, 5, 4, 3], "shm"), [0, 1, 2, 3, 4], ids(0, 1, 2, 3, 4)).transport == "shm"
+        )
+        assert torch.equal(kv_pool[:5], worker.blocks[[1, 0, 5, 4, 3]])
+        assert not kv_pool[5].any()
+        client.close()
+
+
 def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        StagedTransport(inner, parts.rows, parts.device_pool).pull(PEER, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
+        StagedTransport(inner, parts.rows, parts.device_pool).pull(PARTS, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
     assert parts.rows.num_free == NUM_ROWS
 
 
 def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
-    bounce = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
+    staged = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
-        bounce.pull(PEER, [0], ids(0), 0.02)
+        staged.pull(PARTS, [0], ids(0), 0.02)
     threading.Timer(0.05, parts.rows.give_back, [taken]).start()
-    assert bounce.pull(PEER, [0], ids(0), 5.0) == [0]
+    assert staged.pull(PARTS, [0], ids(0), 5.0) == [[0]]
 
 
 def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
@@ -140,14 +168,14 @@ def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
     assert parts.device_pool.pull(attached, [], []) == []
 
 
-def test_direct_exchange_leaves_blocks_where_they_are() -> None:
+def test_direct_exporter_leaves_blocks_where_they_are() -> None:
     pool = BlockPool(3)
     blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
-    exchange = DirectExporter(blocks, pool)
+    exporter = DirectExporter(blocks, pool)
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
-    assert exchange.digests(lease.block_ids) == digest_blocks(blocks[list(lease.block_ids)])
-    assert exchange.stage(lease) == list(lease.block_ids)
-    exchange.fence()
+    assert exporter.digests(lease.block_ids) == digest_blocks(blocks[list(lease.block_ids)])
+    assert exporter.stage(lease) == list(lease.block_ids)
+    exporter.fence()
     assert pool.num_used == 2
-    exchange.end_export(lease)
+    exporter.end_export(lease)
     assert pool.num_used == 0

@@ -12,14 +12,15 @@ import pytest
 from common.errors import TransferError
 from engine.request import RequestId
 from kvstore.transport.client import KvClient, PullResult
-from kvstore.types import BlockId, PeerPool
+from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from tests.kvstore.helpers import GEOMETRY
 from worker.engine_process import EngineProcess
 from worker.kv_puller import KvPuller, LoadResult
 
-HANDLE: dict[str, Any] = {
-    "lease_id": "lease", "worker_id": "w", "epoch": 1, "kv_address": "", "shm_socket": "", "num_tokens": 16,
-    "block_ids": [3], "digests": [7], "lease_seconds": 60.0, "cuda_socket": "", "needs_staging": False,
-}  # fmt: skip
+NAME = (LeaseId("lease"), WorkerId("w"), Epoch(1))
+SHARD = PeerShard(*NAME, GEOMETRY, ShardAddress(), (BlockId(3),), (7,))
+LEASE = PeerLease(*NAME, 16, 60.0, (SHARD,))
 
 
 class Client:
@@ -30,13 +31,13 @@ class Client:
         self.released: list[str] = []
         self.has_released = threading.Event()
 
-    def pull(self, peer: PeerPool, positions: Sequence[int], block_ids: Sequence[BlockId]) -> PullResult:
+    def pull(self, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId]) -> PullResult:
         if self.error is not None:
             raise self.error
         return PullResult("made up", 100, 0.5)
 
-    def release(self, peer: PeerPool) -> bool:
-        self.released.append(peer.lease_id)
+    def release(self, lease: PeerLease) -> bool:
+        self.released.append(lease.lease_id)
         self.has_released.set()
         return True
 
@@ -55,7 +56,7 @@ def has_result() -> threading.Event:
 
 
 @pytest.fixture
-def mover(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
+def puller(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
     made = KvPuller(cast(KvClient, client), has_result.set)
     yield made
     made.close()
@@ -63,16 +64,16 @@ def mover(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
 
 @pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
 def test_every_load_has_a_result_and_ends_its_lease(
-    error: Exception | None, mover: KvPuller, client: Client, has_result: threading.Event
+    error: Exception | None, puller: KvPuller, client: Client, has_result: threading.Event
 ) -> None:
     client.error = error
-    mover.keep_alive(HANDLE)
-    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    puller.keep_alive(LEASE)
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
     assert has_result.wait(30)
-    (result,) = mover.take_results()
+    (result,) = puller.take_results()
     assert (result.request_id, result.ok) == ("r", error is None)
     assert result.error == ("" if error is None else "told to fail" if isinstance(error, TransferError) else "a bug")
-    assert mover.num_open == 0
+    assert puller.num_open == 0
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
 
@@ -84,35 +85,35 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
     entry = SimpleNamespace(started=1.0, pulled_tokens=16)
     counted: list[LoadResult] = []
     ended: list[tuple[str, bool]] = []
-    rank: Any = SimpleNamespace(
+    process: Any = SimpleNamespace(
         _open={"r": entry} if is_open else {},
         _report_next=SimpleNamespace(add_pull=counted.append),
         _engine=SimpleNamespace(scheduler=SimpleNamespace(finish_load=lambda *result: ended.append(result))),
     )
-    EngineProcess._apply_load(rank, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
+    EngineProcess._apply_load(process, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
     assert ended == [("r", False)]  # its blocks are given back either way
     assert counted == [result] * is_open
     assert ("told to fail" in caplog.text) == is_open
 
 
 def test_a_bug_in_a_pull_is_logged(
-    mover: KvPuller, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
+    puller: KvPuller, client: Client, has_result: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.error = RuntimeError("a bug")
-    mover.keep_alive(HANDLE)
-    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    puller.keep_alive(LEASE)
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
     assert has_result.wait(30)
     assert "RuntimeError: a bug" in caplog.text
 
 
 def test_a_lease_that_another_request_gave_back_is_not_read(
-    mover: KvPuller, client: Client, has_result: threading.Event
+    puller: KvPuller, client: Client, has_result: threading.Event
 ) -> None:
-    mover.keep_alive(HANDLE)
-    mover.abandon(HANDLE)
+    puller.keep_alive(LEASE)
+    puller.abandon(LEASE)
     assert client.has_released.wait(30)
-    mover.load(RequestId("r"), HANDLE, [0], [BlockId(1)])
+    puller.load(RequestId("r"), LEASE, [0], [BlockId(1)])
     assert has_result.wait(30)
-    (result,) = mover.take_results()
+    (result,) = puller.take_results()
     assert not result.ok
     assert client.released == ["lease"]

@@ -1,0 +1,167 @@
+"""What KV a model keeps and how pools cut it into blocks: plain data that a model declares and workers compare.
+
+    layout   = groups of layers with one shape and one lifetime
+    geometry = layout x blocks x shard
+    block    = block_size consecutive tokens: layers x planes x heads of the shard x block_size x head_dim elements
+
+A block of all layers is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
+reader with another shard finds the heads that it wants (`kvstore/transport/head_split.py`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from common.errors import ConfigError, UnsupportedModelError
+
+KvKind = Literal["full", "window", "latent", "state"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+MAX_DIMENSION = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose KV has one shape and one lifetime.
+
+    full: of every token. window: of the last `window` tokens. latent: one vector a token that all heads share (MLA).
+    state: of a whole sequence, however long it is. Raises ConfigError for what contradicts itself.
+    """
+
+    name: str
+    kind: KvKind
+    layers: tuple[int, ...]  # of the model, ascending
+    num_kv_heads: int  # latent: 1
+    head_dim: int
+    dtype: str
+    num_planes: int = 2  # K and V; latent: 1
+    window: int = 0  # tokens; 0: no window
+
+    def __post_init__(self) -> None:
+        sizes = (len(self.layers), self.num_kv_heads, self.head_dim, self.num_planes)
+        is_sound = (
+            self.kind in get_args(KvKind)
+            and self.dtype in DTYPE_BYTES
+            and all(1 <= size <= MAX_DIMENSION for size in sizes)
+            and list(self.layers) == sorted(set(self.layers))
+            and 0 <= self.layers[0] <= self.layers[-1] < MAX_DIMENSION
+            and (self.window > 0) == (self.kind == "window")
+        )
+        if not is_sound:
+            raise ConfigError(f"a KV group {self.name[:64]!r} of impossible kind, data type or shape")
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one head of one token in one layer and plane."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token in all layers; of a state group, of one sequence."""
+        return len(self.layers) * self.num_planes * self.num_kv_heads * self.head_bytes
+
+    def __str__(self) -> str:
+        window = f" of {self.window}" if self.window else ""
+        shape = f"{len(self.layers)} layers x {self.num_planes} x {self.num_kv_heads} heads x {self.head_dim}"
+        return f"{self.kind}{window}: {shape} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """All KV of one model, before it is divided among ranks. Its text names what workers compare."""
+
+    groups: tuple[KvGroup, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(group.bytes_per_token for group in self.groups if group.kind != "state")
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.groups))
+
+
+def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
+    """The layout of a model whose layers all attend to every token, with K and V of `num_kv_heads` heads."""
+    return KvLayout((KvGroup("attention", "full", tuple(range(num_layers)), num_kv_heads, head_dim, dtype),))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The KV of one rank among `size` that share a model's heads (tensor parallelism)."""
+
+    rank: int = 0
+    size: int = 1
+
+    def heads(self, num_kv_heads: int) -> range:
+        """The heads of this rank: an equal share, or one head that several ranks hold when there are more ranks.
+
+        Raises ConfigError when neither number divides the other.
+        """
+        if not 0 <= self.rank < self.size <= MAX_DIMENSION:
+            raise ConfigError(f"rank {self.rank} of {self.size} does not exist")
+        if self.size <= num_kv_heads and num_kv_heads % self.size == 0:
+            count = num_kv_heads // self.size
+            return range(self.rank * count, (self.rank + 1) * count)
+        if self.size % num_kv_heads == 0:
+            head = self.rank * num_kv_heads // self.size
+            return range(head, head + 1)
+        raise ConfigError(f"{num_kv_heads} KV heads cannot be divided among {self.size} ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """One rank's pool: `[num_blocks, num_layers, num_planes, heads of the shard, block_size, head_dim]`.
+
+    `fingerprint` names weights, config and quantization. KV may move between pools that agree in all but `num_blocks`
+    and `shard`. Raises UnsupportedModelError for a layout that no pool serves, ConfigError for an impossible shard.
+    """
+
+    layout: KvLayout
+    num_blocks: int
+    block_size: int
+    fingerprint: str
+    shard: Shard = Shard()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= MAX_DIMENSION:
+            raise ConfigError(f"blocks of {self.block_size} tokens are impossible")
+        self.shard.heads(self.group.num_kv_heads)
+
+    @property
+    def group(self) -> KvGroup:
+        """The group that the pool holds."""
+        groups = self.layout.groups
+        if len(groups) == 1 and groups[0].kind == "full" and groups[0].num_planes == 2:
+            return groups[0]
+        raise UnsupportedModelError(
+            f"KV that is not one group of full attention with K and V is not supported yet: {self.layout}"
+        )
+
+    @property
+    def heads(self) -> range:
+        """Which of the model's KV heads the pool holds."""
+        return self.shard.heads(self.group.num_kv_heads)
+
+    @property
+    def dtype(self) -> str:
+        return self.group.dtype
+
+    @property
+    def content_name(self) -> str:
+        """What a block holds under a given key: blocks of equal name and key are equal, whichever rank wrote them."""
+        heads = self.heads
+        return f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        group = self.group
+        return (len(group.layers), group.num_planes, len(self.heads), self.block_size, group.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes

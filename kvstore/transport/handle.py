@@ -1,0 +1,175 @@
+"""KV handles: what one worker says so that another can read a prompt's KV. The only file that knows a shard's bytes.
+
+    writer:  HandleWriter.write(lease, ...) -> KvHandle, one shard of bytes per rank
+    between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
+    reader:  open_handle(handle) -> PeerLease, checked
+
+A shard is msgpack: [format, geometry, addresses, block ids, digests], ids and digests as little-endian integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from common.errors import HandshakeError, TransferError
+from kvstore.layout import PoolGeometry, Shard
+from kvstore.pool.leases import Lease
+from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, geometry_to_wire
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+
+PoolName = tuple[WorkerId, int]  # worker and rank
+FORMAT = 1
+MAX_SHARDS = 256
+MAX_HANDLE_BLOCKS = 1 << 20
+MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
+
+
+@dataclass(frozen=True, slots=True)
+class KvHandle:
+    """Under which lease of which worker a prompt's KV waits, and one opaque shard per rank of that worker."""
+
+    lease_id: LeaseId
+    worker_id: WorkerId
+    epoch: Epoch
+    num_tokens: int  # whose KV the blocks hold
+    lease_seconds: float
+    shards: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """Where one rank's pool can be read; what is empty is not offered."""
+
+    kv_address: str = ""  # host:port of the KvTransfer service
+    shm_socket: str = ""  # Unix socket that hands out the pool's descriptor
+    cuda_socket: str = ""  # Unix socket that hands out the descriptor of the pool in GPU memory
+    needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
+
+
+@dataclass(frozen=True, slots=True)
+class PeerShard:
+    """The blocks of a lease in the pool of one rank."""
+
+    lease_id: LeaseId
+    worker_id: WorkerId
+    epoch: Epoch
+    geometry: PoolGeometry
+    address: ShardAddress
+    block_ids: tuple[BlockId, ...]
+    digests: tuple[int, ...]  # one per block
+
+    @property
+    def pool_name(self) -> PoolName:
+        return self.worker_id, self.geometry.shard.rank
+
+    def check_offer(self, offered: PoolInfo) -> None:
+        """Raise TransferError unless what a socket hands out is the pool that the handle means.
+
+        The number of blocks is the socket's to say: it may hand out a staging area.
+        """
+        if (offered.worker_id, offered.epoch) != (self.worker_id, self.epoch):
+            raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
+        if replace(offered.geometry, num_blocks=self.geometry.num_blocks) != self.geometry:
+            raise TransferError("the socket hands out another pool than the KV handle describes")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLease:
+    """A handle that was read: shards in the order of ranks, all of the same blocks."""
+
+    lease_id: LeaseId
+    worker_id: WorkerId
+    epoch: Epoch
+    num_tokens: int
+    lease_seconds: float
+    shards: tuple[PeerShard, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.shards[0].block_ids)
+
+    @property
+    def kv_address(self) -> str:
+        """Of the service that renews and releases the lease."""
+        return self.shards[0].address.kv_address
+
+
+class HandleWriter:
+    """Writes the handles of one worker's leases."""
+
+    def __init__(self, worker_id: str, geometry: PoolGeometry, address: ShardAddress, lease_seconds: float) -> None:
+        self._worker_id = WorkerId(worker_id)
+        self._geometry = geometry
+        self._address = address
+        self._lease_seconds = lease_seconds
+
+    def write(self, lease: Lease, num_tokens: int, digests: Sequence[int]) -> KvHandle:
+        """The handle of a lease on blocks that hold the KV of `num_tokens`; one digest per block."""
+        shard = pack_shard(self._geometry, self._address, lease.block_ids, digests)
+        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self._lease_seconds, (shard,))
+
+
+def pack_shard(
+    geometry: PoolGeometry, address: ShardAddress, block_ids: Sequence[BlockId], digests: Sequence[int]
+) -> bytes:
+    ids, sums = np.array(block_ids, "<u4").tobytes(), np.array(digests, "<u8").tobytes()
+    packed: bytes = msgpack.packb([FORMAT, geometry_to_wire(geometry), astuple(address), ids, sums])
+    return packed
+
+
+def open_handle(handle: KvHandle) -> PeerLease:
+    """Read what another worker wrote.
+
+    Raises TransferError for a handle that is malformed or contradicts itself, HandshakeError for another version's.
+    """
+    if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
+        raise TransferError("malformed KV handle")
+    shards = tuple(_unpack_shard(handle, data) for data in handle.shards)
+    whole = replace(shards[0].geometry, num_blocks=1, shard=Shard())
+    for rank, shard in enumerate(shards):
+        if replace(whole, num_blocks=shard.geometry.num_blocks, shard=Shard(rank, len(shards))) != shard.geometry:
+            raise TransferError("a KV handle whose shards are not all those of one worker")
+        if len(shard.block_ids) != len(shards[0].block_ids):
+            raise TransferError("a KV handle whose shards hold different numbers of blocks")
+    return PeerLease(
+        handle.lease_id, handle.worker_id, handle.epoch, handle.num_tokens, handle.lease_seconds, shards
+    )  # fmt: skip
+
+
+def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
+    """Raises TransferError or HandshakeError."""
+    if len(data) > MAX_SHARD_BYTES:
+        raise TransferError("a KV handle of impossible size")
+    try:
+        value: Any = msgpack.unpackb(data)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise TransferError("malformed KV handle") from error
+    match value:
+        case [int() as number, *_] if number != FORMAT:
+            raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
+        case [
+            int(),
+            geometry,
+            [str() as kv_address, str() as shm_socket, str() as cuda_socket, bool() as needs_staging],
+            bytes() as ids,
+            bytes() as digests,
+        ] if 2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS:
+            pass
+        case _:
+            raise TransferError("malformed KV handle")
+    if max(map(len, (kv_address, shm_socket, cuda_socket))) > MAX_TEXT:
+        raise TransferError("malformed KV handle")
+    return PeerShard(
+        handle.lease_id,
+        handle.worker_id,
+        handle.epoch,
+        geometry_from_wire(geometry),
+        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging),
+        tuple(map(BlockId, np.frombuffer(ids, "<u4").tolist())),
+        tuple(np.frombuffer(digests, "<u8").tolist()),
+    )

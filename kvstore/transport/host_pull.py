@@ -1,0 +1,87 @@
+"""Parts of shards into rows of host memory, for every transport that reads through the host.
+
+Where shards are equal, blocks go straight to their rows. Where heads are divided otherwise, whole blocks of a source
+are read into a scratch area, and the wanted heads are copied from there: a digest is of a whole block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.pool.digest import digest_blocks, digest_rows
+from kvstore.transport.handle import PeerShard
+from kvstore.transport.head_split import HeadCopy
+
+SCRATCH_BYTES = 8 << 20
+Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """What is taken of every block of one of a lease's shards; without `copy` all of it, as it is."""
+
+    shard: PeerShard
+    copy: HeadCopy | None = None
+
+
+class ReadBlocks(Protocol):
+    def __call__(
+        self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
+    ) -> None:
+        """Copy the shard's blocks at `positions`, as they are, to those rows. Raises TransferError."""
+        ...
+
+
+def pull_parts(
+    read: ReadBlocks,
+    parts: Sequence[SourcePart],
+    positions: Sequence[int],
+    blocks: Blocks,
+    rows: Sequence[int],
+    deadline_seconds: float,
+) -> list[list[int]]:
+    """Fill `rows` of `blocks` with all parts of the blocks at `positions`; the digests of what was read, by part."""
+    deadline = time.monotonic() + deadline_seconds
+    digests: list[list[int]] = []
+    for part in parts:
+        if part.copy is not None:
+            digests.append(_pull_heads(read, part.shard, part.copy, positions, blocks, rows, deadline))
+            continue
+        read(part.shard, positions, blocks, rows, max(deadline - time.monotonic(), 0.0))
+        digests.append(digest_rows(blocks, rows))
+    return digests
+
+
+def _pull_heads(
+    read: ReadBlocks,
+    shard: PeerShard,
+    copy: HeadCopy,
+    positions: Sequence[int],
+    blocks: Blocks,
+    rows: Sequence[int],
+    deadline: float,
+) -> list[int]:
+    block_bytes = shard.geometry.block_bytes
+    count = max(SCRATCH_BYTES // block_bytes, 1)
+    scratch = np.empty((min(count, len(positions)), block_bytes), dtype=np.uint8)
+    digests: list[int] = []
+    for first in range(0, len(positions), count):
+        some = positions[first : first + count]
+        read(shard, some, scratch, range(len(some)), max(deadline - time.monotonic(), 0.0))
+        digests += digest_blocks(scratch[: len(some)])
+        copy_heads(copy, scratch[: len(some)], blocks, rows[first : first + count])
+    return digests
+
+
+def copy_heads(copy: HeadCopy, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
+    """Copy from each block of `source` to the block of `target` in the same place of `rows`."""
+    from_, to = copy.source_offset, copy.target_offset
+    pieces = source.reshape(len(source), copy.height, copy.source_pitch)[:, :, from_ : from_ + copy.width]
+    for piece, row in zip(pieces, rows, strict=True):
+        target[row].reshape(copy.height, copy.target_pitch)[:, to : to + copy.width] = piece

@@ -1,0 +1,218 @@
+"""Heads split again: every pair of writer and reader ranks gets the bytes that slicing a whole block would give."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import HandshakeError, TransferError
+from common.rpc import RpcServer
+from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.pool.digest import digest_blocks
+from kvstore.pool.leases import LeaseMirror, new_epoch
+from kvstore.transport import host_pull
+from kvstore.transport.client import KvClient, host_client, host_transports
+from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.handle import PeerLease, open_handle
+from kvstore.transport.head_split import HeadCopy, ShardPart, split_heads
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.service import KvTransferService, PoolView
+from kvstore.types import BlockId, Epoch, LeaseId
+from protos import kvstore_pb2_grpc
+from tests.kvstore.helpers import OTHER_DTYPE, Owner, as_handle, empty_pool, with_address, with_shard
+
+LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
+RANKS = [
+    (heads, writers, readers)
+    for heads in (1, 2, 3, 4, 8)
+    for writers in (1, 2, 3, 4, 6, 8)
+    for readers in (1, 2, 3, 4, 6, 8)
+    if all(heads % size == 0 or size % heads == 0 for size in (writers, readers))
+]
+
+
+def geometry_of(heads: int, shard: Shard, num_blocks: int = 6) -> PoolGeometry:
+    return PoolGeometry(full_attention(LAYERS, heads, HEAD_DIM, "bfloat16"), num_blocks, BLOCK_SIZE, "f", shard)
+
+
+def whole_blocks(heads: int, num_blocks: int = 6) -> torch.Tensor:
+    """What a pool of all heads holds; every element is another one."""
+    shape = (num_blocks, LAYERS, 2, heads, BLOCK_SIZE, HEAD_DIM)
+    return torch.arange(int(np.prod(shape)), dtype=torch.int16).view(shape)
+
+
+def bytes_of(blocks: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
+    return blocks.contiguous().view(len(blocks), -1).view(torch.uint8).numpy()
+
+
+def shard_of(blocks: torch.Tensor, geometry: PoolGeometry) -> np.ndarray:  # type: ignore[type-arg]
+    return bytes_of(blocks[:, :, :, geometry.heads.start : geometry.heads.stop])
+
+
+def spans(part: ShardPart, block_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(source, target, bytes) of every range that the part copies."""
+    copy = part.copy or HeadCopy(1, block_bytes, 0, block_bytes, 0, block_bytes)
+    for i in range(copy.height):
+        yield i * copy.source_pitch + copy.source_offset, i * copy.target_pitch + copy.target_offset, copy.width
+
+
+@pytest.mark.parametrize(("heads", "writers", "readers"), RANKS)
+def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers: int) -> None:
+    blocks = whole_blocks(heads, 1)
+    sources = [shard_of(blocks, geometry_of(heads, Shard(rank, writers)))[0] for rank in range(writers)]
+    for rank in range(readers):
+        mine = geometry_of(heads, Shard(rank, readers))
+        target = np.full(mine.block_bytes, 255, dtype=np.uint8)
+        written = np.zeros(mine.block_bytes, dtype=int)
+        for part in split_heads(mine, writers):
+            for source, to, count in spans(part, mine.block_bytes):
+                target[to : to + count] = sources[part.rank][source : source + count]
+                written[to : to + count] += 1
+        assert (written == 1).all()
+        np.testing.assert_array_equal(target, shard_of(blocks, mine)[0])
+
+
+@pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 3)])
+def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
+    for rank in range(size):
+        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == [ShardPart(rank, None)]
+
+
+def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
+    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == [ShardPart(3, None)]  # ranks 2 and 3 hold head 1
+    served = Counter(split_heads(geometry_of(1, Shard(rank, 8)), 4)[0].rank for rank in range(8))
+    assert served == dict.fromkeys(range(4), 2)
+
+
+class Ranks:
+    """A worker of several ranks, each with a pool of its own, behind one KvTransfer service."""
+
+    def __init__(self, folder: Path, heads: int, size: int) -> None:
+        self.blocks = whole_blocks(heads)
+        self.epoch = new_epoch()
+        self.owners = []
+        for rank in range(size):
+            geometry = geometry_of(heads, Shard(rank, size))
+            owner = Owner(folder, geometry, f"w-{rank}", epoch=self.epoch, worker_id="w")
+            owner.blocks[:] = shard_of(self.blocks, geometry)
+            self.owners.append(owner)
+        self.leases = LeaseMirror(self.epoch)
+        self.server = RpcServer("127.0.0.1", 0)
+        pools = [PoolView.fetch(str(owner.socket)) for owner in self.owners]
+        service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
+        self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
+
+    async def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
+
+    async def _ignore_release(self, lease_id: LeaseId, epoch: Epoch) -> None: ...
+
+    def lease(self, block_ids: list[int], transport: str) -> PeerLease:
+        """As a reader gets it, through its bytes."""
+        self.leases.grant(LeaseId("lease"), [BlockId(b) for b in block_ids], time.monotonic() + 60)
+        is_tcp = transport == "tcp"
+        leases = [o.peer(block_ids, kv_address=self.server.address * is_tcp, shm=not is_tcp) for o in self.owners]
+        return open_handle(as_handle(replace(leases[0], shards=tuple(lease.shards[0] for lease in leases))))
+
+
+@asynccontextmanager
+async def running(folder: Path, heads: int, size: int) -> AsyncIterator[Ranks]:
+    worker = Ranks(folder, heads, size)
+    await worker.server.start()
+    try:
+        yield worker
+    finally:
+        await worker.server.stop(0)
+        for owner in worker.owners:
+            owner.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("heads", "writers", "readers"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (2, 4, 1), (2, 1, 4), (2, 2, 2)]
+)
+async def test_pools_of_other_ranks_arrive(
+    tmp_path: Path, transport: str, heads: int, writers: int, readers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(heads, Shard()).block_bytes)  # several pieces
+    async with running(tmp_path, heads, writers) as worker:
+        lease = worker.lease([4, 1, 2, 0, 5], transport)
+        for rank in range(readers):
+            geometry = geometry_of(heads, Shard(rank, readers))
+            mine = empty_pool(geometry)
+            client = host_client(geometry, mine)
+            result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
+            assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
+            np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
+            assert not mine[[2, 4]].any()
+            client.close()
+
+
+async def test_a_wrong_byte_in_any_shard_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, 4, 2) as worker:
+        geometry = geometry_of(4, Shard())
+        client = host_client(geometry, empty_pool(geometry))
+        for owner in worker.owners:
+            lease = worker.lease([3], "shm")
+            owner.blocks[3, 77] ^= 1
+            with pytest.raises(TransferError, match="intact"):
+                client.pull(lease, [0], [BlockId(0)])
+        client.close()
+
+
+async def test_other_layouts_are_not_compatible_however_they_are_divided(tmp_path: Path) -> None:
+    async with running(tmp_path, 4, 2) as worker:
+        for other in (geometry_of(8, Shard()), OTHER_DTYPE):
+            client = host_client(other, empty_pool(other))
+            with pytest.raises(HandshakeError, match=r"KV layout: .* 8"):
+                client.pull(worker.lease([1], "shm"), [0], [BlockId(0)])
+            client.close()
+
+
+async def test_a_handle_that_lies_about_its_shard_is_the_peers_error(tmp_path: Path) -> None:
+    """Also when the pool is mapped already, by an honest handle."""
+    async with running(tmp_path, 4, 1) as worker:
+        geometry = geometry_of(4, Shard())
+        client = host_client(geometry, empty_pool(geometry))
+        for transport in ("shm", "tcp"):
+            honest = worker.lease([1], transport)
+            await asyncio.to_thread(client.pull, honest, [0], [BlockId(0)])
+            halves = [with_shard(honest, geometry=geometry_of(4, Shard(rank, 2))) for rank in range(2)]
+            lie = replace(honest, shards=tuple(half.shards[0] for half in halves))
+            with pytest.raises(TransferError):
+                await asyncio.to_thread(client.pull, lie, [0], [BlockId(0)])
+        client.close()
+
+
+class NoDevice:
+    """Equal shards only: a device that is asked is a mistake."""
+
+    def attach(self, fd: int, num_blocks: int) -> None:
+        raise AssertionError
+
+    pull = attach
+
+
+async def test_cuda_ipc_leaves_other_shards_to_shared_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running(tmp_path, 4, 2) as worker:
+        geometry = geometry_of(4, Shard())
+        mine, leases = empty_pool(geometry), LeaseClient()
+        cuda_ipc = CudaIpcTransport(NoDevice())  # type: ignore[arg-type]
+        client = KvClient(geometry, [cuda_ipc, *host_transports(mine, leases, ("shm",))], leases)
+        lease = worker.lease([2], "shm")
+        offers = [with_address(replace(lease, shards=(s,)), cuda_socket="/x.sock").shards[0] for s in lease.shards]
+        assert client.pull(replace(lease, shards=tuple(offers)), [0], [BlockId(0)]).transport == "shm"
+        assert "read by shm (cuda_ipc: the ranks there divide the heads otherwise)" in caplog.text
+        assert digest_blocks(mine[:1]) == digest_blocks(shard_of(worker.blocks[[2]], geometry))
+        client.close()
