@@ -77,8 +77,8 @@ class Owner:
         seconds = time.perf_counter() - began
         lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
         self._mirror.grant(lease.lease_id, blocks, lease.deadline)
-        address = self._memory.address(self._server.address)
-        handle = HandleWriter("owner", self._geometry, address, LEASE_SECONDS).write(lease, 0, digests)
+        shards = self._memory.shards(self._server.address)
+        handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds
 
     async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
@@ -112,7 +112,7 @@ class Reader:
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
         self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)
         self.kv_pool = self.memory.allocate(geometry, device)
-        self._client = self.memory.client("")
+        self._client = self.memory.clients("")[0]
 
     def pull(self, leases: Sequence[PeerLease]) -> float:
         """Mean seconds of pulls, one after the other."""

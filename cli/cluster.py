@@ -33,7 +33,7 @@ class ServeConfig:
 
     prefill: int = setting(1, "prefill workers; 0: decode workers compute prompts too")
     decode: int = setting(1, "decode workers")
-    tp: int = setting(1, "GPUs of one worker, tensor parallel")
+    prefill_tp: int = setting(0, "--tp of prefill workers, where it differs; 0: it does not")
     ep: int = setting(1, "GPUs of one worker, expert parallel")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
     metrics_port: int = setting(
@@ -54,9 +54,10 @@ class ServeConfig:
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
                 "(it computes prompts too when there is no prefill worker)"
             )
-        for flag, value in (("--tp", self.tp), ("--ep", self.ep)):
-            if value != 1:
-                raise ConfigError(f"{flag} {value}: one GPU per worker for now; use {flag} 1 and more workers")
+        if self.prefill_tp < 0:
+            raise ConfigError(f"--prefill-tp {self.prefill_tp}: choose 1 or more, or 0 for --tp")
+        if self.ep != 1:
+            raise ConfigError(f"--ep {self.ep}: there is no expert parallelism yet; use --ep 1")
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ def plan_cluster(
             agent_socket=agent_socket,
             metrics_port=metrics_ports.get(name, 0),
         )
-        settings = [worker, config.engine, gpu]
+        tp = config.serve.prefill_tp if role == "prefill" else 0
+        settings = [worker, dataclasses.replace(config.engine, tp=tp or config.engine.tp), gpu]
         stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
         add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, **stages)
     router = config.router

@@ -27,15 +27,18 @@ from engine.kv_memory import (
     host_buffer_over,
     pool_geometry,
 )
+from engine.parallel.followers import Followers
 from engine.policy import load_policy
 from engine.scheduler import Scheduler
-from kvstore.layout import PoolGeometry
+from kvstore.layout import PoolGeometry, Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier, LocalHostTier
+from kvstore.transport.shared_memory import create_memfd
 
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
+    from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ class PoolMemory(Protocol):
         """A zeroed tensor, see PoolGeometry."""
         ...
 
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        """A descriptor of zeroed memory for the pool of a rank in another process."""
+        ...
+
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
 
 
@@ -55,6 +62,9 @@ class PrivatePoolMemory:
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         return allocate_pool(geometry, device)
+
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        return create_memfd("mini-infer-kv", geometry.pool_bytes)
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         num_slots = host_tier_bytes // geometry.block_bytes
@@ -100,22 +110,27 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
+    shard = Shard(0, config.tp)
+    followers = Followers(config) if config.tp > 1 else None
     with explained(SMALLER_WEIGHTS):
-        loaded = load_model(files, config, device)
+        loaded = load_model(files, config, device, shard)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
 
         one_block = pool_geometry(loaded.config, replace(config, num_gpu_blocks=1), loaded.fingerprint, loaded.dtype)
         config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
     max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     host_buffer = None
     if host_tier is not None:
         host_buffer = host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
-    runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
+    if followers is None:
+        runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
+    else:
+        runner = _make_parallel_runner(loaded, pool, host_buffer, config, memory, geometry, followers)
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),
         config.block_size,
@@ -160,6 +175,27 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
     )
+
+
+def _make_parallel_runner(
+    loaded: LoadedModel,
+    pool: torch.Tensor,
+    host_buffer: torch.Tensor | None,
+    config: EngineConfig,
+    memory: PoolMemory,
+    geometry: PoolGeometry,
+    followers: Followers,
+) -> ParallelRunner:
+    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's."""
+    from engine.cpu.runner import ModelRunner
+    from engine.parallel.group import GlooGroup
+    from engine.parallel.runner import ParallelRunner
+
+    shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
+    fds = [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards]
+    followers.give_pools(fds, geometry.num_blocks, 0 if host_buffer is None else host_buffer.shape[0])
+    group = GlooGroup(geometry.shard, followers.store)
+    return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
 
 
 def _make_runner(

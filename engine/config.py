@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from common.config import setting
@@ -45,6 +46,9 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
+    tp: int = setting(
+        1, "processes that share each layer of the model (tensor parallelism); on a CPU so far, weights plain"
+    )
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )
@@ -65,15 +69,18 @@ class EngineConfig:
             "every running sequence needs a token in a step",
         )
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
+        require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
         """The same settings with block size and every automatic bound of a step filled in for `cpu` or `cuda`.
 
         is_offline: nobody waits for the next token of a stream, so a step on a GPU may be twice as long.
-        Raises ConfigError for a block size that the device's kernels cannot take.
+        Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
+        if on_gpu and self.tp > 1:
+            raise ConfigError(f"--tp {self.tp} runs on a CPU so far: use --device cpu, or --tp 1")
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
@@ -85,4 +92,5 @@ class EngineConfig:
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
+            num_threads=self.num_threads or (max(len(os.sched_getaffinity(0)) // self.tp, 1) if self.tp > 1 else 0),
         )

@@ -43,6 +43,10 @@ class Runner(Protocol):
         """Whether some row cannot be launched while tokens before it are pending (penalties count them)."""
         ...
 
+    def check(self) -> None:
+        """Raise DeviceLostError when what the steps run on is known to be gone."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -119,6 +123,10 @@ class Engine:
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work()
+
+    def check(self) -> None:
+        """Look, between steps, whether there can be another one. Raises DeviceLostError."""
+        self._runner.check()
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch a step, and apply the oldest one in flight when no more may be.

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from kvstore.layout import KvLayout, PoolGeometry, full_attention
+from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention
 from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
@@ -29,11 +29,18 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def pool_geometry(
-    model_config: ModelConfig, engine_config: EngineConfig, fingerprint: str, dtype: torch.dtype
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    fingerprint: str,
+    dtype: torch.dtype,
+    shard: Shard = WHOLE,
 ) -> PoolGeometry:
-    """Shape of the pool of a model that computes in `dtype`. Raises ConfigError when the memory holds no block."""
+    """Shape of one rank's pool of a model that computes in `dtype`.
+
+    model_config: of the whole model. Raises ConfigError when the memory, which each rank has, holds no block.
+    """
     layout = kv_layout(model_config, kv_dtype(engine_config, dtype))
-    geometry = PoolGeometry(layout, num_blocks=1, block_size=engine_config.block_size, fingerprint=fingerprint)
+    geometry = PoolGeometry(layout, 1, engine_config.block_size, fingerprint, shard)
     return replace(geometry, num_blocks=num_blocks_for(geometry, engine_config))
 
 

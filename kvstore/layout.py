@@ -109,6 +109,9 @@ class Shard:
         raise ConfigError(f"{num_kv_heads} KV heads cannot be divided among {self.size} ranks")
 
 
+WHOLE = Shard()
+
+
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
     """One rank's pool: `[num_blocks, num_layers, num_planes, heads of the shard, block_size, head_dim]`.
@@ -121,7 +124,7 @@ class PoolGeometry:
     num_blocks: int
     block_size: int
     fingerprint: str
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_DIMENSION:

@@ -18,6 +18,7 @@ from common.errors import ConfigError, MiniInferError
 from common.logging import setup_logging
 from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.engine import DeviceLostError
 from engine.gpu.config import GpuConfig
 from kvstore.pool.block_hash import HASH_VERSION
 from kvstore.transport.handle import HandleWriter
@@ -52,6 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     except MiniInferError as error:
         link.send([Event.FAILED, str(error)])
         return 1
+    except DeviceLostError as error:
+        logger.exception("the engine cannot go on")
+        link.send([Event.FAILED, str(error)])
+        os._exit(1)  # an orderly end would wait for what is lost
     return 0
 
 
@@ -64,7 +69,7 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
         int(start["kv_staging_gb"] * 1e9),
         start["kv_transport"],
     )
-    cores = None if config.num_threads else _shared_cores(start["run_dir"])
+    cores = None if config.num_threads or config.tp > 1 else _shared_cores(start["run_dir"])
     parts = assemble(config, memory, GpuConfig(**start["gpu"]))
     if cores is not None and parts.device != "cpu":
         cores.close()
@@ -75,16 +80,16 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     geometry = parts.geometry
     exporter = memory.exporter(parts.engine.scheduler.kv.pool)
-    puller = KvPuller(memory.client(start["cluster_token"]), link.wake)
+    puller = KvPuller(memory.clients(start["cluster_token"]), link.wake)
     memory.serve()
     lease_seconds = start["kv_lease_seconds"]
-    handles = HandleWriter(start["worker_id"], geometry, memory.address(start["kv_address"]), lease_seconds)
+    handles = HandleWriter(start["worker_id"], memory.shards(start["kv_address"]), lease_seconds)
     link.send(
         [
             Event.READY,
             {
                 "epoch": memory.epoch,
-                "shm_socket": memory.socket_path,
+                "shm_sockets": memory.socket_paths,
                 "needs_staging": memory.needs_staging,
                 "transports": memory.transports,
                 "model": parts.files.name,

@@ -116,6 +116,7 @@ class EngineProcess:
             return BLOCKED_WAIT_SECONDS
         if self._puller.num_open or len(self._leases):
             return LEASE_WAIT_SECONDS
+        self._engine.check()
         if not self._checked:
             self._pool.check_integrity()  # cheap enough when idle, and a bug found here is found early
             self._checked = True

@@ -27,8 +27,8 @@ Blocks = npt.NDArray[np.uint8]
 class KvExporter(Protocol):
     """The owner's side of leases."""
 
-    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Of blocks that are complete."""
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        """Of each rank's pool, the digests of blocks that are complete."""
         ...
 
     def stage(self, lease: Lease) -> list[BlockId] | None:
@@ -45,14 +45,16 @@ class KvExporter(Protocol):
 
 
 class DirectExporter:
-    """The pool itself is shared memory. blocks: uint8 [num_blocks, block_bytes]."""
+    """The pools themselves are shared memory. ranks: of each uint8 [num_blocks, block_bytes]."""
 
-    def __init__(self, blocks: Blocks, pool: BlockPool) -> None:
-        self._blocks = blocks
+    def __init__(self, ranks: Sequence[Blocks], pool: BlockPool) -> None:
+        self._ranks = ranks
         self._pool = pool
 
-    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        return [digest_blocks(self._blocks[block_id : block_id + 1])[0] for block_id in block_ids]
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        return [
+            [digest_blocks(blocks[block_id : block_id + 1])[0] for block_id in block_ids] for blocks in self._ranks
+        ]
 
     def stage(self, lease: Lease) -> list[BlockId] | None:
         return list(lease.block_ids)
@@ -100,8 +102,8 @@ class DeviceExporter:
         self._pool = pool
         self._staged: dict[LeaseId, list[BlockId]] = {}
 
-    def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        return self._device_pool.digests(block_ids)
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        return [self._device_pool.digests(block_ids)]
 
     def stage(self, lease: Lease) -> list[BlockId] | None:
         rows = self._staged.get(lease.lease_id)

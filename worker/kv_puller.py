@@ -41,9 +41,9 @@ class LoadResult:
 class KvPuller:
     """One per engine."""
 
-    def __init__(self, client: KvClient, on_result: Callable[[], None]) -> None:
-        """`on_result` is called from a thread when a result is there."""
-        self._client = client
+    def __init__(self, clients: Sequence[KvClient], on_result: Callable[[], None]) -> None:
+        """clients: one into the pool of each rank. `on_result` is called from a thread when a result is there."""
+        self._clients = clients
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
         self._results: deque[LoadResult] = deque()
@@ -81,7 +81,8 @@ class KvPuller:
     def close(self) -> None:
         self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
     # -- threads ---------------------------------------------------------------------------------------------
 
@@ -92,8 +93,9 @@ class KvPuller:
                 lease = self._kept_alive.get(lease_id)
             if lease is None:
                 raise TransferError("the lease was released for another request that had the same handle")
-            pulled = self._client.pull(lease, positions, block_ids)
-            result = LoadResult(request_id, True, "", pulled.transport, pulled.num_bytes, pulled.seconds)
+            pulled = [client.pull(lease, positions, block_ids) for client in self._clients]
+            num_bytes, seconds = sum(one.num_bytes for one in pulled), sum(one.seconds for one in pulled)
+            result = LoadResult(request_id, True, "", pulled[0].transport, num_bytes, seconds)
         except MiniInferError as error:
             result = LoadResult(request_id, False, str(error))
         except Exception:  # nobody else looks at a thread's exception
@@ -109,7 +111,7 @@ class KvPuller:
         if lease is None:
             return
         try:
-            self._client.release(lease)
+            self._clients[0].release(lease)
         except MiniInferError as error:
             logger.debug("lease not released, it will expire: %s", error)
 
@@ -125,6 +127,6 @@ class KvPuller:
                     continue
                 renewed[lease.lease_id] = now
                 try:
-                    self._client.renew(lease)
+                    self._clients[0].renew(lease)
                 except MiniInferError as error:
                     logger.debug("lease not renewed: %s", error)

@@ -30,7 +30,7 @@ class KvService:
 
 
 def open_kv_service(engine: EngineClient) -> KvService:
-    """Map the engine's pool. Raises UnavailableError, TransferError."""
+    """Map the engine's pools. Raises UnavailableError, TransferError."""
 
     async def on_renew(lease_id: LeaseId, epoch: Epoch, lease_seconds: float) -> None:
         engine.renew(lease_id, epoch, lease_seconds)
@@ -41,6 +41,6 @@ def open_kv_service(engine: EngineClient) -> KvService:
     events = EventLog()
     leases = LeaseMirror(Epoch(engine.ready["epoch"]))
     staging = StagingTable(engine.stage) if engine.ready["needs_staging"] else None
-    view = PoolView.fetch(engine.ready["shm_socket"], staging)
-    servicer = KvTransferService([view], leases, on_renew, on_release)
+    views = [PoolView.fetch(path, staging) for path in engine.ready["shm_sockets"]]
+    servicer = KvTransferService(views, leases, on_renew, on_release)
     return KvService(events, leases, staging, servicer)

@@ -28,10 +28,10 @@ from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transport import cuda_memory
-from kvstore.transport.client import KvClient, Transport, host_transports
+from kvstore.transport.client import KvClient, Transport, host_client, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
-from kvstore.transport.handle import ShardAddress
+from kvstore.transport.handle import HandleShard, ShardAddress
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
@@ -39,6 +39,7 @@ from kvstore.types import WorkerId
 from worker.device_pool import DevicePool, tensor_over
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
 from worker.pinned_staging import StagedTransport
+from worker.rank_pool import RankPool
 
 logger = logging.getLogger("engine")
 
@@ -65,6 +66,7 @@ class SharedPoolMemory:
         self._device_fd = -1
         self._mapping: mmap.mmap | None = None
         self._servers: list[DescriptorServer] = []
+        self._others: list[RankPool] = []  # of ranks 1, 2, ...
         self._shared: PoolGeometry  # of the memfd
         self._blocks: npt.NDArray[np.uint8]  # [num_blocks, block_bytes], writable
 
@@ -97,18 +99,35 @@ class SharedPoolMemory:
         self._shared = shared
         return self._kv_pool
 
-    def address(self, kv_address: str) -> ShardAddress:
-        """Where peers can read the pool; `kv_address` is the front's."""
-        return ShardAddress(kv_address, self.socket_path, self.cuda_socket_path, self.needs_staging)
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        """See PoolMemory. Ranks come in their order, after `allocate`."""
+        path = Path(self.socket_path).with_suffix(f".{geometry.shard.rank}.sock")
+        self._others.append(RankPool(geometry, str(path)))
+        return self._others[-1].fd
+
+    @property
+    def socket_paths(self) -> list[str]:
+        """Where descriptors of the pools of all ranks are handed out."""
+        return [shard.address.shm_socket for shard in self.shards("")]
+
+    def shards(self, kv_address: str) -> list[HandleShard]:
+        """The pools of all ranks, and where peers can read them; `kv_address` is the front's."""
+        address = ShardAddress(kv_address, self.socket_path, self.cuda_socket_path, self.needs_staging)
+        mine = HandleShard(self._geometry, address)
+        return [mine, *(HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._others)]
 
     def exporter(self, pool: BlockPool) -> KvExporter:
         """How blocks of `pool` are given to readers."""
         if self._device_pool is None:
-            return DirectExporter(self._blocks, pool)
+            return DirectExporter([self._blocks, *(other.blocks for other in self._others)], pool)
         return DeviceExporter(self._device_pool, self._rows, pool)
 
-    def client(self, token: str) -> KvClient:
-        """Reads peers' blocks into this pool."""
+    def clients(self, token: str) -> list[KvClient]:
+        """Readers of peers' blocks, one into the pool of each rank."""
+        others = [host_client(pool.geometry, pool.blocks, token, self.transports) for pool in self._others]
+        return [self._client(token), *others]
+
+    def _client(self, token: str) -> KvClient:
         leases = LeaseClient(token)
         transports: list[Transport] = []
         if self._device_pool is None:
@@ -121,8 +140,8 @@ class SharedPoolMemory:
         return KvClient(self._geometry, transports, leases)
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
-        """The agent's tier, or one of `host_tier_bytes` here, or None."""
-        if self._agent_socket:
+        """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
+        if self._agent_socket and geometry.shard.size == 1:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
             return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes)
@@ -134,6 +153,8 @@ class SharedPoolMemory:
         read_only = reopen_read_only(self._fd)
         info = PoolInfo(self._worker_id, self.epoch, self._shared)
         self._servers.append(DescriptorServer(Path(self.socket_path), info, read_only))
+        for pool in self._others:
+            pool.serve(self._worker_id, self.epoch)
         if self._device_fd >= 0:
             info = PoolInfo(self._worker_id, self.epoch, self._geometry)
             fd, self._device_fd = self._device_fd, -1
@@ -142,6 +163,8 @@ class SharedPoolMemory:
     def close(self) -> None:
         for server in self._servers:
             server.close()
+        for pool in self._others:
+            pool.close()
         for fd in (self._fd, self._device_fd):
             if fd >= 0:
                 os.close(fd)

@@ -12,11 +12,11 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Step
 from engine.layers.forward import BlockOp, Forward, Stream, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
+from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
 from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
@@ -38,24 +38,27 @@ class Rows(Enum):
 class CpuForwards:
     """The model lowered for each class of steps. Weights are shared."""
 
-    def __init__(self, model: Model) -> None:
-        self._by_rows = {rows: lower_model(model, rows) for rows in Rows}
+    def __init__(self, model: Model, group: Group | None = None, vocab_size: int = 0) -> None:
+        """group, vocab_size: see `plain`."""
+        self._by_rows = {rows: lower_model(model, rows, group, vocab_size) for rows in Rows}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
         """only_decodes: every row is one generated token."""
         return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
 
 
-def lower_model(model: Model, rows: Rows) -> Forward[Step]:
+def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
     if rows is Rows.ANY:
-        return plain(with_dense_linears(model))
+        return plain(with_dense_linears(model), group, vocab_size)
     signs = signs_like(model.embedding.new_empty(0, dtype=torch.float32))
+    embed = embedding_lookup(model.embedding, group)
 
     def start(step: Step) -> Stream:
-        return Stream(opposed(functional.embedding(step.token_ids, model.embedding), signs))  # float32, as signs are
+        return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
 
-    ops = [BlockOp(OpposedNorm(block.norm, block.eps), block) for block in model.blocks]
-    return Forward(start, ops, OpposedNorm(model.final_norm, model.config.rms_norm_eps), model.head)
+    ops = [BlockOp(summed(OpposedNorm(block.norm, block.eps), group), block) for block in model.blocks]
+    final = summed(OpposedNorm(model.final_norm, model.config.rms_norm_eps), group)
+    return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 
 def with_dense_linears(model: Model) -> Model:

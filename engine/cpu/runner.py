@@ -21,6 +21,7 @@ from engine.cpu.pool_attention import AttentionBackend, PoolAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.layers.block import Step
 from engine.layers.forward import Forward
+from engine.layers.parallel import Group
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
@@ -33,16 +34,22 @@ from engine.trial_plans import prompt_plan
 class ModelRunner:
     """One model over one KV pool.
 
-    kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+    kv_pool: see PoolGeometry.
     host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped.
     """
 
     max_steps_in_flight = 1
 
     def __init__(
-        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
+        self,
+        loaded: LoadedModel,
+        kv_pool: Tensor,
+        host_buffer: Tensor | None,
+        config: EngineConfig,
+        group: Group | None = None,
     ) -> None:
-        model_config = loaded.config
+        """group: of the ranks that have the other shards of the model."""
+        model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
         expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
         expected_dtype = kv_dtype(config, loaded.dtype)
@@ -54,7 +61,7 @@ class ModelRunner:
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
         self._requests = RequestStates()
         self._model = loaded.model
-        self._forwards = CpuForwards(loaded.model)
+        self._forwards = CpuForwards(loaded.model, group, loaded.config.vocab_size)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -79,6 +86,9 @@ class ModelRunner:
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: nothing is ever pending here."""
         return False
+
+    def check(self) -> None:
+        """See Runner: this process is all that there is."""
 
     def _run(self, rows: list[ScheduledRow], requests: list[RequestState], result: StepResult) -> None:
         batch = build_batch(rows, requests, self._block_size)
@@ -146,7 +156,7 @@ class ModelRunner:
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
     if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
-        return CpuAttention(kv_pool, loaded.config.num_heads)
+        return CpuAttention(kv_pool, loaded.model.config.num_heads)
     return PoolAttention(kv_pool)
 
 

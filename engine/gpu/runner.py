@@ -111,6 +111,9 @@ class GpuRunner:
         """See Runner: whatever reads a request's own tokens on the host."""
         return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
 
+    def check(self) -> None:
+        """See Runner: a lost GPU is found by the next step."""
+
     def _launch_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> GpuStep:
         step = GpuStep(StepResult.of_rows(len(rows)))
         if rows:

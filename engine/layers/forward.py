@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Step
 from engine.layers.linear import LinearLayer
+from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.models.model import Model
 from kernels.rms_norm import rms_norm
 
@@ -49,9 +49,9 @@ class Stream:
     def fold(self, add_norm: AddNorm[X]) -> X:
         """Add the pending output to the residual, and norm the sum.
 
-        Every pending output passes here and nowhere else. With tensor parallelism it is a rank's share of a sum:
-        this is where the all-reduce goes. (An op that adds to the residual itself, as the GEMVs of one row do, has
-        no pending output, and is no op for a rank among several.)
+        Every pending output passes here and nowhere else. With tensor parallelism it is a rank's share of a sum, and
+        `add_norm` sums over ranks first (`engine/layers/parallel.py`). (An op that adds to the residual itself, as
+        the GEMVs of one row do, has no pending output, and is no op for a rank among several.)
         """
         x = add_norm(self.residual, self.pending)
         self.pending = None
@@ -114,11 +114,16 @@ class PlainNorm:
         return rms_norm(residual, self._weight, self._eps)
 
 
-def plain(model: Model) -> Forward[Step]:
-    """The model as its family's file says it, on any device."""
+def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
+    """The model as its family's file says it, on any device.
+
+    group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group.
+    """
+    embed = embedding_lookup(model.embedding, group)
 
     def start(step: Step) -> Stream:
-        return Stream(functional.embedding(step.token_ids, model.embedding).float())
+        return Stream(embed(step.token_ids).float())
 
-    ops = [BlockOp(PlainNorm(block.norm, block.eps), block) for block in model.blocks]
-    return Forward(start, ops, PlainNorm(model.final_norm, model.config.rms_norm_eps), model.head)
+    ops = [BlockOp(summed(PlainNorm(block.norm, block.eps), group), block) for block in model.blocks]
+    final = summed(PlainNorm(model.final_norm, model.config.rms_norm_eps), group)
+    return Forward(start, ops, final, gathered(model.head, vocab_size, group))

@@ -28,6 +28,7 @@ from engine.loader.packed_linears import can_keep_packed, packed_names, place_pa
 from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
+from engine.loader.sharded import ShardedWeights
 from engine.models.config import (
     ModelConfig,
     architecture_of,
@@ -38,6 +39,7 @@ from engine.models.config import (
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.model import Model
 from engine.models.quantization import quantization_from_hf
+from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
@@ -45,7 +47,10 @@ GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPU
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are."""
+    """A model ready to run, or one rank's shard of it, whose shapes `model.config` has; `config` is the whole one's.
+
+    `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are, on all ranks.
+    """
 
     model: Model
     config: ModelConfig
@@ -53,6 +58,7 @@ class LoadedModel:
     dtype: torch.dtype
     quant_mode: str
     device: torch.device
+    shard: Shard = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +117,23 @@ def resolve_quant_mode(
     return wanted
 
 
-def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.device | None = None) -> LoadedModel:
-    """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do."""
+def load_model(
+    files: ModelFiles, engine_config: EngineConfig, device: torch.device | None = None, shard: Shard = WHOLE
+) -> LoadedModel:
+    """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do.
+
+    shard: which part of them.
+    """
     started = time.perf_counter()
     device = device or resolve_device(engine_config)
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
-        if packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
+        if shard.size > 1:
+            quant_mode = "none"
+            model = _build_shard(source, engine_config, shard)
+        elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device)
         else:
@@ -138,7 +152,22 @@ def load_model(files: ModelFiles, engine_config: EngineConfig, device: torch.dev
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
-    return LoadedModel(model, source.config, name, dtype, quant_mode, device)
+    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
+
+
+def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard) -> Model:
+    """One rank's part, in plain weights. Raises ConfigError for what cannot be divided (yet)."""
+    if engine_config.quant_mode not in ("auto", "none"):
+        raise ConfigError(f"--tp with --quant-mode {engine_config.quant_mode} does not work yet: use none")
+    if engine_config.kv_cache_dtype != "auto":
+        raise ConfigError(f"--tp with --kv-cache-dtype {engine_config.kv_cache_dtype} does not work yet: use auto")
+    config = source.config.shard(shard.size)
+    whole = ShapeRecorder()
+    source.family.build(source.config, whole)
+    _checked_skeleton(source)
+    model = source.family.build(config, ShardedWeights(source.weights, whole.shapes, shard))
+    Quantizer("none", None, False).finish(model)
+    return model
 
 
 def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> Model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -66,6 +66,28 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def shard(self, size: int) -> ModelConfig:
+        """What each of `size` ranks holds, see `engine.layers.weights.Shard`. Raises ConfigError.
+
+        Ranks are alike: where there are fewer KV heads than ranks, several have the same one; a vocabulary that
+        cannot be divided is padded.
+        """
+
+        def divided(what: str, count: int) -> int:
+            if count % size:
+                raise ConfigError(f"{size} ranks cannot divide the model's {count} {what}")
+            return count // size
+
+        if self.num_kv_heads < size and size % self.num_kv_heads:
+            raise ConfigError(f"{size} ranks cannot share the model's {self.num_kv_heads} KV heads")
+        return replace(
+            self,
+            vocab_size=-(-self.vocab_size // size),
+            num_heads=divided("query heads", self.num_heads),
+            num_kv_heads=divided("KV heads", max(self.num_kv_heads, size)),
+            intermediate_size=divided("columns of MLPs", self.intermediate_size),
+        )
 
     def context_length(self, max_model_len: int) -> int:
         """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.

@@ -52,6 +52,14 @@ class ShardAddress:
 
 
 @dataclass(frozen=True, slots=True)
+class HandleShard:
+    """The pool of one rank, as its owner's handles name it."""
+
+    geometry: PoolGeometry
+    address: ShardAddress
+
+
+@dataclass(frozen=True, slots=True)
 class PeerShard:
     """The blocks of a lease in the pool of one rank."""
 
@@ -102,16 +110,19 @@ class PeerLease:
 class HandleWriter:
     """Writes the handles of one worker's leases."""
 
-    def __init__(self, worker_id: str, geometry: PoolGeometry, address: ShardAddress, lease_seconds: float) -> None:
+    def __init__(self, worker_id: str, shards: Sequence[HandleShard], lease_seconds: float) -> None:
+        """shards: in the order of ranks."""
         self._worker_id = WorkerId(worker_id)
-        self._geometry = geometry
-        self._address = address
+        self._shards = shards
         self._lease_seconds = lease_seconds
 
-    def write(self, lease: Lease, num_tokens: int, digests: Sequence[int]) -> KvHandle:
-        """The handle of a lease on blocks that hold the KV of `num_tokens`; one digest per block."""
-        shard = pack_shard(self._geometry, self._address, lease.block_ids, digests)
-        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self._lease_seconds, (shard,))
+    def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> KvHandle:
+        """The handle of a lease on blocks that hold the KV of `num_tokens`; of each shard one digest per block."""
+        shards = tuple(
+            pack_shard(shard.geometry, shard.address, lease.block_ids, own)
+            for shard, own in zip(self._shards, digests, strict=True)
+        )
+        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self._lease_seconds, shards)
 
 
 def pack_shard(

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -147,6 +148,7 @@ def running_cluster(
     engine_args: Sequence[str] = ("--model=dry-run", "--num-gpu-blocks=512", "--num-threads=1"),
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
+    role_args: Mapping[str, Sequence[str]] = MappingProxyType({}),
     with_agent: bool = False,
 ) -> Iterator[Cluster]:
     """Start everything, wait until it is ready, and end everything."""
@@ -169,11 +171,11 @@ def running_cluster(
             agent_args = [f"--socket={socket_path}", "--host-tier-gb=0.25"]
             add("agent", ["-m", "kvstore", "--port=0", *agent_args])
         for worker, port in zip(names, ports, strict=True):
-            module = worker.split("-")[0] + "_service"
-            argv = ["-m", module, f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
+            role = worker.split("-")[0]
+            argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
             if with_agent:
                 argv.append(f"--agent-socket={socket_path}")
-            add(worker, [*argv, *engine_args, *worker_args])
+            add(worker, [*argv, *engine_args, *worker_args, *role_args.get(role, ())])
         addresses = dict(zip(names, (f"127.0.0.1:{port}" for port in ports), strict=True))
         argv = ["-m", "router", f"--port={router_port}", f"--model={model}"]
         for role in ("prefill", "decode"):

@@ -66,6 +66,9 @@ class BlockMemoryRunner:
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         return self._requests.needs_tokens(plan.rows)
 
+    def check(self) -> None:
+        pass
+
     def launch(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
         requests = self._requests.apply(plan)

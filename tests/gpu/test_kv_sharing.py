@@ -17,7 +17,7 @@ from common.errors import MiniInferError, TransferError
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.leases import LeaseTable
 from kvstore.transport.client import KvClient
-from kvstore.transport.handle import HandleWriter
+from kvstore.transport.handle import HandleShard, HandleWriter
 from kvstore.types import BlockId
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
 from worker.shared_pool import SharedPoolMemory
@@ -44,9 +44,10 @@ def be_owner(folder: Path, device: str) -> None:
     block_ids = list(map(BlockId, BLOCKS))
     digests = memory.exporter(BlockPool(GEOMETRY.num_blocks)).digests(block_ids)
     memory.serve()
-    address = replace(memory.address(""), shm_socket="")
+    (shard,) = memory.shards("")
+    address = replace(shard.address, shm_socket="")
     lease = LeaseTable(memory.epoch).grant(block_ids, time.monotonic(), 10.0)
-    handle = HandleWriter("owner", GEOMETRY, address, 10.0).write(lease, 80, digests)
+    handle = HandleWriter("owner", [HandleShard(GEOMETRY, address)], 10.0).write(lease, 80, digests)
     print(handle_to_hex(handle), flush=True)
     sys.stdin.read()
 
@@ -80,7 +81,7 @@ def owner(tmp_path: Path) -> Iterator[OwnerProcess]:
 def mine(tmp_path: Path) -> Iterator[tuple[torch.Tensor, KvClient, SharedPoolMemory]]:
     memory = SharedPoolMemory("reader", str(tmp_path), "", 64 << 20)
     kv_pool = memory.allocate(GEOMETRY, torch.device("cuda:0"))
-    client = memory.client("")
+    client = memory.clients("")[0]
     yield kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64), client, memory
     client.close()
     memory.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import HandshakeError, TransferError
 from kvstore.layout import Shard
 from kvstore.pool.leases import LeaseTable
-from kvstore.transport.handle import HandleWriter, KvHandle, ShardAddress, open_handle, pack_shard
+from kvstore.transport.handle import HandleShard, HandleWriter, KvHandle, ShardAddress, open_handle, pack_shard
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE
 
@@ -30,7 +30,7 @@ def shard_of(rank: int, size: int, **changes: Any) -> bytes:
 
 def test_a_handle_survives_its_way() -> None:
     lease = LeaseTable(Epoch(2**64 - 1)).grant(BLOCKS, 0.0, 30.0)
-    handle = HandleWriter("w", GEOMETRY, ADDRESS, 30.0).write(lease, 12, DIGESTS)
+    handle = HandleWriter("w", [HandleShard(GEOMETRY, ADDRESS)], 30.0).write(lease, 12, [DIGESTS])
     arrived = KvHandle(**msgpack.unpackb(msgpack.packb(asdict(handle))))
     read = open_handle(arrived)
     assert (read.lease_id, read.worker_id, read.epoch) == (lease.lease_id, "w", 2**64 - 1)

@@ -85,8 +85,8 @@ class RowsOfABlock:
 
 
 def test_digests_are_those_of_the_host(parts: Parts) -> None:
-    assert parts.exporter.digests(ids(4, 0)) == digest_blocks(parts.bytes[[4, 0]])
-    assert parts.exporter.digests([]) == []
+    assert parts.exporter.digests(ids(4, 0)) == [digest_blocks(parts.bytes[[4, 0]])]
+    assert parts.exporter.digests([]) == [[]]
 
 
 def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) -> None:
@@ -171,9 +171,9 @@ def test_a_pull_from_an_attached_pool(parts: Parts) -> None:
 def test_direct_exporter_leaves_blocks_where_they_are() -> None:
     pool = BlockPool(3)
     blocks = torch.randint(0, 256, (3, 16), dtype=torch.uint8).numpy()
-    exporter = DirectExporter(blocks, pool)
+    exporter = DirectExporter([blocks], pool)
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
-    assert exporter.digests(lease.block_ids) == digest_blocks(blocks[list(lease.block_ids)])
+    assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
     assert exporter.stage(lease) == list(lease.block_ids)
     exporter.fence()
     assert pool.num_used == 2

@@ -57,7 +57,7 @@ def has_result() -> threading.Event:
 
 @pytest.fixture
 def puller(client: Client, has_result: threading.Event) -> Iterator[KvPuller]:
-    made = KvPuller(cast(KvClient, client), has_result.set)
+    made = KvPuller([cast(KvClient, client)], has_result.set)
     yield made
     made.close()
 

@@ -44,7 +44,7 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
     peer = with_address(owner.peer([3]), cuda_socket="/nowhere", kv_address="127.0.0.1:1")
     for wanted, works in (("auto", True), ("shm", True), ("tcp", False)):
         memory = open_memory(tmp_path, wanted)
-        client = memory.client("")
+        client = memory.clients("")[0]
         if works:
             assert client.pull(peer, [0], [BlockId(0)]).transport == "shm"
         else:

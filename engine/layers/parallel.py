@@ -1,0 +1,81 @@
+"""What a lowered model does between the ranks of a tensor-parallel group, at its three seams.
+
+    embedding   each rank looks up the tokens of its rows of the vocabulary, and all add up
+    fold        a block's output is a rank's share of a sum: summed before it meets the residual
+    head        each rank has the logits of its rows of the vocabulary, and all put them beside each other
+
+Ops in between know nothing of it. Without a group each function gives back what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from engine.layers.forward import AddNorm
+    from engine.layers.linear import LinearLayer
+
+X_co = TypeVar("X_co", covariant=True)
+
+
+class Group(Protocol):
+    """The ranks of one model, which call the same methods in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in float32. Equal on all ranks, bit for bit."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """(n, columns) of each rank -> (n, size * columns), in the order of ranks."""
+        ...
+
+
+def embedding_lookup(weight: Tensor, group: Group | None) -> Callable[[Tensor], Tensor]:
+    """From token ids (n,) to rows (n, hidden). weight: (vocab, hidden), with a group this rank's rows of it."""
+    if group is None:
+        return partial(_lookup, weight)
+    first, count = group.rank * weight.shape[0], weight.shape[0]
+
+    def look_up(token_ids: Tensor) -> Tensor:
+        local = token_ids - first
+        is_mine = (local >= 0) & (local < count)
+        return group.all_reduce(_lookup(weight, local.clamp(0, count - 1)) * is_mine[:, None])
+
+    return look_up
+
+
+def summed(add_norm: AddNorm[X_co], group: Group | None) -> AddNorm[X_co]:
+    """`add_norm` of the sum of all ranks' pending outputs."""
+    if group is None:
+        return add_norm
+
+    def sum_add_norm(residual: Tensor, pending: Tensor | None) -> X_co:
+        return add_norm(residual, None if pending is None else group.all_reduce(pending))
+
+    return sum_add_norm
+
+
+def gathered(head: LinearLayer, vocab_size: int, group: Group | None) -> LinearLayer:
+    """All logits (n, vocab_size) from the head's (n, rows of this rank); the last rank's may be padded."""
+    if group is None:
+        return head
+
+    def all_logits(x: Tensor) -> Tensor:
+        return group.all_gather(head(x))[:, :vocab_size]
+
+    return all_logits
+
+
+def _lookup(weight: Tensor, token_ids: Tensor) -> Tensor:
+    return functional.embedding(token_ids, weight)

@@ -1,0 +1,130 @@
+"""The processes of ranks 1 to n - 1, as rank 0 sees them: started, given their pools, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.engine import DeviceLostError
+from engine.parallel.plan_ring import LENGTH, RingWriter, ring_bytes
+from engine.plan import StepPlan, encode_plan
+from kvstore.layout import Shard
+
+READY = b"\x01"
+STOP_SECONDS = 5.0
+POLL_SECONDS = 0.5
+
+
+class FollowerStart(msgspec.Struct):
+    """First message to a follower. The descriptors are inherited under the same numbers."""
+
+    shard: Shard
+    engine: EngineConfig  # resolved
+    store: str  # file of the group's rendezvous
+    ring_fd: int
+    wake_fd: int
+
+
+class FollowerPool(msgspec.Struct):
+    """Second message, when its weights are there. With it comes the descriptor of its pool's memory."""
+
+    num_blocks: int
+    num_host_slots: int
+
+
+class Followers:
+    """Processes that run the same plans as this one, each on its own shard."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the ranks of `config.tp` but the first; returns while they load. config: resolved."""
+        num_followers = config.tp - 1
+        self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
+        self._links: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        ring_fd = os.memfd_create("mini-infer-plans")
+        os.ftruncate(ring_fd, ring_bytes(num_followers))
+        wake_fds = [os.eventfd(0) for _ in range(num_followers)]
+        self._ring = RingWriter(ring_fd, wake_fds, partial(_check, self._processes))
+        for rank, wake_fd in enumerate(wake_fds, 1):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(theirs.fileno(), ring_fd, wake_fd),
+                    )
+                )
+            self._links.append(ours)
+            start = FollowerStart(Shard(rank, config.tp), config, str(self.store), ring_fd, wake_fd)
+            _send(ours, start, [])
+        os.close(ring_fd)
+        weakref.finalize(
+            self, _end, self._links, self._processes, self.store.parent
+        )
+
+    def give_pools(self, pool_fds: Sequence[int], num_blocks: int, num_host_slots: int) -> None:
+        """Wait until all have their weights, and give each the memory of its pool.
+
+        Raises ConfigError when one has ended instead; it has said why.
+        """
+        for rank, (link, pool_fd) in enumerate(zip(self._links, pool_fds, strict=True), 1):
+            while not select.select([link], [], [], POLL_SECONDS)[0]:
+                continue  # a process that ends closes its link, which is then readable
+            if link.recv(1) != READY:
+                raise ConfigError(f"rank {rank} of the model could not start: its message is above")
+            _send(link, FollowerPool(num_blocks, num_host_slots), [pool_fd])
+
+    def send(self, plan: StepPlan) -> None:
+        """Let all launch `plan` next. Raises DeviceLostError when one is gone."""
+        self.check()
+        self._ring.write(encode_plan(plan))
+
+    def check(self) -> None:
+        """Raises DeviceLostError when a process has ended."""
+        _check(self._processes)
+
+    def forget_store(self) -> None:
+        """All ranks have met: nothing is left behind, however this process ends."""
+        shutil.rmtree(self.store.parent, ignore_errors=True)
+
+
+def _check(processes: list[subprocess.Popen[bytes]]) -> None:
+    for rank, process in enumerate(processes, 1):
+        status = process.poll()
+        if status is not None:
+            raise DeviceLostError(f"rank {rank} of the model ended with status {status}")
+
+
+def _end(links: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """A follower ends with its link."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for link in links:
+        link.close()
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _send(link: socket.socket, message: msgspec.Struct, fds: list[int]) -> None:
+    data = msgspec.msgpack.encode(message)
+    try:
+        socket.send_fds(link, [LENGTH.pack(len(data)) + data], fds)
+    except OSError as error:
+        raise ConfigError("a rank of the model could not start: its message is above") from error

@@ -1,0 +1,118 @@
+"""A stream of frames from one process to several, through shared memory. Knows no plans.
+
+    header    uint64 written, then one uint64 read per reader: bytes of the stream, ever
+    data      byte i of the stream lies at i modulo the capacity
+
+A frame is a little-endian uint32 length and so many bytes. Readers sleep on an eventfd each. The writer waits for the
+slowest reader only when the ring is full. Both ends of a ring live on one host and trust each other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+
+CAPACITY = 4 << 20  # bytes: some thousand decode plans of 64 rows, or a prompt of 800k tokens
+FULL_WAIT_SECONDS = 50e-6
+CHECK_SECONDS = 0.5
+LENGTH = struct.Struct("<I")
+COUNTER = struct.Struct("<Q")
+
+
+def ring_bytes(num_readers: int, capacity: int = CAPACITY) -> int:
+    """Size of the shared memory."""
+    return COUNTER.size * (1 + num_readers) + capacity
+
+
+class _Ring:
+    def __init__(self, memory_fd: int, num_readers: int, capacity: int) -> None:
+        self._memory = mmap.mmap(memory_fd, ring_bytes(num_readers, capacity))
+        self._base = COUNTER.size * (1 + num_readers)
+        self._capacity = capacity
+
+    def _counter(self, index: int) -> int:
+        value: int = COUNTER.unpack_from(self._memory, COUNTER.size * index)[0]
+        return value
+
+    def _set_counter(self, index: int, value: int) -> None:
+        COUNTER.pack_into(self._memory, COUNTER.size * index, value)
+
+    def _span(self, position: int, num_bytes: int) -> slice:
+        """As much of [position, position + num_bytes) as lies in one piece."""
+        first = position % self._capacity
+        return slice(self._base + first, self._base + min(first + num_bytes, self._capacity))
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class RingWriter(_Ring):
+    """The writing end. `check` is called while the ring stays full, and raises when a reader is gone."""
+
+    def __init__(
+        self, memory_fd: int, wake_fds: list[int], check: Callable[[], None], capacity: int = CAPACITY
+    ) -> None:
+        """wake_fds: an eventfd per reader."""
+        super().__init__(memory_fd, len(wake_fds), capacity)
+        self._wake_fds = wake_fds
+        self._check = check
+        self._written = 0
+
+    def write(self, frame: bytes) -> None:
+        """Send one frame to all readers."""
+        data = memoryview(LENGTH.pack(len(frame)) + frame)
+        while data:
+            free = self._wait_for_room()
+            span = self._span(self._written, min(free, len(data)))
+            size = span.stop - span.start
+            self._memory[span] = data[:size]
+            data = data[size:]
+            self._written += size
+            self._set_counter(0, self._written)
+            if not data or free == size:
+                for fd in self._wake_fds:
+                    os.eventfd_write(fd, 1)
+
+    def _wait_for_room(self) -> int:
+        """Bytes that may be written: at least one."""
+        next_check = time.monotonic() + CHECK_SECONDS
+        while True:
+            read = min(self._counter(1 + index) for index in range(len(self._wake_fds)))
+            if free := self._capacity - (self._written - read):
+                return free
+            time.sleep(FULL_WAIT_SECONDS)
+            if time.monotonic() > next_check:
+                self._check()
+                next_check = time.monotonic() + CHECK_SECONDS
+
+
+class RingReader(_Ring):
+    """Reading end number `index` of `num_readers`."""
+
+    def __init__(self, memory_fd: int, wake_fd: int, index: int, num_readers: int, capacity: int = CAPACITY) -> None:
+        super().__init__(memory_fd, num_readers, capacity)
+        self._wake_fd = wake_fd
+        self._index = index
+        self._read = 0
+
+    def read(self) -> bytes:
+        """Wait for the next frame."""
+        (length,) = LENGTH.unpack(self._take(LENGTH.size))
+        return self._take(length)
+
+    def _take(self, num_bytes: int) -> bytes:
+        pieces: list[bytes] = []
+        while num_bytes:
+            available = self._counter(0) - self._read
+            if not available:
+                os.eventfd_read(self._wake_fd)
+                continue
+            piece = self._memory[self._span(self._read, min(available, num_bytes))]
+            pieces.append(piece)
+            num_bytes -= len(piece)
+            self._read += len(piece)
+            self._set_counter(1 + self._index, self._read)
+        return b"".join(pieces)

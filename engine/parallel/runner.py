@@ -1,0 +1,49 @@
+"""A runner over several ranks: every plan goes to the followers, then to this process's own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.cpu.pool_attention import AttentionBackend
+from engine.cpu.runner import ModelRunner
+from engine.engine import DeviceLostError
+from engine.parallel.followers import Followers
+from engine.plan import PendingStep, StepPlan
+
+
+class ParallelRunner:
+    """Rank 0's runner with its followers.
+
+    A step that fails on one rank leaves the others in the middle of a collective: any exception ends the group.
+    """
+
+    def __init__(self, local: ModelRunner, followers: Followers) -> None:
+        self.local = local
+        self.max_steps_in_flight = local.max_steps_in_flight
+        self._followers = followers
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner. Raises DeviceLostError for whatever happens."""
+        self._followers.send(plan)
+        try:
+            return self.local.launch(plan)
+        except Exception as error:  # whatever it was, no rank can tell where the others are
+            self._followers.check()
+            raise DeviceLostError(f"a step failed on rank 0 ({type(error).__name__})") from error
+
+    def warmup(self) -> None:
+        """Followers do the same when they are ready."""
+        self.local.warmup()
+        self._followers.forget_store()
+
+    def check(self) -> None:
+        """See Runner."""
+        self._followers.check()
+
+    def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
+        """See ModelRunner: rank 0's."""
+        self.local.wrap_attention(wrap)
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner."""
+        return self.local.needs_known_tokens(plan)

@@ -1,0 +1,108 @@
+"""Workers of several ranks through HTTP: the tokens of one rank, whoever reads whose KV, and after a rank's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.cluster.harness import Cluster, running_cluster
+
+ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.1, seed=5, presence_penalty=0.4, ignore_eos=True)
+PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
+
+
+@pytest.fixture(scope="module")
+def reference() -> LLM:
+    return LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+
+
+def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
+    answer = cluster.client().completions.create(
+        model="dry-run",
+        prompt=prompt,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        seed=params.seed,
+        presence_penalty=params.presence_penalty,
+        extra_body={"ignore_eos": True},
+    )
+    return answer.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "transport"),
+    [(2, 2, "shm"), (2, 2, "tcp"), (2, 1, "shm"), (2, 1, "tcp"), (1, 2, "shm"), (1, 2, "tcp"), (4, 2, "shm")],
+    ids=str,
+)
+def test_tokens_equal_those_of_one_rank(reference: LLM, prefill_tp: int, decode_tp: int, transport: str) -> None:
+    """4 ranks share 2 KV heads: two hold each."""
+    with running_cluster(
+        engine_args=ENGINE,
+        worker_args=(f"--kv-transport={transport}",),
+        role_args={"prefill": [f"--tp={prefill_tp}"], "decode": [f"--tp={decode_tp}"]},
+    ) as cluster:
+        for params in (GREEDY, SAMPLED):
+            expected = [completion.text for completion in reference.generate(PROMPTS, params)]
+            assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected
+            assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected  # from the caches
+        workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
+        answer = cluster.client().completions.create(model="dry-run", prompt="a new prompt " * 20, max_tokens=4)
+        assert f"'{transport}'" in str(cluster.get(f"/explain/{answer.id}"))
+        assert set(workers) == {"prefill-0", "decode-0"}
+
+
+def followers_of(pid: int) -> list[int]:
+    """Processes of ranks 1, 2, ... below `pid`."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] if b"engine.parallel.follower" in command else followers_of(child)
+    return found
+
+
+def ready_workers(cluster: Cluster) -> set[str]:
+    return {worker["id"] for worker in cluster.get("/v1/cluster")["workers"] if worker["state"] == "ready"}
+
+
+def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM) -> None:
+    params = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    expected = [completion.text for completion in reference.generate(PROMPTS, params)]
+    with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": ["--tp=2"]}) as cluster:
+        texts: dict[int, str] = {}
+
+        def ask(index: int) -> None:
+            texts[index] = complete(cluster, PROMPTS[index], params)
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        worker = cluster.services["decode-0"]
+        (follower,) = followers_of(worker.pid)
+        began = time.monotonic()
+        os.kill(follower, signal.SIGKILL)
+        while "decode-0" in ready_workers(cluster):
+            assert time.monotonic() - began < 2.0, worker.log()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join(60.0)
+        assert [texts[index] for index in range(len(PROMPTS))] == expected
+
+
+def test_ranks_end_with_the_engine() -> None:
+    with running_cluster(0, 1, engine_args=ENGINE, worker_args=("--tp=2",)) as cluster:
+        (follower,) = followers_of(cluster.services["decode-0"].pid)
+        cluster.services["decode-0"].kill()
+        deadline = time.monotonic() + 5.0
+        while Path(f"/proc/{follower}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

@@ -1,0 +1,205 @@
+"""Ranks of a model: the tokens of one rank, for every family; processes that start, follow and end as they should."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.errors import ConfigError, EngineError
+from common.model_files import ModelFiles
+from engine import LLM, SamplingParams
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
+from engine.kv_memory import allocate_pool, pool_geometry
+from engine.loader import LoadedModel, load_model
+from engine.plan import CompletedStep, StepPlan, decode_plan, encode_plan
+from kvstore.layout import Shard
+from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+class ThreadGroup:
+    """A `Group` of threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60.0)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+        self._local = threading.local()
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    def join(self, rank: int) -> None:
+        """The calling thread is this rank from now on."""
+        self._local.rank = rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack([part.float() for part in self._exchange(x)]).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._parts[self.rank] = x
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+
+class ThreadedRanks:
+    """A runner whose ranks are threads, each of which is given the plan's bytes."""
+
+    max_steps_in_flight = 1
+
+    def __init__(
+        self, loaded: LoadedModel, pool: Tensor, host_buffer: Tensor | None, config: EngineConfig, num_ranks: int
+    ) -> None:
+        self._group = ThreadGroup(num_ranks)
+        self._executor = ThreadPoolExecutor(num_ranks)
+        files = ModelFiles("tiny", "directory", Path(config.model))
+        self._ranks: list[ModelRunner] = []
+        for rank in range(num_ranks):
+            self._group.join(rank)
+            shard = load_model(files, config, CPU, Shard(rank, num_ranks))
+            assert shard.fingerprint == loaded.fingerprint
+            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, Shard(rank, num_ranks))
+            slots = None
+            if host_buffer is not None:
+                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
+            self._ranks.append(ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, self._group))
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        data = encode_plan(plan)
+        found = list(self._executor.map(lambda rank: self._run(rank, data), range(len(self._ranks))))
+        assert all(one.found == found[0].found for one in found), "ranks have sampled different tokens"
+        return found[0]
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return False
+
+    def check(self) -> None:
+        pass
+
+    def warmup(self) -> None:
+        pass
+
+    def _run(self, rank: int, data: bytes) -> CompletedStep:
+        self._group.join(rank)
+        return self._ranks[rank].launch(decode_plan(data))
+
+
+def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
+    """An engine over threads instead of processes."""
+    monkeypatch.setattr(
+        engine.assembly,
+        "_make_runner",
+        lambda loaded, pool, host, config, _gpu, _length: ThreadedRanks(loaded, pool, host, config, num_ranks),
+    )
+    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    return assemble(EngineConfig(**{**base, **settings}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(TINY_MODELS))
+def test_two_ranks_of_every_family_equal_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an odd vocabulary, which is padded, cached prefixes, chunks, and swaps."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    made = open_ranks(
+        path, 2, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    ).engine  # fmt: skip
+    for _ in range(2):
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert made.scheduler.num_preemptions > 0
+    assert made.num_failed_steps == 0
+
+
+def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["qwen3"]
+    tiny = type(tiny)(tiny.family, {**tiny.changes, "intermediate_size": 84})
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    made = open_ranks(path, 6, monkeypatch).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in requests] == expected
+
+
+def test_processes_follow_plans() -> None:
+    """Everything that ranks must agree on: penalties, log-probabilities, recomputed prompts, failed rows."""
+    params = [
+        SamplingParams(
+            max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
+            repetition_penalty=1.2, min_tokens=5, top_k=30,
+        )
+        for index in range(6)
+    ]  # fmt: skip
+    prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
+    settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
+    expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **settings).generate(prompts, params)]
+    llm = LLM("dry-run", tp=2, **settings)
+    assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+    assert llm.engine.scheduler.num_preemptions > 0
+    (follower,) = followers_of(os.getpid())
+    os.kill(follower, signal.SIGKILL)
+    for prompt in ("again", "and again"):
+        with pytest.raises(EngineError, match=r"rank \d"):
+            llm.generate(prompt, GREEDY)
+
+
+def test_processes_end_with_their_engine() -> None:
+    llm = LLM("dry-run", tp=2, num_gpu_blocks=64)
+    (follower,) = followers_of(os.getpid())
+    del llm
+    gc.collect()
+    deadline = time.monotonic() + 10.0
+    while Path(f"/proc/{follower}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tp": 3}, "3 ranks cannot"),
+        ({"tp": 2, "quant_mode": "int8-weight", "dtype": "bfloat16"}, "use none"),
+        ({"tp": 2, "kv_cache_dtype": "fp8"}, "use auto"),
+        ({"tp": 0}, "choose 1 to 256"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM("dry-run", num_gpu_blocks=64, **settings)
+    gc.collect()
+    assert followers_of(os.getpid()) == []
