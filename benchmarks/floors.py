@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from engine.layers.linear import Linear
+from engine.layers.moe import Moe
 from engine.layers.weights import ShapeRecorder
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
@@ -50,9 +51,13 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 @cache
 def num_weights(config: ModelConfig) -> int:
-    """Weights that every token passes through: all linear layers, not the embedding's rows."""
+    """Weights that a token passes through: all linear layers, but of experts those that it chooses."""
     model = family_of(config.architecture).build(config, ShapeRecorder())
-    return sum(ref.layer.weight.numel() for ref in model.linears() if isinstance(ref.layer, Linear))
+    total = config.vocab_size * config.hidden_size
+    for block in model.blocks:
+        held = sum(ref.layer.weight.numel() for ref in block.linears() if isinstance(ref.layer, Linear))
+        total += held * block.num_chosen // len(block.experts) if isinstance(block, Moe) else held
+    return total
 
 
 def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:

@@ -98,6 +98,7 @@ class Int8Linear:
     """
 
     MAX_INT8_ROWS = 4
+    COLUMN_MULTIPLE = 16  # with others torch's GEMM reads beyond a row of x, and what it finds there may be NaN
 
     __slots__ = ("bias", "dense", "scales", "weight_int8")
 

@@ -24,7 +24,7 @@ class Shard(Enum):
     NONE = "every rank holds all of it: norms, routers"
     COLUMNS = "outputs are divided, dimension 0 of weight and bias: q, k and v by heads, gate and up"
     ROWS = "inputs are divided, dimension 1; outputs are summed over ranks, so that one rank alone has the bias"
-    VOCAB = "rows of the vocabulary are divided, dimension 0 of embedding and output projection"
+    VOCAB = "rows of embedding and output projection are divided, dimension 0; the last rank's may end in padding"
 
 
 class WeightSource(Protocol):

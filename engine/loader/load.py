@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
+from engine.layers.moe import Moe
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
@@ -164,7 +165,7 @@ def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard) -> 
     config = source.config.shard(shard.size)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
-    _checked_skeleton(source)
+    _checked_skeleton(source, torch.device("cpu"))
     model = source.family.build(config, ShardedWeights(source.weights, whole.shapes, shard))
     Quantizer("none", None, False).finish(model)
     return model
@@ -172,7 +173,7 @@ def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard) -> 
 
 def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> Model:
     """Linear layers stay as the checkpoint holds them."""
-    weights.kept = packed_names(_checked_skeleton(source), weights)
+    weights.kept = packed_names(_checked_skeleton(source, device), weights)
     model = source.family.build(source.config, weights)
     weights.check_idle_biases()
     held = source.identity["linears"] = place_packed_linears(model, weights, dtype, device)
@@ -187,7 +188,7 @@ def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, 
     if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
         weights.keep_int4 = True
         int4 = weights.int4
-    _checked_skeleton(source)
+    _checked_skeleton(source, device)
     folds = engine_config.kv_cache_dtype == "fp8" and int4 is None  # those keep the file's numbers
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
 
@@ -204,10 +205,15 @@ def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, 
     return model
 
 
-def _checked_skeleton(source: _Source) -> Model:
-    """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
+def _checked_skeleton(source: _Source, device: torch.device) -> Model:
+    """The model without storage; names and shapes are compared before weights are read.
+
+    Raises ConfigError, and UnsupportedModelError for blocks that the device has no kernels for.
+    """
     needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
     skeleton = source.family.build(source.config, needed)
+    if device.type == "cuda" and any(isinstance(block, Moe) for block in skeleton.blocks):
+        raise UnsupportedModelError("mixtures of experts have no GPU kernels yet: use --device cpu")
     if isinstance(source.weights, PackedWeights):
         source.weights.check(needed.shapes, tied)
     elif source.shapes is not None:

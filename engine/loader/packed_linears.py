@@ -133,7 +133,8 @@ class CpuLinearMaker:
         if rows.is_int4:
             linear = self._int4(rows, bias)
             return None if linear is None else (linear, "int4")
-        if rows.is_int8 and rows.has_row_scales:
+        fits = rows.values.shape[1] % Int8Linear.COLUMN_MULTIPLE == 0
+        if rows.is_int8 and rows.has_row_scales and fits:
             scales = rows.scales[:, 0].to(self._dtype)
             dequantized = rows.values.to(self._dtype).mul_(scales[:, None])
             return Int8Linear(rows.values, scales, dequantized, bias), "int8"

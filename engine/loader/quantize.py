@@ -128,8 +128,10 @@ class GpuLinears:
         return (self._head_kind if is_head else self._kind).of(linear, workspace)
 
 
-def to_int8(linear: Linear) -> Int8Linear:
-    """Quantize one plain layer."""
+def to_int8(linear: Linear) -> Int8Linear | Linear:
+    """Quantize one plain layer; one that the GEMM does not take stays as it is."""
+    if linear.weight.shape[1] % Int8Linear.COLUMN_MULTIPLE:
+        return linear
     quantized, scales = quantize_int8(linear.weight)
     dequantized = quantized.to(scales.dtype).mul_(scales[:, None])
     return Int8Linear(quantized, scales, dequantized, linear.bias)

@@ -36,8 +36,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
+    dense_layers: those with a plain MLP instead.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalizes_weights: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of a dense decoder with grouped-query attention and a gated MLP."""
+    """Shape and constants of a decoder with grouped-query attention, and gated MLPs or experts.
+
+    Of a rank of a tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
+    """
 
     architecture: str
     vocab_size: int
@@ -55,6 +71,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoeConfig | None = None
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -67,10 +84,13 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def has_experts(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     def shard(self, size: int) -> ModelConfig:
         """What each of `size` ranks holds, see `engine.layers.weights.Shard`. Raises ConfigError.
 
-        Ranks are alike: where there are fewer KV heads than ranks, several have the same one; a vocabulary that
+        Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
         cannot be divided is padded.
         """
 
@@ -81,12 +101,14 @@ class ModelConfig:
 
         if self.num_kv_heads < size and size % self.num_kv_heads:
             raise ConfigError(f"{size} ranks cannot share the model's {self.num_kv_heads} KV heads")
+        moe = self.moe
         return replace(
             self,
             vocab_size=-(-self.vocab_size // size),
             num_heads=divided("query heads", self.num_heads),
             num_kv_heads=divided("KV heads", max(self.num_kv_heads, size)),
             intermediate_size=divided("columns of MLPs", self.intermediate_size),
+            moe=moe and replace(moe, intermediate_size=divided("columns of experts", moe.intermediate_size)),
         )
 
     def context_length(self, max_model_len: int) -> int:
@@ -145,6 +167,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     )
     check_config(config)
     return config
+
+
+def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
+    """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
+    count = "num_experts" if "num_experts" in raw else "num_local_experts"  # as files and newer transformers write it
+    moe = MoeConfig(_positive(raw, count), _positive(raw, "num_experts_per_tok"), _positive(raw, intermediate_size))
+    if moe.num_experts_per_token > moe.num_experts:
+        raise ConfigError(f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_experts}")
+    return moe
 
 
 def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_weight: bool) -> ModelConfig:

@@ -1,6 +1,6 @@
 """All families this engine knows: importing a family's module registers it."""
 
-from engine.models import llama, qwen2, qwen3
+from engine.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 from engine.models.registry import ModelFamily, family_of, family_of_gguf
 
-__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "qwen2", "qwen3"]
+__all__ = ["ModelFamily", "family_of", "family_of_gguf", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"]

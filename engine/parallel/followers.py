@@ -72,9 +72,7 @@ class Followers:
             start = FollowerStart(Shard(rank, config.tp), config, str(self.store), ring_fd, wake_fd)
             _send(ours, start, [])
         os.close(ring_fd)
-        weakref.finalize(
-            self, _end, self._links, self._processes, self.store.parent
-        )
+        weakref.finalize(self, _end, self._links, self._processes, self.store.parent)
 
     def give_pools(self, pool_fds: Sequence[int], num_blocks: int, num_host_slots: int) -> None:
         """Wait until all have their weights, and give each the memory of its pool.

@@ -6,7 +6,7 @@ Nothing of the loader is used. `write` returns transformers' model with the weig
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,7 @@ def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1)
     model = tiny.build()
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in checkpoint_weights(model):
             module, _, last = name.rpartition(".")
             is_map = last == "weight" and module.endswith(("_proj", "lm_head", "embed_tokens"))
             if not is_map or module.endswith(form.kept_plain):
@@ -265,6 +265,19 @@ def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1)
     (path / "config.json").write_text(json.dumps(config))
     save_shards(tensors, path, num_shards)
     return model
+
+
+def checkpoint_weights(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as checkpoints name them: transformers holds all experts of a layer in two tensors."""
+    for name, parameter in model.named_parameters():
+        module, _, last = name.rpartition(".")
+        if not module.endswith(".experts"):
+            yield name, parameter
+            continue
+        for index, expert in enumerate(parameter):
+            projections = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            for projection, part in zip(projections, expert.chunk(len(projections)), strict=True):
+                yield f"{module}.{index}.{projection}.weight", part
 
 
 def save_shards(tensors: dict[str, Tensor], path: Path, num_shards: int) -> None:

@@ -31,7 +31,7 @@ class OwnTokenAttention:
         return (v.repeat_interleave(group, dim=1) + q * k.repeat_interleave(group, dim=1)).flatten(1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"])
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)

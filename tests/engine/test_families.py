@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3", "qwen3-moe", "mixtral"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A saved model and transformers' greedy tokens for all prompts."""
     tiny = TINY_MODELS[request.param]

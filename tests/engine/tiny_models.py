@@ -57,6 +57,7 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 LLAMA3_ROPE = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
     "llama-tied-sharded": TinyModel("Llama", {"tie_word_embeddings": True}, shard_bytes=30_000),
@@ -70,6 +71,11 @@ TINY_MODELS = {
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
     "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3-biases": TinyModel("Qwen3", {"head_dim": 12, "attention_bias": True}),
+    "qwen3-moe": TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": TinyModel(
+        "Qwen3Moe", {**QWEN3_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    ),
+    "mixtral": TinyModel("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
 

@@ -153,6 +153,17 @@ def test_both_paths_of_int8_are_the_same_function(has_bias: bool) -> None:
     assert not torch.equal(many, few)  # they are two paths, or this test shows nothing
 
 
+@pytest.mark.parametrize("columns", [32, 40, 72])
+def test_what_lies_behind_a_row_does_not_matter(columns: int) -> None:
+    """torch's int8 GEMM reads beyond rows of x of other sizes than multiples of 16: a NaN there became the result."""
+    linear = to_int8(Linear(torch.randn(48, columns).bfloat16()))
+    assert isinstance(linear, Int8Linear) == (columns % 16 == 0)
+    for _ in range(50):
+        freed = [torch.full((columns + more,), float("nan"), dtype=torch.bfloat16) for more in range(64)]
+        del freed
+        assert bool(linear(torch.randn(1, columns).bfloat16()).isfinite().all())
+
+
 def test_int8_weights_change_the_model_little() -> None:
     """Greedy tokens may differ; log-probabilities stay close to those of bfloat16 without quantization."""
     from dataclasses import replace

@@ -1,0 +1,99 @@
+"""What tensor parallelism will stand on: ranks built of slices add up to the whole model, block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.layers.block import Block, Step
+from engine.layers.weights import ShapeRecorder, Shard
+from engine.loader.random_weights import RandomWeights
+from engine.models.config import ModelConfig, MoeConfig, RopeConfig
+from engine.models.families import family_of
+from engine.models.model import Model
+
+NUM_TOKENS = 5
+BASE: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 32, "num_layers": 1, "num_heads": 8, "num_kv_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "rms_norm_eps": 1e-5, "rope": RopeConfig(), "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "dense": ModelConfig(
+        architecture="Qwen3ForCausalLM", qk_norm=True, attention_bias=True, attention_output_bias=True, **BASE
+    ),
+    "experts": ModelConfig(architecture="Qwen3MoeForCausalLM", moe=MoeConfig(4, 2, 16), **BASE),
+}
+
+
+class Slices:
+    """What one rank holds of weights that are drawn once."""
+
+    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
+        whole = ShapeRecorder()
+        family_of(config.architecture).build(config, whole)
+        random = RandomWeights(torch.float32, torch.device("cpu"), std=0.3)
+        self.weights = {name: random.take(name, shape) for name, shape in whole.shapes.items()}
+        for name, weight in self.weights.items():
+            if name.endswith(".bias"):
+                weight.copy_(torch.arange(weight.shape[0]) / 10)
+        self.rank, self.size = rank, size
+
+    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+        weight = self.weights[name]
+        if shard is Shard.NONE:
+            return weight
+        if shard is Shard.ROWS and weight.dim() == 1:
+            return weight if self.rank == 0 else torch.zeros_like(weight)
+        if shard is Shard.VOCAB:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, shape[0] * self.size - weight.shape[0]))
+        dim = 1 if shard is Shard.ROWS else 0
+        pieces = weight.shape[dim] // shape[dim]
+        piece = weight.narrow(dim, self.rank * pieces // self.size * shape[dim], shape[dim])
+        assert piece.shape == shape, name
+        return piece.clone()
+
+
+def build(config: ModelConfig, rank: int, size: int) -> Model:
+    held = config if size == 1 else config.shard(size)
+    return family_of(config.architecture).build(held, Slices(config, rank, size))
+
+
+def output(block: Block, model: Model) -> Tensor:
+    """Of random inputs; every token attends to itself alone, with its group's K and V."""
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+
+    def attend(layer: int, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
+        return (v + q * k).flatten(1)
+
+    x = torch.randn(NUM_TOKENS, 32, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(NUM_TOKENS)
+    return block(x, Step.of(model.rotary, positions, positions, attend))
+
+
+@pytest.mark.parametrize("size", [2, 4])  # 4: two ranks have the same KV head
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_outputs_of_ranks_add_up(name: str, size: int) -> None:
+    whole = build(CONFIGS[name], 0, 1)
+    ranks = [build(CONFIGS[name], rank, size) for rank in range(size)]
+    for index, block in enumerate(whole.blocks):
+        parts = [output(rank.blocks[index], rank) for rank in ranks]
+        torch.testing.assert_close(sum(parts), output(block, whole), atol=1e-4, rtol=1e-4)
+    padded = torch.cat([rank.embedding for rank in ranks])
+    assert torch.equal(padded[:37], whole.embedding)
+    x = torch.randn(NUM_TOKENS, 32)
+    logits = torch.cat([rank.head(x) for rank in ranks], dim=1)[:, :37]
+    torch.testing.assert_close(logits, whole.head(x))
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="8 query heads"):
+        CONFIGS["dense"].shard(6)
+    with pytest.raises(ConfigError, match="3 ranks cannot share the model's 2 KV heads"):
+        CONFIGS["dense"].shard(3)
