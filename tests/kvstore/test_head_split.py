@@ -84,11 +84,11 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
 @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 3)])
 def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
     for rank in range(size):
-        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == [ShardPart(rank, None)]
+        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == (ShardPart(rank, None),)
 
 
 def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
-    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == [ShardPart(3, None)]  # ranks 2 and 3 hold head 1
+    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == (ShardPart(3, None),)  # ranks 2 and 3 hold head 1
     served = Counter(split_heads(geometry_of(1, Shard(rank, 8)), 4)[0].rank for rank in range(8))
     assert served == dict.fromkeys(range(4), 2)
 
