@@ -107,13 +107,13 @@ class Ranks:
             self.owners.append(owner)
         self.leases = LeaseMirror(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
-        pools = [PoolView.fetch(str(owner.socket)) for owner in self.owners]
+        pools = [PoolView(str(owner.socket)) for owner in self.owners]
         service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
-    async def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
+    def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
 
-    async def _ignore_release(self, lease_id: LeaseId, epoch: Epoch) -> None: ...
+    def _ignore_release(self, lease_id: LeaseId, epoch: Epoch) -> None: ...
 
     def lease(self, block_ids: list[int], transport: str) -> PeerLease:
         """As a reader gets it, through its bytes."""
