@@ -62,7 +62,7 @@ class Owner:
 
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
-        view = PoolView.fetch(self._memory.socket_path, staging)
+        view = PoolView(self._memory.socket_path, staging)
         service = KvTransferService([view], self._mirror, self._renewed, self._released)
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
@@ -81,10 +81,10 @@ class Owner:
         handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds
 
-    async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+    def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
         """Leases of this benchmark do not end by themselves."""
 
-    async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+    def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
         lease = self._leases.release(lease_id, epoch)
         assert lease is not None
         self._exporter.end_export(lease)

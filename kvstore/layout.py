@@ -150,6 +150,13 @@ class PoolGeometry:
     def dtype(self) -> str:
         return self.group.dtype
 
+    def has_blocks_of(self, other: PoolGeometry) -> bool:
+        """Whether a block of `other` is one of this pool, byte for byte."""
+        mine, theirs = (
+            (geometry.block_size, geometry.fingerprint, geometry.shard, geometry.layout) for geometry in (self, other)
+        )
+        return mine == theirs
+
     @property
     def content_name(self) -> str:
         """What a block holds under a given key: blocks of equal name and key are equal, whichever rank wrote them."""

@@ -173,8 +173,8 @@ class EngineProcess:
             return
         request = self._engine.abort(request_id)
         if request is not None and request.kv_source is not None:
-            lease: Any = request.kv_source
-            self._puller.abandon(lease)
+            assert isinstance(request.kv_source, PeerLease)
+            self._puller.abandon(request.kv_source)
 
     def _expire(self, now: float) -> None:
         for lease in self._leases.expire(now):
@@ -197,7 +197,8 @@ class EngineProcess:
         if jobs:
             self._exporter.fence()
         for job in jobs:
-            lease: Any = job.source
+            lease = job.source
+            assert isinstance(lease, PeerLease)
             entry = self._open.get(job.request.request_id)
             if not job.positions:
                 self._puller.abandon(lease)

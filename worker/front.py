@@ -36,7 +36,6 @@ class WorkerFront:
     def __init__(
         self,
         engine: EngineClient,
-        events: EventLog,
         leases: LeaseMirror,
         info: pb.WorkerInfo,
         staging: StagingTable | None = None,
@@ -50,7 +49,7 @@ class WorkerFront:
         self.leases = leases
         self.load: dict[str, Any] = {}
         self._engine = engine
-        self._events = events
+        self._events = EventLog()
         self._sessions: set[Session] = set()
         self._owner: dict[str, tuple[Session, str]] = {}  # the engine's name -> (session, router's id)
         self._names = itertools.count()

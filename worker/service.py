@@ -92,7 +92,7 @@ async def _serve(role: str, settings: WorkerSettings) -> int:
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
             info = worker_info(role, worker_id, address, engine.ready, tokenizer.tokenizer_hash())
             kv = open_kv_service(engine)
-            front = WorkerFront(engine, kv.events, kv.leases, info, kv.staging)
+            front = WorkerFront(engine, kv.leases, info, kv.staging)
             metrics = WorkerMetrics(front)
             if worker.metrics_port:
                 metrics.serve(worker.host, worker.metrics_port)

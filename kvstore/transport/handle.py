@@ -82,7 +82,7 @@ class PeerShard:
         """
         if (offered.worker_id, offered.epoch) != (self.worker_id, self.epoch):
             raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
-        if replace(offered.geometry, num_blocks=self.geometry.num_blocks) != self.geometry:
+        if not self.geometry.has_blocks_of(offered.geometry):
             raise TransferError("the socket hands out another pool than the KV handle describes")
 
 
@@ -141,9 +141,8 @@ def open_handle(handle: KvHandle) -> PeerLease:
     if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
         raise TransferError("malformed KV handle")
     shards = tuple(_unpack_shard(handle, data) for data in handle.shards)
-    whole = replace(shards[0].geometry, num_blocks=1, shard=Shard())
     for rank, shard in enumerate(shards):
-        if replace(whole, num_blocks=shard.geometry.num_blocks, shard=Shard(rank, len(shards))) != shard.geometry:
+        if not shard.geometry.has_blocks_of(replace(shards[0].geometry, shard=Shard(rank, len(shards)))):
             raise TransferError("a KV handle whose shards are not all those of one worker")
         if len(shard.block_ids) != len(shards[0].block_ids):
             raise TransferError("a KV handle whose shards hold different numbers of blocks")

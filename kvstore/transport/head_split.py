@@ -8,6 +8,7 @@ in two dimensions, with a pitch on either side.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvstore.layout import PoolGeometry, Shard
 
@@ -35,12 +36,14 @@ class ShardPart:
     copy: HeadCopy | None
 
 
-def split_heads(mine: PoolGeometry, num_ranks: int) -> list[ShardPart]:
+@lru_cache(maxsize=64)
+def split_heads(mine: PoolGeometry, num_ranks: int) -> tuple[ShardPart, ...]:
     """The parts that make up a block of `mine`, when the same layout is divided among `num_ranks` by the writer.
 
     Of a head that several ranks hold one copy is read; readers' ranks take turns, so that all of them serve.
     """
-    wanted, parts = mine.heads, []
+    wanted = mine.heads
+    parts: list[ShardPart] = []
     num_kv_heads = mine.group.num_kv_heads
     held = [Shard(rank, num_ranks).heads(num_kv_heads) for rank in range(num_ranks)]
     head = wanted.start
@@ -50,7 +53,7 @@ def split_heads(mine: PoolGeometry, num_ranks: int) -> list[ShardPart]:
         stop = min(held[rank].stop, wanted.stop)
         parts.append(ShardPart(rank, _copy(mine, held[rank], range(head, stop))))
         head = stop
-    return parts
+    return tuple(parts)
 
 
 def _copy(mine: PoolGeometry, held: range, heads: range) -> HeadCopy | None:

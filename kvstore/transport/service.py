@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import InvalidRequestError, MiniInferError
 from common.rpc import Context, abort_with
-from kvstore.layout import PoolGeometry
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.shared_memory import blocks_over, map_fd
@@ -29,8 +28,8 @@ MAX_POSITIONS = 1 << 16
 FETCH_SECONDS = 5.0
 Blocks = npt.NDArray[np.uint8]
 
-OnRenew = Callable[[LeaseId, Epoch, float], Awaitable[None]]
-OnRelease = Callable[[LeaseId, Epoch], Awaitable[None]]
+OnRenew = Callable[[LeaseId, Epoch, float], None]
+OnRelease = Callable[[LeaseId, Epoch], None]
 
 
 class PoolView:
@@ -39,20 +38,15 @@ class PoolView:
     With `staging` it is an area in front of GPU memory, to whose rows the blocks of a lease are copied on demand.
     """
 
-    def __init__(self, geometry: PoolGeometry, fd: int, staging: StagingTable | None = None) -> None:
-        """Maps `fd`, which stays the caller's to close. Raises TransferError or ConfigError."""
+    def __init__(self, socket_path: str, staging: StagingTable | None = None) -> None:
+        """Ask the owner's DescriptorServer. Raises UnavailableError, TransferError, ConfigError."""
         self.staging = staging
-        mapping = map_fd(fd, geometry.pool_bytes, writable=False)
-        self.blocks: Blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
-
-    @classmethod
-    def fetch(cls, socket_path: str, staging: StagingTable | None = None) -> PoolView:
-        """From the owner's DescriptorServer. Raises UnavailableError, TransferError, HandshakeError."""
         info, fd = fetch_pool(socket_path, FETCH_SECONDS)
         try:
-            return cls(info.geometry, fd, staging)
+            mapping = map_fd(fd, info.geometry.pool_bytes, writable=False)
         finally:
             os.close(fd)
+        self.blocks: Blocks = blocks_over(mapping, info.geometry.num_blocks, info.geometry.block_bytes)
 
 
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
@@ -78,14 +72,14 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
         held = self._leases.renew(lease_id, epoch, time.monotonic(), request.lease_seconds)
         if held:
-            await self._on_renew(lease_id, epoch, request.lease_seconds)
+            self._on_renew(lease_id, epoch, request.lease_seconds)
         return kvstore_pb2.LeaseReply(held=held)
 
     async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
         held = self._leases.release(lease_id, epoch)
         if held:
-            await self._on_release(lease_id, epoch)
+            self._on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
 
     async def Stage(self, request: kvstore_pb2.StageRequest, context: Context) -> kvstore_pb2.StageReply:

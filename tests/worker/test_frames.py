@@ -1,4 +1,4 @@
-"""Frames between front and rank: whole messages only, however the bytes are cut; the end is noticed."""
+"""Frames between front and engine: whole messages only, however the bytes are cut; the end is noticed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_frame_beyond_the_bound_ends_the_link() -> None:
             FrameSocket(ours).receive(1.0)
 
 
-async def test_the_front_reads_what_the_rank_sends() -> None:
+async def test_the_front_reads_what_the_engine_sends() -> None:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:

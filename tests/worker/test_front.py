@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from common.errors import UnavailableError
-from kvstore.pool.events import EventLog
 from kvstore.pool.leases import LeaseMirror
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
@@ -56,7 +55,7 @@ class Attached:
 
     def __init__(self) -> None:
         self.engine = EngineProcess()
-        self.front = WorkerFront(self.engine, EventLog(), LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
+        self.front = WorkerFront(self.engine, LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
         self.reports = self.front.attach(self._read(), prefill_only=True)
         self.running = asyncio.create_task(self.front.run())

@@ -23,7 +23,7 @@ from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
-from tests.kvstore.test_head_split import geometry_of, running
+from tests.kvstore.transport.test_head_split import geometry_of, running
 from worker.device_pool import AttachedPool, DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
 from worker.pinned_staging import StagedTransport

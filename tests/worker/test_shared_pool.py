@@ -13,7 +13,7 @@ from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.transport import cuda_memory
 from kvstore.types import BlockId
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
-from tests.kvstore.test_agent import KEYS, Agent
+from tests.kvstore.tier.test_agent import KEYS, Agent
 from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")

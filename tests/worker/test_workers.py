@@ -274,26 +274,26 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
         stop(worker)
 
 
-async def test_a_dead_rank_ends_its_worker_and_a_dead_front_its_rank(tmp_path: Path) -> None:
+async def test_a_dead_engine_ends_its_worker_and_a_dead_front_its_engine(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     worker = Worker("decode", tmp_path, free_ports(1)[0])
     try:
         await worker.wait_ready()
         async with attached(worker) as d:
             await d.report()
-            [rank] = children_of(worker.service.pid)
-            os.kill(rank, signal.SIGKILL)
+            [engine] = children_of(worker.service.pid)
+            os.kill(engine, signal.SIGKILL)
             await d.until_broken()
         assert worker.service.process is not None
         assert await asyncio.to_thread(worker.service.process.wait, 30) == 1
         worker.service.start({**os.environ, "OMP_NUM_THREADS": "1"})
         await worker.wait_ready()
-        [rank] = children_of(worker.service.pid)
+        [engine] = children_of(worker.service.pid)
         worker.service.kill()
         deadline = time.monotonic() + 30
-        while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
+        while Path(f"/proc/{engine}").exists() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        assert not Path(f"/proc/{rank}").exists()
+        assert not Path(f"/proc/{engine}").exists()
     finally:
         stop(worker)
 

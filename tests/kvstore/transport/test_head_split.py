@@ -84,11 +84,11 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
 @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 3)])
 def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
     for rank in range(size):
-        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == [ShardPart(rank, None)]
+        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == (ShardPart(rank, None),)
 
 
 def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
-    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == [ShardPart(3, None)]  # ranks 2 and 3 hold head 1
+    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == (ShardPart(3, None),)  # ranks 2 and 3 hold head 1
     served = Counter(split_heads(geometry_of(1, Shard(rank, 8)), 4)[0].rank for rank in range(8))
     assert served == dict.fromkeys(range(4), 2)
 
@@ -107,13 +107,13 @@ class Ranks:
             self.owners.append(owner)
         self.leases = LeaseMirror(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
-        pools = [PoolView.fetch(str(owner.socket)) for owner in self.owners]
+        pools = [PoolView(str(owner.socket)) for owner in self.owners]
         service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
-    async def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
+    def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
 
-    async def _ignore_release(self, lease_id: LeaseId, epoch: Epoch) -> None: ...
+    def _ignore_release(self, lease_id: LeaseId, epoch: Epoch) -> None: ...
 
     def lease(self, block_ids: list[int], transport: str) -> PeerLease:
         """As a reader gets it, through its bytes."""

@@ -38,7 +38,7 @@ OWNER_PROCESS = """
 import sys
 from pathlib import Path
 from tests.kvstore.helpers import as_handle, handle_to_hex
-from tests.kvstore.test_cuda_ipc_transport import GpuOwner
+from tests.kvstore.transport.test_cuda_ipc import GpuOwner
 owner = GpuOwner(Path(sys.argv[1]))
 print(handle_to_hex(as_handle(owner.device_peer([1, 2, 5]))), flush=True)
 sys.stdin.read()

@@ -37,14 +37,14 @@ class Worker:
         self.leases = LeaseMirror(self.owner.epoch)
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
-        pool = PoolView.fetch(str(self.owner.socket), staging)
+        pool = PoolView(str(self.owner.socket), staging)
         service = KvTransferService([pool], self.leases, self._renewed, self._released)
         self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
 
-    async def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+    def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
         self.told.append(("renew", lease_id))
 
-    async def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+    def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
         self.told.append(("release", lease_id))
 
     def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
