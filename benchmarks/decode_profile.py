@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,8 +67,9 @@ def host_phases(bench: Bench, steps: int) -> dict[str, float]:
 
         return call
 
-    def launch(plan: Any) -> Callable[[], Any]:
-        return timed("wait", plain_launch(plan))
+    def launch(plan: Any) -> Any:
+        step = plain_launch(plan)
+        return SimpleNamespace(result=timed("wait", step.result))
 
     plain_launch = runner.launch
     parts: list[tuple[Any, str, Callable[..., Any]]] = [
