@@ -25,6 +25,7 @@ class DeviceSampler:
     """Parameters of `max_rows` rows. Its workspace serves one stream."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.max_rows = max_rows
         self._device = device
         self._workspace = SamplingWorkspace(max_rows, vocab_size, device)
         self._temperatures = torch.zeros(max_rows, device=device)

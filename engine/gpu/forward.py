@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
+from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.target import GpuStep
 from engine.layers.attention import Attention
@@ -28,7 +29,10 @@ class GpuInputs:
         nothing.
     decode_tables: block ids, int32 (num_decode_rows, max_blocks).
     lengths: int32 (num_decode_rows,), 0 for rows without a request.
-    prefill: `FusedForward.attention`'s plan for the chunks of prompts; None when there are none.
+    prefill: `FusedForward.attention`'s plan for the chunks of prompts, or one for the paged kernel; None when there
+        are none.
+    attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
+        tokens in no tile stays. None: fresh memory, where that is undefined.
     """
 
     token_ids: Tensor
@@ -36,7 +40,8 @@ class GpuInputs:
     slots: Tensor
     decode_tables: Tensor
     lengths: Tensor
-    prefill: PrefillPlan | None = None
+    prefill: PrefillPlan | PagedPlan | None = None
+    attended: Tensor | None = None
 
 
 class FusedForward:
@@ -51,6 +56,9 @@ class FusedForward:
         )
         self._forwards = GpuForwards(model, pool.device)
         self.attention = attention
+        self.attention_width = config.num_heads * config.head_dim
+        self.dtype = model.embedding.dtype
+        self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
@@ -70,10 +78,13 @@ class FusedForward:
         if inputs.prefill is None:
             return paged_decode(q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace)
         num_decode = inputs.lengths.shape[0]
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        out = inputs.attended
+        if out is None:
+            out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
             out[:num_decode] = paged_decode(
                 q[:num_decode], self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace
             )
-        self.attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
+        attention = self._paged if isinstance(inputs.prefill, PagedPlan) else self.attention
+        attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
         return out

@@ -22,6 +22,7 @@ from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
 from engine.gpu.inputs import step_tokens, upload
 from engine.gpu.progress import check_alive, mark
+from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep
@@ -62,6 +63,7 @@ class GpuRunner:
         self.max_steps_in_flight = 2 if gpu.overlap else 1
         self._requests = RequestStates()
         self._device = loaded.device
+        self._group = loaded.config.num_heads // loaded.config.num_kv_heads
         self._pool = kv_pool
         self._copies = None if host_buffer is None else HostCopies(kv_pool, host_buffer)
         self._block_size = config.block_size
@@ -89,6 +91,7 @@ class GpuRunner:
         self._sampler = Sampler()
         self._device_sampler = DeviceSampler(self._max_rows, loaded.config.vocab_size, loaded.device)
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuStep:
@@ -134,6 +137,8 @@ class GpuRunner:
         self._state.upload_blocks(batch.device_rows, requests)
         if all(row.samples and row.num_tokens == 1 for row in rows):
             self._queue_decode(batch, step)
+        elif self._prompt_graphs is not None and self._takes_graph(batch, self._prompt_graphs):
+            self._queue_prompts(batch, self._prompt_graphs, step)
         else:
             self._queue_mixed(batch, step)
 
@@ -146,6 +151,13 @@ class GpuRunner:
         self._requests.clear()
         if self._use_graphs:
             self._graphs = DecodeGraphs(self._forward, self._state, self._device_sampler, self._packed, self._buckets)
+            self._prompt_graphs = self.open_prompt_graphs()
+
+    def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
+        """See PromptGraphs."""
+        return PromptGraphs(
+            self._forward, self._state, self._device_sampler, self._group, NUM_BUFFERS, self._max_tokens, captures
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -170,6 +182,18 @@ class GpuRunner:
             self._read_later(output.token_ids, device_rows, batch, indices, step)
         else:
             self._sample_on_host(output.logits[upload(device_rows, torch.int64, self._device)], batch, indices, step)
+
+    def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
+        pairs = zip(batch.rows, batch.requests, strict=True)
+        return (
+            graphs.takes(batch)
+            and self._samples_on_device(batch, range(len(batch.rows)))
+            and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
+        )
+
+    def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
+        token_ids, sampling = graphs.run(batch, self._block_size, self._turn)
+        self._read_later(token_ids, range(len(sampling)), batch, sampling, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         rows = batch.rows

@@ -18,12 +18,12 @@ from engine.request_states import RequestState
 class DeviceState:
     """Tensors of `max_rows` rows.
 
-    block_tables: int32 (max_rows, max_blocks). last_tokens: int64 (max_rows,).
+    block_tables: int32 (max_rows, max_blocks). last_tokens: int64 (max_rows + 1,), the last of nobody.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._num_uploaded = [0] * max_rows  # entries of each row's block table
         self._max_blocks = max_blocks
         self._device = device

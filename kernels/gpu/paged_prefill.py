@@ -61,7 +61,7 @@ def prefill_tiles(
     """The programs' work, longest first: (row, index of the tile's first token, its position, tokens it has).
 
     query_starts: each row's first token, and the number of tokens at the end. seq_lens: keys that each row's last
-    query sees. A row without queries has no tile.
+    query sees. A row without queries has no tile. Tiles of zero tokens at position 0 do nothing: padding.
     """
     tokens_per_tile = max(tile_m // group, 1)
     tiles = []
@@ -171,7 +171,7 @@ def _paged_prefill_kernel(
         q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, num_full, first_position + count,
         block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1,
     )  # fmt: skip
-    mixed = mixed / total[:, None]
+    mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score's weight is 1; a tile without tokens has none
     target = out_ptr + (tokens[:, None] * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=exists)
 

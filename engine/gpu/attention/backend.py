@@ -24,7 +24,7 @@ class PrefillAttention(Protocol):
         ...
 
     def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
-        """What `prefill` needs in every layer of one step.
+        """What `prefill` needs in every layer of one step, or a `PagedPlan` where the paged kernel shall attend.
 
         query_starts: each row's first token, counted from the first prompt token of the step, and the number of
             tokens at the end. seq_lens: keys that each row's last query sees; what they exceed the row's queries by

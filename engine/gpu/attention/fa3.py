@@ -104,12 +104,7 @@ class FlashAttention3:
         starts = upload([list(query_starts), keys.starts], torch.int32, block_tables.device)
         return FlashPlan(keys, starts[0], starts[1], longest, max(seq_lens))
 
-    def prefill(
-        self, qkv: Tensor, pool: Tensor, layer: int, plan: FlashPlan | TablePlan | PagedPlan, out: Tensor
-    ) -> None:
-        if isinstance(plan, PagedPlan):
-            self._paged.prefill(qkv, pool, layer, plan, out)
-            return
+    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: FlashPlan | TablePlan, out: Tensor) -> None:
         num_kv_heads, _, head_dim = pool.shape[3:]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         if isinstance(plan, TablePlan):

@@ -1,0 +1,92 @@
+"""Short prompt steps as graphs (interpreted: the same steps, not captured): the tokens of the eager way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.gpu import prompt_graphs
+from engine.gpu.config import GpuConfig
+from engine.gpu.prompt_graphs import PromptInputs
+from engine.gpu.runner import GpuRunner
+from engine.request import SamplingParams
+from tests.gpu.models import save_tiny_model
+from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def open_with_graphs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Engine, GpuRunner, list[int]]:
+    """And a list of the buckets of the steps that were run."""
+    monkeypatch.setattr(prompt_graphs, "BUCKETS", (4, 16, 64))
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), **settings)
+    graphs = runner._prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
+    run, buckets = graphs.run, []
+
+    def counted(batch: Any, block_size: int, turn: int) -> Any:
+        num_tokens = sum(row.num_tokens for row in batch.rows)
+        buckets.append(next(bucket for bucket in graphs.buckets if bucket >= num_tokens))
+        return run(batch, block_size, turn)
+
+    monkeypatch.setattr(graphs, "run", counted)
+    return made, runner, buckets
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}], ids=["whole", "chunks"])
+def test_tokens_equal_those_of_the_eager_way(
+    settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts alone, chunks without samples, beside decode rows whose last token only the device knows, cached."""
+    expected = generate(reference(model), greedy(5))
+    made, _, buckets = open_with_graphs(model, monkeypatch, block_size=8, **settings)
+    for _ in range(2):
+        assert generate(made, greedy(5)) == expected
+    assert made.scheduler.kv.stats.hit_tokens > 0
+    assert set(buckets) == ({16, 64} if not settings else {16})
+    assert made.num_failed_steps == 0
+
+
+def test_seeded_samples_and_rows_that_need_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [
+        SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0.8, seed=2, top_k=5, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=1.2, seed=4, top_p=0.8, ignore_eos=True),
+    ]
+    want = generate(reference(model), params)
+    made, _, buckets = open_with_graphs(model, monkeypatch)
+    assert generate(made, params) == want
+    assert buckets
+    buckets.clear()
+    for change in ({"logprobs": 1}, {"presence_penalty": 0.5}, {"prompt_logprobs": 1}):
+        generate(made, [replace(params[0], **change)], [[*PROMPTS[1], 9, 8]])
+    assert buckets == []
+
+
+def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "MAX_KEYS", 12)
+    expected = generate(reference(model), greedy(3))
+    made, _, buckets = open_with_graphs(model, monkeypatch)
+    assert generate(made, greedy(3), PROMPTS[:1]) == expected[:1]
+    long = max(PROMPTS, key=len)
+    buckets.clear()
+    assert generate(made, greedy(3), [long]) == [expected[PROMPTS.index(long)]]
+    assert buckets == []
+
+
+def test_inputs_are_views_of_one_buffer() -> None:
+    buffer = torch.arange(1000, dtype=torch.int32)
+    inputs = PromptInputs.over(buffer, 16, 5, 7)
+    assert (inputs.fields.shape, inputs.tiles.shape, inputs.samples.shape) == ((4, 16), (5, 4), (3, 7))
+    assert inputs.tiles[0, 0] == 64
+    assert inputs.samples[0, 0] == 84
+    assert inputs.fields.data_ptr() == buffer.data_ptr()
