@@ -11,8 +11,7 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from typing import Any
 
 from common.errors import HandshakeError, NotFoundError, UnavailableError
@@ -36,12 +35,12 @@ class WorkerTable:
 
     def __init__(self, config: RouterConfig, tokenizer_hash: str) -> None:
         self.index = PrefixIndex()
+        self.on_usable: Callable[[], None] = lambda: None  # called when some worker has become usable
         self._config = config
         self._tokenizer_hash = tokenizer_hash
         self._links: dict[tuple[str, str], WorkerLink] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
-        self._usable_event = asyncio.Event()  # replaced each time it is set
         self._last_info: pb.WorkerInfo | None = None
 
     async def start(self) -> None:
@@ -74,15 +73,6 @@ class WorkerTable:
         if any(link.info is not None for link in links):
             return 0.0
         return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
-
-    async def wait_for_usable(self, timeout_seconds: float) -> None:
-        """Return when some worker has become usable, or after the timeout."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._usable_event.wait(), timeout_seconds)
-
-    def _wake_waiting(self) -> None:
-        self._usable_event.set()
-        self._usable_event = asyncio.Event()
 
     def has_other(self, worker: WorkerLink) -> bool:
         """Whether its role has another worker that takes requests."""
@@ -158,7 +148,7 @@ class WorkerTable:
                 self.index.remove_worker(link.worker_id)
 
     def _add(self, role: str, address: str) -> None:
-        link = WorkerLink(role, address, self.index, self._wake_waiting)
+        link = WorkerLink(role, address, self.index, lambda: self.on_usable())
         connection = WorkerConnection(
             link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
         )

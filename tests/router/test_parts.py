@@ -1,22 +1,18 @@
-"""Small parts of the router: breaker, rates, mailbox, journal, handshake, settings, best_of."""
+"""Small parts of the router: breaker, rates, journal, handshake, settings, best_of."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from common.errors import ConfigError, EngineError, HandshakeError, UnavailableError
+from common.errors import ConfigError, HandshakeError
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
-from router.api.render import ChoiceResult
+from router.api.results import ChoiceResult, best_results
 from router.api.sampling import for_choice
 from router.cluster.breaker import OPEN_SECONDS, Breaker
 from router.cluster.handshake import check_worker
-from router.cluster.mailbox import Mailbox
 from router.cluster.rates import WorkerRates
 from router.config import RouterConfig
-from router.gateway import best_results
 from router.journal import Journal
 
 
@@ -62,46 +58,19 @@ def test_prompts_of_the_same_steps_share_their_time() -> None:
     assert rates.prefill_tokens_per_second == pytest.approx(8000, rel=0.2)
 
 
-async def test_mailbox_gives_all_that_came_then_the_error() -> None:
-    mailbox = Mailbox()
-    reader = asyncio.create_task(mailbox.take())
-    await asyncio.sleep(0)
-    mailbox.put(pb.TokenDelta(token_ids=[1]))
-    mailbox.put(pb.TokenDelta(token_ids=[2]))
-    assert [list(delta.token_ids) for delta in await reader] == [[1], [2]]
-    mailbox.put(pb.TokenDelta(token_ids=[3]))
-    mailbox.fail(UnavailableError("gone"))
-    mailbox.fail(EngineError("a later error does not count"))
-    assert [list(delta.token_ids) for delta in await mailbox.take()] == [[3]]
-    for _ in range(2):
-        with pytest.raises(UnavailableError, match="gone"):
-            await mailbox.take()
-
-
-async def test_a_cancelled_reader_leaves_the_mailbox_usable() -> None:
-    mailbox = Mailbox()
-    reader = asyncio.create_task(mailbox.take())
-    await asyncio.sleep(0)
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    mailbox.put(pb.TokenDelta(token_ids=[1]))
-    assert len(await mailbox.take()) == 1
-
-
 def test_journal_replays_tokens_under_a_new_name_and_prompt_logprobs_once() -> None:
     sampling = pb.SamplingParams(max_tokens=9, seed=3, prompt_logprobs=1)
     journal = Journal("r-0", [1, 2], sampling, deadline=10.0, arrival=0.0)
-    first = journal.submit(journal.next_attempt_id(), 1.0)
+    first = journal.next_submit(1.0)
     assert first.sampling.HasField("prompt_logprobs")
     assert first.deadline_seconds == 9.0
     journal.output_token_ids += [7, 8]
-    second = journal.submit(journal.next_attempt_id(), 4.0)
+    second = journal.next_submit(4.0)
     assert (list(second.prompt_token_ids), list(second.output_token_ids)) == ([1, 2], [7, 8])
     assert first.request_id != second.request_id
     assert not second.sampling.HasField("prompt_logprobs")
     assert (second.sampling.max_tokens, second.sampling.seed) == (9, 3)
-    assert journal.submit("x", 11.0).deadline_seconds > 0  # 0 would mean none
+    assert journal.next_submit(11.0).deadline_seconds > 0  # 0 would mean none
 
 
 def test_choices_get_consecutive_seeds_that_wrap() -> None:
