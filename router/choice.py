@@ -4,7 +4,7 @@
 
 Each delta of the open leg is journaled, becomes text and reaches the sink in the same call, from the report callback
 of the worker's link: no task waits for tokens. A worker that is lost costs time, not tokens: the choice goes back to
-choosing workers, with prompt and tokens so far as the prompt. Whatever happens, `ChoiceOwner` hears of exactly one
+choosing workers, with prompt and tokens so far as the prompt. Whatever happens, its request hears of exactly one
 end. Speaks token ids; knows nothing of HTTP.
 """
 
@@ -14,19 +14,22 @@ import asyncio
 import logging
 import time
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from common.logging import RateLimit
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
-from router.api.text import ChoiceText, Update
+from router.api.text import ChoiceText
 from router.cluster.failures import WorkerLostError
 from router.cluster.leg import Leg
 from router.cluster.policy import Decision
 from router.cluster.worker_link import WorkerLink
 from router.dispatch import Dispatcher
 from router.journal import Journal
+
+if TYPE_CHECKING:
+    from router.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -41,20 +44,8 @@ class State(Enum):
     DONE = "done"
 
 
-class ChoiceOwner(Protocol):
-    """The request, as its choices see it."""
-
-    def on_update(self, choice: Choice, update: Update) -> None:
-        """Something became known. With a finish reason it is the end."""
-        ...
-
-    def on_failure(self, choice: Choice, error: Exception) -> None:
-        """The choice has ended without a finish reason."""
-        ...
-
-
 class Choice:
-    """`start` it once; `cancel` ends it without a word to its owner."""
+    """`start` it once; `cancel` ends it without a word to its request."""
 
     def __init__(
         self, index: int, prompt_index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher
@@ -64,16 +55,16 @@ class Choice:
         self.journal = journal
         self.text = text
         self.state = State.NEW
-        self.is_shown = False  # its owner's: whether there has been an update
+        self.is_shown = False  # whether its request has had an update
         self._dispatcher = dispatcher
-        self._owner: ChoiceOwner
+        self._request: GenerationRequest
         self._timer: asyncio.TimerHandle
         self._decision: Decision | None = None  # that is being carried out
         self._leg: Leg | None = None
         self._lost: set[WorkerId] = set()  # workers that have failed this choice
 
-    def start(self, owner: ChoiceOwner) -> None:
-        self._owner = owner
+    def start(self, request: GenerationRequest) -> None:
+        self._request = request
         self._dispatcher.opened(self.journal)
         exceeded = DeadlineExceededError("the request took longer than it was given")
         delay = self.journal.deadline - time.monotonic()
@@ -110,12 +101,13 @@ class Choice:
                 self._prepare_retry(error)
 
     def _wait(self) -> None:
-        self.journal.note(time.monotonic(), "waiting for a decode worker")
         self._dispatcher.wait(self)
-        self.state = State.WAITING
+        if self.state is not State.WAITING:
+            self.state = State.WAITING
+            self.journal.note(time.monotonic(), "waiting for a decode worker")
 
-    def on_worker(self) -> None:
-        """There is a decode worker again."""
+    def look_again(self) -> None:
+        """There may be a decode worker again, or none to wait for any longer."""
         if self.state is State.WAITING:
             self._go_on()
 
@@ -152,7 +144,7 @@ class Choice:
             if delta.finish_reason:
                 self._leg_ended(leg, delta, now)
             update = self.text.push(delta)
-            self._owner.on_update(self, update)
+            self._request.on_update(self, update)
             if update.finish_reason is not None:
                 self._close(update.finish_reason)
             elif delta.finish_reason:
@@ -240,7 +232,7 @@ class Choice:
             self.journal.note(time.monotonic(), "deadline exceeded")
             outcome = "length" if self.journal.has_started else "error"
         self._close(outcome)
-        self._owner.on_failure(self, error)
+        self._request.on_failure(self, error)
 
     def _close(self, outcome: str) -> None:
         """Release first, report after."""
@@ -249,6 +241,6 @@ class Choice:
         self._timer.cancel()
         self._dispatcher.stop_waiting(self)
         if self._leg is not None:
-            self._leg.close()
+            self._leg.link.close(self._leg)
             self._leg = None
         self._dispatcher.closed(self.journal)

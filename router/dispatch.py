@@ -9,13 +9,14 @@ import asyncio
 import random
 import time
 from collections.abc import Set
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from common.errors import MiniInferError, OverloadedError, UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
-from router.cluster.policy import EXPECTED_TOKENS, Decision, RequestView, choose, policy_by_name
+from router.cluster.policy import Decision, choose
+from router.cluster.prediction import EXPECTED_TOKENS, RequestView
 from router.cluster.worker_link import WorkerLink
 from router.cluster.workers import WorkerTable
 from router.config import RouterConfig
@@ -23,15 +24,10 @@ from router.explain import ExplainLog
 from router.journal import Journal
 from router.metrics import RouterMetrics
 
+if TYPE_CHECKING:
+    from router.choice import Choice
+
 LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does not tell
-
-
-class Waiter(Protocol):
-    """A choice that waits for a decode worker."""
-
-    def on_worker(self) -> None: ...
-
-    def on_failure(self, error: MiniInferError) -> None: ...
 
 
 class Dispatcher:
@@ -47,12 +43,11 @@ class Dispatcher:
         self.num_waiting = 0  # admitted, first token not seen yet
         self.num_running = 0
         self._workers = workers
-        self._policy = policy_by_name(config.policy)
         self._random = random.Random()
         self._turn = 0
-        self._waiters: dict[Waiter, None] = {}  # oldest first
+        self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
-        workers.on_usable = self._look_soon
+        workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
 
     def admit(self) -> None:
         """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
@@ -81,7 +76,7 @@ class Dispatcher:
         # prefill worker is left that has not failed already.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         decision = choose(
-            self._policy,
+            self.config.policy,
             request,
             [link.view() for link in prefill if link.worker_id not in lost],
             [link.view() for link in self._workers.usable("decode", lost)],
@@ -102,51 +97,36 @@ class Dispatcher:
 
     def link(self, worker: WorkerId) -> WorkerLink:
         """Raises WorkerLostError when the worker is not attached any more."""
-        for link in self._workers.links:
-            if link.info is not None and link.info.worker_id == worker:
-                return link
-        raise WorkerLostError(f"worker {worker} has gone")
+        link = self._workers.find(worker)
+        if link is None:
+            raise WorkerLostError(f"worker {worker} has gone")
+        return link
 
     # -- waiting for a worker ----------------------------------------------------------------------------------
 
     def has_decode_worker(self) -> bool:
         return bool(self._workers.usable("decode"))
 
-    def wait(self, waiter: Waiter) -> None:
-        """Call `on_worker` once there is a decode worker, or `on_failure` when none can be waited for any longer.
+    def wait(self, choice: Choice) -> None:
+        """Let the choice look again when a worker has become usable, and now and then.
 
-        Raises UnavailableError when that is so already.
+        Raises UnavailableError when the last decode worker has been gone for too long.
         """
         self._check_absence(time.monotonic())
-        self._waiters[waiter] = None
+        self._waiting[choice] = None
         if self._look_timer is None:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
-    def stop_waiting(self, waiter: Waiter) -> None:
-        self._waiters.pop(waiter, None)
-
-    def _look_soon(self) -> None:
-        if self._waiters:
-            asyncio.get_running_loop().call_soon(self._look)
+    def stop_waiting(self, choice: Choice) -> None:
+        self._waiting.pop(choice, None)
 
     def _look(self) -> None:
         if self._look_timer is not None:
             self._look_timer.cancel()
             self._look_timer = None
-        waiters = list(self._waiters)
-        if self.has_decode_worker():
-            self._waiters.clear()
-            for waiter in waiters:
-                waiter.on_worker()
-            return
-        try:
-            self._check_absence(time.monotonic())
-        except UnavailableError as error:
-            self._waiters.clear()
-            for waiter in waiters:
-                waiter.on_failure(error)
-        if self._waiters:
-            self._look_timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        waiting, self._waiting = self._waiting, {}
+        for choice in waiting:
+            choice.look_again()
 
     def _check_absence(self, now: float) -> None:
         """Raise UnavailableError when the last decode worker has been gone for too long to come back."""
@@ -170,9 +150,9 @@ class Dispatcher:
         else:
             self.num_waiting -= 1
         if journal.kv_handle is not None:  # the end came before a decode worker has read it
-            for link in self._workers.links:
-                if link.info is not None and link.info.worker_id == journal.kv_handle.worker_id:
-                    link.release(journal.kv_handle)
+            link = self._workers.find(journal.kv_handle.worker_id)
+            if link is not None:
+                link.release(journal.kv_handle)
         now = time.monotonic()
         self.metrics.choice_ended(journal, now)
         self.explain.ended(journal, now)

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from router.cluster.leg import Leg
-from router.cluster.policy import Candidate, Decision
+from router.cluster.policy import Decision
+from router.cluster.prediction import Candidate
 from router.journal import Journal
 from router.metrics import RouterMetrics
 

@@ -20,8 +20,7 @@ from router.api.completion_renderer import CompletionRenderer
 from router.api.message_schemas import Message
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
-from router.api.results import Selector, best_results
-from router.api.sampling import ModelLimits, for_choice, sampling_params
+from router.api.sampling import ModelLimits, checked_ids, for_choice, sampling_params
 from router.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
@@ -89,9 +88,9 @@ class Gateway:
         )
         token_ids = await self._chat_ids(body.messages, add_prompt, bool(body.continue_final_message))
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
-        request = self._request(http, body, prompts, body.n or 1, arrival, "chatcmpl-", continues=False)
+        request = self._request(http, body, prompts, body.n or 1, arrival)
         options = self._options(request, body, prompts, (), bool(body.logprobs))
-        return self._respond(http, body, request, ChatRenderer(options, self.tokenizer), list)
+        return self._respond(http, body, request, ChatRenderer(options, self.tokenizer))
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
@@ -102,11 +101,10 @@ class Gateway:
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        request = self._request(http, body, prompts, per_prompt, arrival, "cmpl-", continues=True)
+        request = self._request(http, body, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(body, prompts)) if body.echo else ()
         options = self._options(request, body, prompts, texts, body.logprobs is not None)
-        renderer = CompletionRenderer(options, self.tokenizer, per_prompt)
-        return self._respond(http, body, request, renderer, lambda results: best_results(results, n))
+        return self._respond(http, body, request, CompletionRenderer(options, self.tokenizer, n, per_prompt))
 
     def _request(
         self,
@@ -115,11 +113,10 @@ class Gateway:
         prompts: Sequence[list[int]],
         per_prompt: int,
         arrival: float,
-        prefix: str,
-        continues: bool,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
-        request_id = http.scope[REQUEST_ID] = prefix + uuid.uuid4().hex
+        continues = isinstance(body, CompletionBody)  # the text goes on from the prompt
+        request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
         rules = StopRules(
             stops=tuple(body.stops),
             include_in_output=bool(body.include_stop_str_in_output),
@@ -172,7 +169,7 @@ class Gateway:
         )
 
     def _respond(
-        self, http: Request, body: GenerationBody, request: GenerationRequest, renderer: Renderer, select: Selector
+        self, http: Request, body: GenerationBody, request: GenerationRequest, renderer: Renderer
     ) -> Response:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
@@ -180,17 +177,14 @@ class Gateway:
             (b"x-request-id", (label if is_shown else request.request_id).encode()),
             (b"x-mini-infer-id", request.request_id.encode()),
         ]
-        return GenerationResponse(request, renderer, headers, bool(body.stream), select)
+        return GenerationResponse(request, renderer, headers, bool(body.stream))
 
     def _echo_texts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
-        if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None:
-            return [body.prompt]
-        items: Sequence[Any] = body.prompt if not isinstance(body.prompt[0], int) else [body.prompt]
         return [
             item
             if isinstance(item, str) and body.truncate_prompt_tokens is None
             else self.tokenizer.decode(token_ids, skip_special=False)
-            for item, token_ids in zip(items, prompts, strict=True)
+            for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
 
     async def _chat_ids(self, messages: Sequence[Message], add_prompt: bool, continue_final: bool) -> list[int]:
@@ -222,12 +216,8 @@ class Gateway:
     async def detokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
         body = parse_body(DetokenizeBody, await read_json_object(http, held))
         self.check_model(body.model)
-        for token_id in body.tokens:
-            if token_id >= self.tokenizer.vocab_size:
-                raise InvalidRequestError(
-                    f"tokens: id {token_id} is outside the vocabulary of {self.tokenizer.vocab_size}", "tokens"
-                )
-        return {"prompt": self.tokenizer.decode(body.tokens, skip_special=False)}
+        token_ids = checked_ids(body.tokens, self.tokenizer.vocab_size, "tokens")
+        return {"prompt": self.tokenizer.decode(token_ids, skip_special=False)}
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model_names:

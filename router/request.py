@@ -21,11 +21,9 @@ class Sink(Protocol):
 
     def on_update(self, index: int, update: Update) -> None:
         """Choice `index` goes on or, with a finish reason, ends."""
-        ...
 
     def on_failure(self, error: Exception) -> None:
         """The request has failed, and nothing more comes."""
-        ...
 
 
 class GenerationRequest:

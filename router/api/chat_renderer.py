@@ -9,23 +9,14 @@ import orjson
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.render import PlainChunks, RenderOptions, event, finite
+from router.api.render import PlainChunks, Renderer, RenderOptions, finite
 from router.api.results import ChoiceResult, Usage
 from router.api.text import Update
 
 
-class ChatRenderer:
-    """`chat.completion` and `chat.completion.chunk`."""
-
+class ChatRenderer(Renderer):
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
-        self.options = options
-        self._tokenizer = tokenizer
-        self._head = {
-            "id": options.request_id,
-            "object": "chat.completion.chunk",
-            "created": options.created,
-            "model": options.model,
-        }
+        super().__init__(options, tokenizer, "chat.completion.chunk")
         is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
         plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
         self._plain = plain if is_plain else None
@@ -35,7 +26,7 @@ class ChatRenderer:
             "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
         }  # fmt: skip
         extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
-        return self._event(choice, usage, extra)
+        return self._event(choice, usage, **extra)
 
     def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
@@ -50,10 +41,7 @@ class ChatRenderer:
             choice["stop_reason"] = update.stop_reason
         if self.options.return_token_ids:
             choice["token_ids"] = update.token_ids
-        return self._event(choice, usage, {})
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage.as_dict()})
+        return self._event(choice, usage)
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         options = self.options
@@ -74,14 +62,6 @@ class ChatRenderer:
         if self.options.return_token_ids:
             choice["token_ids"] = result.token_ids
         return choice
-
-    def _event(self, choice: dict[str, Any], usage: Usage, extra: dict[str, Any]) -> bytes:
-        value = {**self._head, "choices": [choice], **extra}
-        if self.options.continuous_usage:
-            value["usage"] = usage.as_dict()
-        elif self.options.include_usage:
-            value["usage"] = None
-        return event(value)
 
     def _logprobs(self, items: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
         content = []

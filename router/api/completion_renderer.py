@@ -9,24 +9,18 @@ import orjson
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.render import PlainChunks, RenderOptions, event, finite
-from router.api.results import ChoiceResult, Usage
+from router.api.render import PlainChunks, Renderer, RenderOptions, finite
+from router.api.results import ChoiceResult, Usage, best_results
 from router.api.text import Update
 
 
-class CompletionRenderer:
-    """`text_completion`, for chunks and whole answers alike."""
+class CompletionRenderer(Renderer):
+    """`n` choices for each prompt are shown, the best of `choices_per_prompt`."""
 
-    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, choices_per_prompt: int) -> None:
-        self.options = options
-        self._tokenizer = tokenizer
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, n: int, choices_per_prompt: int) -> None:
+        super().__init__(options, tokenizer, "text_completion")
+        self._n = n
         self._choices_per_prompt = choices_per_prompt
-        self._head = {
-            "id": options.request_id,
-            "object": "text_completion",
-            "created": options.created,
-            "model": options.model,
-        }
         is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or options.echo)
         self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
@@ -47,36 +41,22 @@ class CompletionRenderer:
         if is_first and self.options.return_token_ids:
             choice["prompt_token_ids"] = self.options.prompt_token_ids[prompt_index]
         self._offsets[index] = offset + len(text)
-        value = {**self._head, "choices": [choice]}
-        if self.options.continuous_usage:
-            value["usage"] = usage.as_dict()
-        elif self.options.include_usage:
-            value["usage"] = None
-        return event(value)
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return event({**self._head, "choices": [], "usage": usage.as_dict()})
+        return self._event(choice, usage)
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         choices = []
-        for result in results:
+        for result in best_results(results, self._n):
             text = self.options.prompt_texts[result.prompt_index] + result.text if self.options.echo else result.text
-            update = Update(
-                text,
-                result.token_ids,
-                result.logprobs,
-                result.prompt_logprobs,
-                result.finish_reason,
-                result.stop_reason,
-            )
-            choice = self._choice(result.index, text, update, 0, result.prompt_index)
+            choice = self._choice(result.index, text, result, 0, result.prompt_index)
             choice["stop_reason"] = result.stop_reason
             if self.options.return_token_ids:
                 choice["prompt_token_ids"] = self.options.prompt_token_ids[result.prompt_index]
             choices.append(choice)
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.as_dict()})
 
-    def _choice(self, index: int, text: str, update: Update, offset: int, prompt_index: int | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, update: Update | ChoiceResult, offset: int, prompt_index: int | None
+    ) -> dict[str, Any]:
         """`prompt_index` is given where the choice's text begins, which is where echo shows the prompt."""
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,

@@ -6,12 +6,14 @@ as a dictionary. Knows nothing of HTTP, workers or how text came about.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
+from common.text.tokenizer import Tokenizer
 from router.api.results import ChoiceResult, Usage
 from router.api.text import Update
 
@@ -32,24 +34,6 @@ class RenderOptions:
     echo: bool = False
     prompt_texts: tuple[str, ...] = ()  # for echo
     prompt_token_ids: tuple[list[int], ...] = ()  # for echo and return_token_ids
-
-
-class Renderer(Protocol):
-    """One API's shape of the answer."""
-
-    options: RenderOptions
-
-    def start(self, index: int, usage: Usage) -> bytes:
-        """What comes before the first text of a choice."""
-        ...
-
-    def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
-        """One event of a stream; empty when there is nothing to tell."""
-        ...
-
-    def usage_chunk(self, usage: Usage) -> bytes: ...
-
-    def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes: ...
 
 
 def event(value: Any) -> bytes:
@@ -74,6 +58,41 @@ class PlainChunks:
         if prefix is None:
             prefix = self._prefixes[index] = self._before_index + b"%d" % index + self._after_index
         return prefix + orjson.dumps(text) + self._suffix
+
+
+class Renderer(ABC):
+    """One API's shape of the answer."""
+
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, kind: str) -> None:
+        """`kind` is what the API calls an event of a stream."""
+        self.options = options
+        self._tokenizer = tokenizer
+        self._head: dict[str, Any] = {
+            "id": options.request_id, "object": kind, "created": options.created, "model": options.model,
+        }  # fmt: skip
+
+    @abstractmethod
+    def start(self, index: int, usage: Usage) -> bytes:
+        """What comes before the first text of a choice."""
+
+    @abstractmethod
+    def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
+        """One event of a stream; empty when there is nothing to tell."""
+
+    @abstractmethod
+    def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        """All of an answer that is not streamed."""
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return event({**self._head, "choices": [], "usage": usage.as_dict()})
+
+    def _event(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
+        value = {**self._head, "choices": [choice], **extra}
+        if self.options.continuous_usage:
+            value["usage"] = usage.as_dict()
+        elif self.options.include_usage:
+            value["usage"] = None
+        return event(value)
 
 
 def finite(logprob: float) -> float:

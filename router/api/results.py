@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,7 @@ class ChoiceResult:
         return sum(item.logprob for item in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
-Selector = Callable[[list[ChoiceResult]], Sequence[ChoiceResult]]
-
-
-def best_results(results: list[ChoiceResult], n: int) -> list[ChoiceResult]:
+def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:
     """The n choices of each prompt with the best mean logprob, numbered anew."""
     by_prompt: dict[int, list[ChoiceResult]] = {}
     for result in results:

@@ -6,6 +6,7 @@ Knows nothing of tokens: ranges that need the model (context, vocabulary) are ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -176,15 +177,16 @@ class CompletionBody(GenerationBody):
             raise InvalidRequestError("best_of must not be smaller than n", "best_of")
         if self.best_of is not None and self.best_of > n and self.stream:
             raise InvalidRequestError("best_of cannot be streamed", "best_of")
-        if self.num_prompts * (self.best_of or n) > MAX_CHOICES:
+        if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
             raise InvalidRequestError(f"prompts times choices must not exceed {MAX_CHOICES}", "n")
         return self
 
     @property
-    def num_prompts(self) -> int:
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Each of them a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return 1
-        return len(self.prompt)
+            return [self.prompt]
+        return self.prompt
 
 
 class TokenizeBody(Body):

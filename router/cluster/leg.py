@@ -17,16 +17,14 @@ class LegListener(Protocol):
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take what one step of the worker gave the choice. With a finish reason it is the worker's last word."""
-        ...
 
     def on_failure(self, error: MiniInferError) -> None:
         """The leg has ended without a finish reason."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """Open from `WorkerLink.submit` until the worker's last word or `close`; only then its listener is called."""
+    """Open from `WorkerLink.submit` to the worker's last word or `WorkerLink.close`: so long its listener is called."""
 
     leg_id: str
     link: WorkerLink
@@ -37,7 +35,3 @@ class Leg:
     times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
     first_time: float = 0.0  # when the first delta came
     num_tokens_at_first: int = 0  # output tokens of the choice then
-
-    def close(self) -> None:
-        """Nobody listens any more: tell the worker, unless the leg has ended there."""
-        self.link.close(self)

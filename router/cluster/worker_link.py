@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
 from kvstore.pool.index import PrefixIndex
@@ -20,38 +20,21 @@ from router.cluster.breaker import Breaker
 from router.cluster.failures import WorkerLostError, error_of
 from router.cluster.index_feed import IndexFeed
 from router.cluster.leg import Leg, LegListener
-from router.cluster.policy import WorkerView
+from router.cluster.prediction import WorkerView
 from router.cluster.rates import WorkerRates
+
+if TYPE_CHECKING:
+    from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
 KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as many as it can
-
-
-class Connection(Protocol):
-    """What the link asks of the open connection."""
-
-    def send(self, command: pb.Command) -> None:
-        """Queue for the stream, in order."""
-        ...
-
-    async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
-        """KV events of a fresh stream, the first of them a snapshot; none when the worker does not answer."""
-        ...
-
-    async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
-        ...
-
-    async def undrain(self) -> None:
-        """Ask a draining worker to take requests again. Raises UnavailableError."""
-        ...
 
 
 class WorkerLink:
     """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
     def __init__(
-        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], None] = lambda: None
+        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], object] = lambda: None
     ) -> None:
         """`on_usable` is called when requests may come that could not before."""
         self.role = role
@@ -67,7 +50,7 @@ class WorkerLink:
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # of life: a report, or an answer about its health
         self._index = index
-        self._connection: Connection | None = None
+        self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
         self._pending_tokens = 0
@@ -152,7 +135,7 @@ class WorkerLink:
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
-    def attached(self, info: pb.WorkerInfo, connection: Connection) -> None:
+    def attached(self, info: pb.WorkerInfo, connection: WorkerConnection) -> None:
         """The stream is open: requests may come."""
         self.info, self._connection = info, connection
         self._feed = IndexFeed(self._index, self.worker_id, connection.fetch_snapshot)

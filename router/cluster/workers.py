@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from common.errors import HandshakeError, NotFoundError, UnavailableError
+from common.errors import HandshakeError, UnavailableError
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
@@ -35,7 +35,7 @@ class WorkerTable:
 
     def __init__(self, config: RouterConfig, tokenizer_hash: str) -> None:
         self.index = PrefixIndex()
-        self.on_usable: Callable[[], None] = lambda: None  # called when some worker has become usable
+        self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
         self._config = config
         self._tokenizer_hash = tokenizer_hash
         self._links: dict[tuple[str, str], WorkerLink] = {}
@@ -78,11 +78,9 @@ class WorkerTable:
         """Whether its role has another worker that takes requests."""
         return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
 
-    def by_id(self, worker_id: str) -> WorkerLink:
-        for link in self._links.values():
-            if link.info is not None and link.info.worker_id == worker_id:
-                return link
-        raise NotFoundError(f"no worker {worker_id!r}")
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The attached worker of that name."""
+        return next((link for link in self._links.values() if link.info and link.worker_id == worker_id), None)
 
     def infos(self) -> list[pb.WorkerInfo]:
         return [link.info for link in self._links.values() if link.info is not None]
@@ -178,8 +176,16 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+_SHOWN_INFO = ("model", "device", "quantization", "cuda_graphs", "version")
+_SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
+_SHOWN_LOAD = {
+    "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
+    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
+    "kv_blocks_cached": "kv_blocks_cached",
+}  # fmt: skip
+
+
 def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any]:
-    load = link.load
     fields: dict[str, Any] = {
         "id": link.worker_id,
         "role": link.role,
@@ -192,27 +198,10 @@ def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any
     if link.info is not None:
         info = link.info
         fields |= {
-            "model": info.model,
-            "device": info.device,
-            "quantization": info.quantization,
-            "cuda_graphs": info.cuda_graphs,
+            **{name: getattr(info, name) for name in _SHOWN_INFO},
             "transports": list(info.transports),
-            "version": info.version,
-            "load": {
-                "running": load.num_running,
-                "waiting": load.num_waiting,
-                "swapped": load.num_swapped,
-                "loading": load.num_loading,
-                "leases": load.num_leases,
-                "kv_blocks": load.kv_blocks_total,
-                "kv_blocks_free": load.kv_blocks_free,
-                "kv_blocks_cached": load.kv_blocks_cached,
-            },
-            "rates": {
-                "prefill_tokens_per_second": round(link.rates.prefill_tokens_per_second, 1),
-                "pull_tokens_per_second": round(link.rates.pull_tokens_per_second, 1),
-                "step_seconds": round(link.rates.step_seconds, 6),
-            },
+            "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
+            "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
             "index": {
                 "state": index.state(link.worker_id).value,
                 "blocks": index.num_worker_keys(link.worker_id),

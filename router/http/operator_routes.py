@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
+from router.cluster.worker_link import WorkerLink
 from router.gateway import Gateway
 from router.http.errors import HttpError
 
@@ -48,7 +49,7 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
 
     async def drain(request: Request) -> Response:
         _check_operator(request, gateway)
-        link = gateway.workers.by_id(request.path_params["worker_id"])
+        link = _worker(request, gateway)
         if not _has_flag(request, "force") and not gateway.workers.has_other(link):
             raise HttpError(
                 409, f"{link.worker_id} is the only {link.role} worker: add ?force=true to drain it all the same"
@@ -58,7 +59,7 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
 
     async def undrain(request: Request) -> Response:
         _check_operator(request, gateway)
-        link = gateway.workers.by_id(request.path_params["worker_id"])
+        link = _worker(request, gateway)
         await link.undrain()
         return json_response({"id": link.worker_id, "draining": False})
 
@@ -73,6 +74,14 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
         ),
         ("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back"),
     ]
+
+
+def _worker(request: Request, gateway: Gateway) -> WorkerLink:
+    worker_id = request.path_params["worker_id"]
+    link = gateway.workers.find(worker_id)
+    if link is None:
+        raise NotFoundError(f"no worker {worker_id!r}")
+    return link
 
 
 def _check_operator(request: Request, gateway: Gateway) -> None:

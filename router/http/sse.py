@@ -20,6 +20,7 @@ from router.request import GenerationRequest
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
 KEEP_ALIVE_SECONDS = 5.0
+Headers = list[tuple[bytes, bytes]]
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,9 +31,7 @@ _HEADERS = [
 class EventStream:
     """The sink of one streamed request."""
 
-    def __init__(
-        self, request: GenerationRequest, renderer: Renderer, writer: ChunkWriter, headers: list[tuple[bytes, bytes]]
-    ) -> None:
+    def __init__(self, request: GenerationRequest, renderer: Renderer, headers: Headers, writer: ChunkWriter) -> None:
         self._request = request
         self._renderer = renderer
         self._writer = writer

@@ -38,18 +38,16 @@ class Worker:
             worker_id=name, role=role, epoch=1, block_size=16, hash_version=HASH_VERSION, max_num_seqs=8,
             max_model_len=100, vocab_size=320,
         )  # fmt: skip
-        self.link.attached(self.info, self)
+        self.come_back()
+
+    def come_back(self) -> None:
+        self.link.attached(self.info, self)  # type: ignore[arg-type]
 
     def send(self, command: pb.Command) -> None:
         self.commands.append(command)
 
     async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
         return []
-
-    async def drain(self, grace_seconds: float) -> int:
-        return 0
-
-    async def undrain(self) -> None: ...
 
     @property
     def submits(self) -> list[pb.Submit]:
@@ -203,7 +201,7 @@ async def test_a_choice_that_waits_goes_on_where_it_was() -> None:
     decode.link.lost("killed")
     prefill.prefilled("H")
     assert request.is_waiting_for_worker
-    decode.link.attached(decode.info, decode)
+    decode.come_back()
     await asyncio.sleep(0)
     assert not request.is_waiting_for_worker
     assert decode.submits[-1].kv_handle == HANDLE
@@ -218,7 +216,7 @@ async def test_all_that_wait_go_on_in_the_order_in_which_they_came() -> None:
     (decode,) = router.decode
     decode.link.lost("killed")
     requests = [router.request(num_prompts=2) for _ in range(3)]
-    decode.link.attached(decode.info, decode)
+    decode.come_back()
     await asyncio.sleep(0)
     assert [submit.sampling.seed for submit in decode.submits] == [0, 1] * 3
     for request, _ in requests:

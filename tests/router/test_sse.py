@@ -101,9 +101,9 @@ class Client:
 @asynccontextmanager
 async def open_stream() -> AsyncIterator[tuple[EventStream, Client, asyncio.Task[None]]]:
     client = Client()
-    renderer = CompletionRenderer(RenderOptions("r", "m", 0), DRY_RUN, 1)
+    renderer = CompletionRenderer(RenderOptions("r", "m", 0), DRY_RUN, 1, 1)
     request = GenerationRequest("r", [])
-    stream = EventStream(request, renderer, client, [])  # type: ignore[arg-type]
+    stream = EventStream(request, renderer, [], client)  # type: ignore[arg-type]
     stream._num_open = 1
     task = asyncio.create_task(stream.send({"type": "http"}, client.send))
     try:
