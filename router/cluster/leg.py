@@ -24,7 +24,7 @@ class LegListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """Open from `WorkerLink.submit` to the worker's last word or `WorkerLink.close`: so long its listener is called."""
+    """Open from `WorkerLink.submit` to the worker's last word or `WorkerLink.close`: so long it has a listener."""
 
     leg_id: str
     link: WorkerLink
