@@ -115,13 +115,12 @@ class Choice:
         """Carry out a new decision."""
         decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
         chosen = decision.chosen
-        if chosen.prefill is None:
-            if self.journal.kv_handle is None:
-                self._dispatcher.metrics.local_prefills.inc()
-            self._decode(decision)
+        if chosen.prefill is not None:
+            self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), self._dispatcher.link(chosen.decode))
             return
-        next_link = self._dispatcher.link(chosen.decode)
-        self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), next_link)
+        if self.journal.kv_handle is None:
+            self._dispatcher.metrics.local_prefills.inc()
+        self._decode(decision)
 
     def _decode(self, decision: Decision) -> None:
         self._open(State.DECODE, self._dispatcher.decode_link(decision.chosen.decode, self._lost))

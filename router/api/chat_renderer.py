@@ -28,7 +28,7 @@ class ChatRenderer(Renderer):
         extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
         return self._event(choice, usage, **extra)
 
-    def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
             return self._plain.render(index, update.text)
         choice: dict[str, Any] = {

@@ -28,7 +28,7 @@ class CompletionRenderer(Renderer):
     def start(self, index: int, usage: Usage) -> bytes:
         return b""
 
-    def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
             return self._plain.render(index, update.text)
         is_first = index not in self._offsets

@@ -76,7 +76,7 @@ class Renderer(ABC):
         """What comes before the first text of a choice."""
 
     @abstractmethod
-    def chunk(self, index: int, update: Update, usage: Usage) -> bytes:
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         """One event of a stream; empty when there is nothing to tell."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a request's answer comes to: finished choices, and the tokens that it took. Plain data."""
+"""What a request's answer comes to: its choices, and the tokens that it took. Plain data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """One finished choice of an answer that is not streamed."""
+    """Updates of one choice as if they had come in one."""
 
     index: int
     prompt_index: int = 0

@@ -6,7 +6,6 @@ a migration: each token comes here once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import EngineError
@@ -28,20 +27,6 @@ class Update:
     prompt_logprobs: list[pb.TokenLogprobs]
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
-
-
-def joined(updates: Sequence[Update]) -> Update:
-    """One update that tells what several, of the same choice and in order, tell."""
-    if len(updates) == 1:
-        return updates[0]
-    return Update(
-        "".join(update.text for update in updates),
-        [token_id for update in updates for token_id in update.token_ids],
-        [item for update in updates for item in update.logprobs],
-        [item for update in updates for item in update.prompt_logprobs],
-        updates[-1].finish_reason,
-        updates[-1].stop_reason,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_body, error_headers, log_if_internal, status_of
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.http.operator_routes import Handler, json_response, operator_routes
+from router.http.operator_routes import Handler, add_operator_routes, json_response
 
 MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
@@ -62,8 +62,7 @@ def create_app(gateway: Gateway) -> Any:
     routes = Routes()
     _add_model_routes(routes, gateway)
     _add_health_routes(routes, gateway)
-    for method, path, handler, summary in operator_routes(gateway):
-        routes.add(method, path, handler, summary)
+    add_operator_routes(routes.add, gateway)
     _add_documentation(routes)
     handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
     inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)

@@ -25,8 +25,8 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
-    """(method, path, handler, what it does) of each."""
+def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: Gateway) -> None:
+    """Call `add` with method, path, handler and what it does, for each."""
 
     async def cluster(_: Request) -> Response:
         dispatcher = gateway.dispatcher
@@ -63,17 +63,11 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
         await link.undrain()
         return json_response({"id": link.worker_id, "draining": False})
 
-    return [
-        ("GET", "/v1/cluster", cluster, "the workers and what they do"),
-        ("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request"),
-        (
-            "POST",
-            "/v1/workers/{worker_id}/drain",
-            drain,
-            "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false",
-        ),
-        ("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back"),
-    ]
+    grace = "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false"
+    add("GET", "/v1/cluster", cluster, "the workers and what they do")
+    add("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request")
+    add("POST", "/v1/workers/{worker_id}/drain", drain, grace)
+    add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
 
 
 def _worker(request: Request, gateway: Gateway) -> WorkerLink:

@@ -12,7 +12,8 @@ import asyncio
 from starlette.types import Scope, Send
 
 from router.api.render import Renderer, event
-from router.api.text import Update, joined
+from router.api.results import ChoiceResult
+from router.api.text import Update
 from router.http.chunk_writer import ChunkWriter
 from router.http.errors import error_object, log_if_internal
 from router.request import GenerationRequest
@@ -39,7 +40,7 @@ class EventStream:
         self._has_begun = False  # the headers are out
         self._is_caught_up = False  # all that was kept has been taken by the transport
         self._shown: set[int] = set()  # choices of which something has been rendered
-        self._kept: dict[int, list[Update]] = {}  # by choice
+        self._kept: dict[int, ChoiceResult] = {}  # by choice
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._num_open = len(request.choices)
@@ -55,7 +56,7 @@ class EventStream:
             if body := self._rendered(index, update):
                 self._writer.write(body)
             return
-        self._kept.setdefault(index, []).append(update)
+        self._kept.setdefault(index, ChoiceResult(index)).add(update)
         self._wake.set()
 
     def on_failure(self, error: Exception) -> None:
@@ -89,7 +90,7 @@ class EventStream:
             self._wake.clear()
             self._is_caught_up = False  # `send` may wait for the client: what comes now comes after this
             kept, self._kept = self._kept, {}
-            body = b"".join(self._rendered(index, joined(updates)) for index, updates in kept.items())
+            body = b"".join(self._rendered(index, update) for index, update in kept.items())
             if not (self._num_open or self._error):
                 return body
             if body and (self._has_begun or not self._error):
@@ -111,7 +112,7 @@ class EventStream:
         loop = asyncio.get_running_loop()
         self._keep_alive_timer = loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
 
-    def _rendered(self, index: int, update: Update) -> bytes:
+    def _rendered(self, index: int, update: Update | ChoiceResult) -> bytes:
         """The piece of the stream that tells of one update; empty when there is nothing to tell."""
         if self._renderer.options.continuous_usage:
             self._usage = self._request.usage()
