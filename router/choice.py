@@ -57,6 +57,7 @@ class Choice:
         self.state = State.NEW
         self.is_shown = False  # whether its request has had an update
         self._dispatcher = dispatcher
+        self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: GenerationRequest
         self._timer: asyncio.TimerHandle
         self._decision: Decision | None = None  # that is being carried out
@@ -137,16 +138,18 @@ class Choice:
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Journal a step's tokens and show them. The hot path: keep it short."""
         try:
-            self._record(delta, now)
+            token_ids = delta.token_ids[:]  # a list, in a third of list()'s time
+            self._record(token_ids, now)
             if not leg.first_time:
                 self._leg_began(leg, now)
-            if delta.finish_reason:
+            is_last = bool(delta.finish_reason)
+            if is_last:
                 self._leg_ended(leg, delta, now)
-            update = self.text.push(delta)
+            update = self.text.push(token_ids, delta)
             self._request.on_update(self, update)
             if update.finish_reason is not None:
                 self._close(update.finish_reason)
-            elif delta.finish_reason:
+            elif is_last:
                 self._go_on()
         except Exception as error:  # noqa: BLE001 - a bug in one choice must not end the link, which carries all of them
             self._fail(error)
@@ -164,16 +167,16 @@ class Choice:
         else:
             self._go_on()
 
-    def _record(self, delta: pb.TokenDelta, now: float) -> None:
+    def _record(self, token_ids: list[int], now: float) -> None:
         journal = self.journal
         if journal.output_token_ids:
-            self._dispatcher.metrics.inter_token_latency.observe(now - journal.last_token_time)
-        elif delta.token_ids:
+            self._observe_gap(now - journal.last_token_time)
+        elif token_ids:
             journal.first_token_time = now
             self._dispatcher.first_token(journal, now)
         else:
             return  # prompt logprobs may come before the first token
-        journal.output_token_ids.extend(delta.token_ids)
+        journal.output_token_ids += token_ids
         journal.last_token_time = now
 
     def _leg_began(self, leg: Leg, now: float) -> None:

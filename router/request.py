@@ -7,6 +7,7 @@ prefix cache. When the deadline is exceeded, choices end with the text that they
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 from common.errors import DeadlineExceededError
@@ -32,7 +33,7 @@ class GenerationRequest:
     def __init__(self, request_id: str, choices: list[Choice]) -> None:
         self.request_id = request_id
         self.choices = choices
-        self._prompt_logprobs: dict[int, list[pb.TokenLogprobs]] = {}  # of the prompts that are computed
+        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # of the prompts that are computed
         self._sink: Sink
 
     def start(self, sink: Sink) -> None:

@@ -6,6 +6,7 @@ a migration: each token comes here once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.errors import EngineError
@@ -23,8 +24,8 @@ class Update:
 
     text: str
     token_ids: list[int]
-    logprobs: list[pb.TokenLogprobs]
-    prompt_logprobs: list[pb.TokenLogprobs]
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
 
@@ -57,13 +58,13 @@ class ChoiceText:
         self._is_plain = not (rules.stops or has_logprobs or rules.shows_nothing)  # tokens become text, nothing else
         self._detokenizer = tokenizer.detokenizer(skip_special, continues)
 
-    def push(self, delta: pb.TokenDelta) -> Update:
-        """Raises EngineError when the worker has ended the choice without a reason that a client knows."""
-        token_ids = list(delta.token_ids)
+    def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
+        """`token_ids` are those of `delta`; the update keeps the list. Raises EngineError when the worker has ended
+        the choice without a reason that a client knows."""
         if self._is_plain and not delta.finish_reason:  # almost every token
             self.num_tokens += len(token_ids)
-            return Update(self._detokenizer.push(token_ids), token_ids, [], [])
-        update = Update("", token_ids, list(delta.logprobs), list(delta.prompt_logprobs))
+            return Update(self._detokenizer.push(token_ids), token_ids)
+        update = Update("", token_ids, delta.logprobs, delta.prompt_logprobs)
         ended = delta.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
         if ended:
             reason = _FINISH_REASONS.get(delta.finish_reason)
@@ -71,7 +72,7 @@ class ChoiceText:
                 raise EngineError("the worker cancelled the request")
             update.finish_reason = reason
         if self._rules.shows_nothing:
-            return Update("", [], [], update.prompt_logprobs, "length" if ended or token_ids else None)
+            return Update("", [], (), update.prompt_logprobs, "length" if ended or token_ids else None)
         shown = self._shown_tokens(delta, token_ids, update) if ended else token_ids
         if self._matcher is None:
             self.num_tokens += len(token_ids)
@@ -84,7 +85,7 @@ class ChoiceText:
 
     def cut(self) -> Update:
         """End here, because the deadline is exceeded, with the text that was held back."""
-        update = self.push(pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH))
+        update = self.push([], pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH))
         if update.finish_reason == "length":  # not a stop string that the last characters complete
             update.stop_reason = DEADLINE
         return update
@@ -125,6 +126,6 @@ class ChoiceText:
     def _stop_at(self, num_tokens: int, matcher: StopStringMatcher, update: Update) -> None:
         assert matcher.match is not None
         del update.token_ids[num_tokens:]
-        del update.logprobs[num_tokens:]
+        update.logprobs = update.logprobs[:num_tokens]
         update.finish_reason = "stop"
         update.stop_reason = matcher.match.stop

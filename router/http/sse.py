@@ -45,6 +45,7 @@ class EventStream:
         self._error: Exception | None = None
         self._num_open = len(request.choices)
         self._usage = request.usage()
+        self._counts_usage = renderer.options.continuous_usage
         self._keep_alive_timer: asyncio.TimerHandle | None = None
 
     # -- what the request pushes -------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class EventStream:
 
     def _rendered(self, index: int, update: Update | ChoiceResult) -> bytes:
         """The piece of the stream that tells of one update; empty when there is nothing to tell."""
-        if self._renderer.options.continuous_usage:
+        if self._counts_usage:
             self._usage = self._request.usage()
         body = self._renderer.chunk(index, update, self._usage)
         if index not in self._shown:
