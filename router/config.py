@@ -34,7 +34,7 @@ class RouterConfig:
     worker_wait_seconds: float = setting(
         30.0, "requests and open streams wait for this long when the last decode worker has gone"
     )
-    max_retries: int = setting(2, "moves of one request to another worker without a new token in between")
+    max_retries: int = setting(2, "moves of one choice to another worker without a new token in between")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:

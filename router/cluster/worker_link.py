@@ -153,7 +153,7 @@ class WorkerLink:
         """The stream has ended: forget the worker's state and fail what is open here."""
         if self.info is None:
             return
-        logger.warning("lost %s worker %s: %s (%d open requests)", self.role, self.worker_id, reason, self.num_open)
+        logger.warning("lost %s worker %s: %s (%d open legs)", self.role, self.worker_id, reason, self.num_open)
         error = WorkerLostError(f"the connection to worker {self.worker_id} was lost")
         if self._feed is not None:
             self._feed.close()
