@@ -34,7 +34,7 @@ class RouterConfig:
     worker_wait_seconds: float = setting(
         30.0, "requests and open streams wait for this long when the last decode worker has gone"
     )
-    max_retries: int = setting(2, "moves of one request to another worker without a new token in between")
+    max_retries: int = setting(2, "moves of one choice to another worker without a new token in between")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -42,14 +42,10 @@ class RouterConfig:
             raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
-        if self.max_retries < 0 or self.worker_wait_seconds < 0:
-            raise ConfigError("--max-retries and --worker-wait-seconds must not be negative")
-        if self.max_wait_seconds <= 0:
-            raise ConfigError("--max-wait-seconds must be positive")
-        if self.local_prefill_tokens < 0:
-            raise ConfigError("--local-prefill-tokens must not be negative")
-        if self.request_timeout_seconds <= 0 or self.worker_timeout_seconds <= 0:
-            raise ConfigError("--request-timeout-seconds and --worker-timeout-seconds must be positive")
+        if min(self.max_retries, self.worker_wait_seconds, self.local_prefill_tokens) < 0:
+            raise ConfigError("--max-retries, --worker-wait-seconds, --local-prefill-tokens must not be negative")
+        if min(self.max_wait_seconds, self.request_timeout_seconds, self.worker_timeout_seconds) <= 0:
+            raise ConfigError("--max-wait-, --request-timeout- and --worker-timeout-seconds must be positive")
         for role in ("prefill", "decode"):
             self.addresses(role)
         if not self.decode.strip():

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from router.cluster.policy import Candidate, Decision
-from router.cluster.worker_link import Attempt
+from router.cluster.leg import Leg
+from router.cluster.policy import Decision
+from router.cluster.prediction import Candidate
 from router.journal import Journal
 from router.metrics import RouterMetrics
 
@@ -37,17 +38,17 @@ class ExplainLog:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
 
     def decided(self, journal: Journal, decision: Decision) -> None:
-        choice = self._choices.get(journal.request_id)
+        choice = self._choices.get(journal.choice_id)
         if choice is None:
-            choice = self._choices[journal.request_id] = _Choice(journal)
+            choice = self._choices[journal.choice_id] = _Choice(journal)
             if len(self._choices) > MAX_ENTRIES:
                 self._choices.popitem(last=False)
         choice.decisions.append(decision)
 
-    def first_delta(self, journal: Journal, attempt: Attempt, phase: str, now: float) -> None:
+    def first_delta(self, journal: Journal, leg: Leg, now: float) -> None:
         """Keep what the worker measured, and compare its cache hit with the expected one."""
-        choice = self._choices.get(journal.request_id)
-        times = attempt.times
+        choice = self._choices.get(journal.choice_id)
+        times, phase = leg.times, leg.link.role
         if choice is None or times is None:
             return
         decision = choice.decisions[-1]
@@ -61,7 +62,7 @@ class ExplainLog:
         choice.first_deltas.append(
             {
                 "phase": phase,
-                "worker": attempt.link.worker_id,
+                "worker": leg.link.worker_id,
                 "queue_seconds": round(times.queue_seconds, 6),
                 "prefill_seconds": round(times.prefill_seconds, 6),
                 "kv_pull_seconds": round(times.kv_pull_seconds, 6),
@@ -74,7 +75,7 @@ class ExplainLog:
         )
 
     def ended(self, journal: Journal, now: float) -> None:
-        choice = self._choices.get(journal.request_id)
+        choice = self._choices.get(journal.choice_id)
         if choice is not None:
             choice.counts = _counts(journal, journal.outcome, now)
             choice.journal = None

@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.choice import Choice, StopRules
-from router.api.generation import ChoiceRun, Generation
+from router.api.chat_renderer import ChatRenderer
+from router.api.completion_renderer import CompletionRenderer
 from router.api.message_schemas import Message
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
-from router.api.render import ChatRenderer, ChoiceResult, CompletionRenderer, Renderer, RenderOptions
-from router.api.sampling import ModelLimits, for_choice, sampling_params
+from router.api.render import Renderer, RenderOptions
+from router.api.sampling import ModelLimits, checked_ids, for_choice, sampling_params
 from router.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
@@ -29,17 +29,20 @@ from router.api.schemas import (
     TokenizeBody,
     parse_body,
 )
+from router.api.text import ChoiceText, StopRules
+from router.choice import Choice
 from router.cluster.workers import WorkerTable
 from router.config import HttpConfig, RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import ExplainLog
+from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
 from router.http.errors import REQUEST_ID, ModelNotFoundError
 from router.http.held_bodies import HeldBodies, HeldBody
-from router.http.sse import GenerationResponse, Selector
 from router.journal import Journal
 from router.metrics import RouterMetrics
+from router.request import GenerationRequest
 
 ALIASES = ("mini-infer", "default")  # model names that always mean the one that is served
 MAX_LABEL_CHARS = 128
@@ -75,47 +78,45 @@ class Gateway:
 
     # -- generation --------------------------------------------------------------------------------------------
 
-    async def chat_completions(self, request: Request, held: HeldBody) -> Response:
+    async def chat_completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(ChatCompletionBody, await read_json_object(request, held))
+        body = parse_body(ChatCompletionBody, await read_json_object(http, held))
         self.check_model(body.model)
         self.dispatcher.admit()
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
         token_ids = await self._chat_ids(body.messages, add_prompt, bool(body.continue_final_message))
-        token_ids = truncated(token_ids, body.truncate_prompt_tokens)
-        runs = self._runs(request, body, [token_ids], body.n or 1, arrival, "chatcmpl-", continues=False)
-        options = self._options(body, runs, [token_ids], (), bool(body.logprobs))
-        return self._respond(request, body, runs, ChatRenderer(options, self.tokenizer), list)
+        prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
+        request = self._request(http, body, prompts, body.n or 1, arrival)
+        options = self._options(request, body, prompts, (), bool(body.logprobs))
+        return self._respond(http, body, request, ChatRenderer(options, self.tokenizer))
 
-    async def completions(self, request: Request, held: HeldBody) -> Response:
+    async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
-        body = parse_body(CompletionBody, await read_json_object(request, held))
+        body = parse_body(CompletionBody, await read_json_object(http, held))
         self.check_model(body.model)
         self.dispatcher.admit()
         prompts = await completion_prompts(body, self.tokenizer, self.limits())
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        runs = self._runs(request, body, prompts, per_prompt, arrival, "cmpl-", continues=True)
+        request = self._request(http, body, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(body, prompts)) if body.echo else ()
-        options = self._options(body, runs, prompts, texts, body.logprobs is not None)
-        renderer = CompletionRenderer(options, self.tokenizer, per_prompt)
-        return self._respond(request, body, runs, renderer, lambda results: best_results(results, n))
+        options = self._options(request, body, prompts, texts, body.logprobs is not None)
+        return self._respond(http, body, request, CompletionRenderer(options, self.tokenizer, n, per_prompt))
 
-    def _runs(
+    def _request(
         self,
-        request: Request,
+        http: Request,
         body: ChatCompletionBody | CompletionBody,
         prompts: Sequence[list[int]],
         per_prompt: int,
         arrival: float,
-        prefix: str,
-        continues: bool,
-    ) -> list[ChoiceRun]:
-        """One run per choice; a run's journal carries an id that the router made."""
-        public_id = request.scope[REQUEST_ID] = prefix + uuid.uuid4().hex
+    ) -> GenerationRequest:
+        """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
+        continues = isinstance(body, CompletionBody)  # the text goes on from the prompt
+        request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
         rules = StopRules(
             stops=tuple(body.stops),
             include_in_output=bool(body.include_stop_str_in_output),
@@ -123,40 +124,39 @@ class Gateway:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             shows_nothing=body.max_tokens == 0,
         )
-        timeout = timeout_seconds(request.headers, bool(body.stream), self.config.request_timeout_seconds)
+        timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         skip_special = body.skip_special_tokens is not False
-        runs = []
+        choices = []
         for prompt_index, token_ids in enumerate(prompts):
             params = sampling_params(body, self.tokenizer, self.limits(), len(token_ids))
+            has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number
                 journal = Journal(
-                    request_id=f"{public_id}-{index}",
+                    choice_id=f"{request_id}-{index}",
                     prompt_token_ids=token_ids,
                     sampling=for_choice(params, number),
                     deadline=arrival + timeout,
                     arrival=arrival,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
-                    session=request.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
-                    traceparent=request.headers.get("traceparent", "")[:MAX_LABEL_CHARS],
+                    session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
-                has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
-                choice = Choice(index, self.tokenizer, rules, continues, has_logprobs, skip_special)
-                runs.append(ChoiceRun(choice, journal, prompt_index))
-        return runs
+                text = ChoiceText(self.tokenizer, rules, continues, has_logprobs, skip_special)
+                choices.append(Choice(index, prompt_index, journal, text, self.dispatcher))
+        return GenerationRequest(request_id, choices)
 
     def _options(
         self,
+        request: GenerationRequest,
         body: GenerationBody,
-        runs: Sequence[ChoiceRun],
         prompts: Sequence[list[int]],
         texts: tuple[str, ...],
         logprobs: bool,
     ) -> RenderOptions:
         stream = body.stream_options
         return RenderOptions(
-            request_id=runs[0].journal.request_id.rpartition("-")[0],
+            request_id=request.request_id,
             model=body.model or self.model_name,
             created=int(time.time()),
             logprobs=logprobs,
@@ -169,36 +169,22 @@ class Gateway:
         )
 
     def _respond(
-        self,
-        request: Request,
-        body: GenerationBody,
-        runs: list[ChoiceRun],
-        renderer: Renderer,
-        select: Selector,
+        self, http: Request, body: GenerationBody, request: GenerationRequest, renderer: Renderer
     ) -> Response:
-        stream = body.stream_options
-        label = request.headers.get("x-request-id", "")
-        public_id = runs[0].journal.request_id.rpartition("-")[0]
-        shown = label if 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable() else public_id
-        return GenerationResponse(
-            Generation(self.dispatcher, runs),
-            renderer,
-            [(b"x-request-id", shown.encode()), (b"x-mini-infer-id", public_id.encode())],
-            is_stream=bool(body.stream),
-            include_usage=bool(stream and stream.include_usage),
-            continuous_usage=bool(stream and stream.continuous_usage_stats),
-            select=select,
-        )
+        label = http.headers.get("x-request-id", "")
+        is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
+        headers = [
+            (b"x-request-id", (label if is_shown else request.request_id).encode()),
+            (b"x-mini-infer-id", request.request_id.encode()),
+        ]
+        return GenerationResponse(request, renderer, headers, bool(body.stream))
 
     def _echo_texts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
-        if isinstance(body.prompt, str) and body.truncate_prompt_tokens is None:
-            return [body.prompt]
-        items: Sequence[Any] = body.prompt if not isinstance(body.prompt[0], int) else [body.prompt]
         return [
             item
             if isinstance(item, str) and body.truncate_prompt_tokens is None
             else self.tokenizer.decode(token_ids, skip_special=False)
-            for item, token_ids in zip(items, prompts, strict=True)
+            for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
 
     async def _chat_ids(self, messages: Sequence[Message], add_prompt: bool, continue_final: bool) -> list[int]:
@@ -209,8 +195,8 @@ class Gateway:
 
     # -- text and tokens ---------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request, held: HeldBody) -> dict[str, Any]:
-        body = parse_body(TokenizeBody, await read_json_object(request, held))
+    async def tokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
+        body = parse_body(TokenizeBody, await read_json_object(http, held))
         self.check_model(body.model)
         limits = self.limits()
         if body.messages is not None:
@@ -227,31 +213,12 @@ class Gateway:
             answer["token_strs"] = [self.tokenizer.token_text(token_id) for token_id in token_ids]
         return answer
 
-    async def detokenize(self, request: Request, held: HeldBody) -> dict[str, Any]:
-        body = parse_body(DetokenizeBody, await read_json_object(request, held))
+    async def detokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
+        body = parse_body(DetokenizeBody, await read_json_object(http, held))
         self.check_model(body.model)
-        for token_id in body.tokens:
-            if token_id >= self.tokenizer.vocab_size:
-                raise InvalidRequestError(
-                    f"tokens: id {token_id} is outside the vocabulary of {self.tokenizer.vocab_size}", "tokens"
-                )
-        return {"prompt": self.tokenizer.decode(body.tokens, skip_special=False)}
+        token_ids = checked_ids(body.tokens, self.tokenizer.vocab_size, "tokens")
+        return {"prompt": self.tokenizer.decode(token_ids, skip_special=False)}
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model_names:
             raise ModelNotFoundError(f"no model {name[:64]!r}; this server has {self.model_name!r}")
-
-
-def best_results(results: list[ChoiceResult], n: int) -> list[ChoiceResult]:
-    """The n choices of each prompt with the best mean logprob, numbered anew."""
-    by_prompt: dict[int, list[ChoiceResult]] = {}
-    for result in results:
-        by_prompt.setdefault(result.prompt_index, []).append(result)
-    kept: list[ChoiceResult] = []
-    for group in by_prompt.values():
-        if len(group) > n:
-            group.sort(key=lambda result: result.mean_logprob, reverse=True)
-        for result in group[:n]:
-            result.index = len(kept)
-            kept.append(result)
-    return kept

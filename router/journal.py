@@ -6,7 +6,6 @@ Plain data and pure methods. A worker gets prompt and tokens so far; the noise o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protos import types_pb2 as pb
@@ -16,7 +15,7 @@ from protos import types_pb2 as pb
 class Journal:
     """One choice, from admission to its end. Times are time.monotonic(): uvloop's clock counts milliseconds."""
 
-    request_id: str
+    choice_id: str
     prompt_token_ids: list[int]
     sampling: pb.SamplingParams
     deadline: float
@@ -24,20 +23,16 @@ class Journal:
     priority: int = 0
     cache_salt: str = ""
     session: str = ""
-    traceparent: str = ""
 
     output_token_ids: list[int] = field(default_factory=list)
     kv_handle: pb.KvHandle | None = None  # where the prompt's KV waits for a decode worker that has not come yet
-    num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first attempt
-    num_attempts: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first leg
+    num_legs: int = 0
     num_migrations: int = 0
-    num_fruitless: int = 0  # attempts in a row that gave no token
-    num_tokens_before: int = 0  # output tokens when the last attempt failed
-    is_waiting_for_worker: bool = False
+    num_fruitless: int = 0  # failures in a row without a token between them
+    num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
     last_token_time: float = 0.0
-    # Set while the answer can be shown from where a delta arrives, see decision 0034.
-    shortcut: Callable[[list[int]], bool] | None = None
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
     outcome: str = "abort"  # how it ended: stop, length, error; abort until something else is known
 
@@ -52,22 +47,19 @@ class Journal:
     def has_started(self) -> bool:
         return bool(self.output_token_ids)
 
-    def attempt_failed(self) -> None:
-        """Count attempts that brought nothing: a request that kills its worker must not go on for ever."""
+    def leg_failed(self) -> None:
+        """Count failures that nothing came before: a choice that kills its worker must not go on for ever."""
         if len(self.output_token_ids) > self.num_tokens_before:
             self.num_fruitless = 0
         self.num_fruitless += 1
         self.num_tokens_before = len(self.output_token_ids)
 
-    def next_attempt_id(self) -> str:
-        """A name that no earlier attempt had, so that late messages of a lost worker find nobody."""
-        self.num_attempts += 1
-        return f"{self.request_id}.{self.num_attempts}"
-
-    def submit(self, attempt_id: str, now: float) -> pb.Submit:
-        """The message that makes a worker go on from here."""
+    def next_submit(self, now: float) -> pb.Submit:
+        """The message that makes a worker go on from here, under a name that no earlier leg had: late messages of a
+        lost worker find nobody."""
+        self.num_legs += 1
         return pb.Submit(
-            request_id=attempt_id,
+            request_id=f"{self.choice_id}.{self.num_legs}",
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=self.output_token_ids,
             sampling=self._sampling(),
@@ -75,7 +67,6 @@ class Journal:
             cache_salt=self.cache_salt,
             kv_handle=self.kv_handle,
             deadline_seconds=max(self.deadline - now, 0.001),
-            traceparent=self.traceparent,
         )
 
     def _sampling(self) -> pb.SamplingParams:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from typing import TYPE_CHECKING
 
 from common.metrics import MetricSet
 from kvstore.pool.index import IndexState
+from router.cluster.workers import WorkerTable
 from router.journal import Journal
-
-if TYPE_CHECKING:
-    from router.cluster.workers import WorkerTable
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")

@@ -14,7 +14,7 @@ import orjson
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.api.message_schemas import Message
-from router.api.sampling import ModelLimits
+from router.api.sampling import ModelLimits, checked_ids
 from router.api.schemas import CompletionBody
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
@@ -41,18 +41,12 @@ async def chat_prompt(
 
 async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
     """Token ids of every prompt of the request. Texts may hold special tokens: the client owns all of it."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [await text_prompt(prompt, tokenizer, limits)]
-    if isinstance(prompt[0], int):
-        return [_checked_ids(prompt, limits)]
-    prompts = []
-    for item in prompt:
-        if isinstance(item, str):
-            prompts.append(await text_prompt(item, tokenizer, limits))
-        else:
-            prompts.append(_checked_ids(item, limits))
-    return prompts
+    return [
+        await text_prompt(item, tokenizer, limits)
+        if isinstance(item, str)
+        else checked_ids(item, limits.vocab_size, "prompt")
+        for item in body.prompts
+    ]
 
 
 async def text_prompt(
@@ -69,15 +63,6 @@ async def text_prompt(
 def truncated(token_ids: list[int], truncate_prompt_tokens: int | None) -> list[int]:
     """The last tokens of a prompt, when the client asked for that."""
     return token_ids if truncate_prompt_tokens is None else token_ids[-truncate_prompt_tokens:]
-
-
-def _checked_ids(token_ids: Sequence[int], limits: ModelLimits) -> list[int]:
-    largest = max(token_ids)
-    if largest >= limits.vocab_size:
-        raise InvalidRequestError(
-            f"prompt: token id {largest} is outside the vocabulary of {limits.vocab_size}", "prompt"
-        )
-    return list(token_ids)
 
 
 def _refuse_hopeless(num_chars: int, limits: ModelLimits, param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ContextLengthError, InvalidRequestError
@@ -38,9 +39,9 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
-        stop_token_ids=_known_ids(body.stop_token_ids or [], limits, "stop_token_ids"),
+        stop_token_ids=checked_ids(body.stop_token_ids or [], limits.vocab_size, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
-        allowed_token_ids=_known_ids(body.allowed_token_ids or [], limits, "allowed_token_ids"),
+        allowed_token_ids=checked_ids(body.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids"),
         logit_bias=_logit_bias(body, limits),
         bad_words=[pb.TokenSequence(token_ids=ids) for ids in _bad_words(body.bad_words or [], tokenizer)],
     )
@@ -85,13 +86,12 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
     return max(asked, 1)  # 0, to have a prompt echoed: workers make a token at least; nobody will see it
 
 
-def _known_ids(token_ids: list[int], limits: ModelLimits, param: str) -> list[int]:
-    for token_id in token_ids:
-        if token_id >= limits.vocab_size:
-            raise InvalidRequestError(
-                f"{param}: token id {token_id} is outside the vocabulary of {limits.vocab_size}", param
-            )
-    return token_ids
+def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:
+    """`token_ids`, all of which are in the vocabulary. Raises InvalidRequestError."""
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequestError(f"{param}: token id {largest} is outside the vocabulary of {vocab_size}", param)
+    return list(token_ids)
 
 
 def _logit_bias(body: GenerationBody, limits: ModelLimits) -> list[pb.TokenBias]:

@@ -6,6 +6,7 @@ Knows nothing of tokens: ranges that need the model (context, vocabulary) are ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -31,23 +32,15 @@ MAX_ALLOWED_IDS = 65_536
 
 # Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
+    **dict.fromkeys(("structured_outputs", "audio", "prediction", "web_search_options", "verbosity"), (None,)),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
-    "verbosity": (None,),
     "suffix": (None, ""),
-    "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
 }
 # Descriptions of functions ask for nothing once the client forbids to call them.
@@ -58,6 +51,7 @@ _IGNORED = frozenset(
 )
 
 TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 B = TypeVar("B", bound="Body")
 
@@ -85,9 +79,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[
@@ -141,9 +133,8 @@ class ChatCompletionBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-            )
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequestError(message, "continue_final_message")
         if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
         check_messages(self.messages)
@@ -176,15 +167,16 @@ class CompletionBody(GenerationBody):
             raise InvalidRequestError("best_of must not be smaller than n", "best_of")
         if self.best_of is not None and self.best_of > n and self.stream:
             raise InvalidRequestError("best_of cannot be streamed", "best_of")
-        if self.num_prompts * (self.best_of or n) > MAX_CHOICES:
+        if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
             raise InvalidRequestError(f"prompts times choices must not exceed {MAX_CHOICES}", "n")
         return self
 
     @property
-    def num_prompts(self) -> int:
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Each of them a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return 1
-        return len(self.prompt)
+            return [self.prompt]
+        return self.prompt
 
 
 class TokenizeBody(Body):

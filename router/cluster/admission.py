@@ -7,7 +7,7 @@ to those who are still waiting.
 from __future__ import annotations
 
 from common.errors import OverloadedError
-from router.cluster.policy import Candidate
+from router.cluster.prediction import Candidate
 
 MARGIN = 0.9  # of the time left: predictions err, and most of what is admitted must be in time
 WEIGHT = 0.05  # of the newest answer in the mean length

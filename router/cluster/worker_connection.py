@@ -48,6 +48,7 @@ class WorkerConnection:
     # -- what the link asks ------------------------------------------------------------------------------------
 
     def send(self, command: pb.Command) -> None:
+        """Queue for the stream, in order."""
         self._commands.put_nowait(command)
 
     async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
@@ -64,6 +65,7 @@ class WorkerConnection:
             call.cancel()
 
     async def drain(self, grace_seconds: float) -> int:
+        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
         request = pb.DrainRequest(grace_seconds=grace_seconds)
         try:
             reply = await self._stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
@@ -72,6 +74,7 @@ class WorkerConnection:
         return int(reply.num_open_requests)
 
     async def undrain(self) -> None:
+        """Ask a draining worker to take requests again. Raises UnavailableError."""
         try:
             await self._stub.Undrain(pb.UndrainRequest(), timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

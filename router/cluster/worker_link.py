@@ -1,81 +1,40 @@
-"""One worker, seen from the router: the requests that are open there, and the mirror of what it reports.
+"""One worker, seen from the router: the legs that are open there, and the mirror of what it reports.
 
-Delivers deltas and failures to the mailboxes of open attempts, KV events to the prefix index, load to its own
-view. Knows nothing of clients, text or policy, and of gRPC only the messages: `WorkerConnection` keeps the stream.
-Whenever that ends, every open attempt fails with WorkerLostError, so that `dispatch` can move it.
+Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, load to its own view.
+Knows nothing of clients, text or policy, and of gRPC only the messages: `WorkerConnection` keeps the stream.
+Whenever that ends, every open leg fails with WorkerLostError, so that its choice can go on elsewhere.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from common.errors import DeadlineExceededError, UnavailableError
+from common.errors import UnavailableError
 from kvstore.pool.index import PrefixIndex
-from kvstore.types import BlockKey, WorkerId
+from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.cluster.breaker import Breaker
 from router.cluster.failures import WorkerLostError, error_of
-from router.cluster.mailbox import Mailbox
-from router.cluster.policy import WorkerView
+from router.cluster.index_feed import IndexFeed
+from router.cluster.leg import Leg, LegListener
+from router.cluster.prediction import WorkerView
 from router.cluster.rates import WorkerRates
+
+if TYPE_CHECKING:
+    from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
 KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as many as it can
 
 
-class Connection(Protocol):
-    """What the link asks of the open connection."""
-
-    def send(self, command: pb.Command) -> None:
-        """Queue for the stream, in order."""
-        ...
-
-    async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
-        """KV events of a fresh stream, the first of them a snapshot; none when the worker does not answer."""
-        ...
-
-    async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
-        ...
-
-    async def undrain(self) -> None:
-        """Ask a draining worker to take requests again. Raises UnavailableError."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One submission to one worker, open until `close`."""
-
-    attempt_id: str
-    link: WorkerLink
-    mailbox: Mailbox
-    num_prompt_tokens: int
-    pending_tokens: int  # prompt tokens reserved on the worker until its first delta
-    timer: asyncio.TimerHandle
-    times: pb.RequestTimes | None = None
-    is_over: bool = False  # the worker has said its last word on it
-
-    def close(self) -> None:
-        """Forget the attempt and tell the worker, unless it has ended there. KV that nobody took is released."""
-        self.timer.cancel()
-        self.link.forget(self)
-        for delta in self.mailbox.close():
-            if delta.HasField("kv_handle"):
-                self.link.release(delta.kv_handle)
-
-
 class WorkerLink:
-    """Open requests and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
+    """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
     def __init__(
-        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], None] = lambda: None
+        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], object] = lambda: None
     ) -> None:
         """`on_usable` is called when requests may come that could not before."""
         self.role = role
@@ -91,13 +50,12 @@ class WorkerLink:
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # of life: a report, or an answer about its health
         self._index = index
-        self._loop = asyncio.get_running_loop()
-        self._connection: Connection | None = None
-        self._open: dict[str, Attempt] = {}
+        self._connection: WorkerConnection | None = None
+        self._feed: IndexFeed | None = None
+        self._legs: dict[str, Leg] = {}
         self._pending_tokens = 0
-        self._num_reserved = 0  # requests that will come here when their prompt is computed elsewhere
+        self._num_expected = 0  # choices that will come here when their prompt is computed elsewhere
         self._on_usable = on_usable
-        self._resync: asyncio.Task[None] | None = None
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -107,7 +65,7 @@ class WorkerLink:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._legs)
 
     @property
     def is_usable(self) -> bool:
@@ -121,8 +79,8 @@ class WorkerLink:
         is_kv_bound = kv_used_share > KV_BOUND_SHARE and load.num_waiting + load.num_swapped > 0
         return WorkerView(
             worker_id=self.worker_id,
-            num_running=max(load.num_running, len(self._open) - load.num_waiting),
-            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + self._num_reserved,
+            num_running=max(load.num_running, len(self._legs) - load.num_waiting),
+            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + self._num_expected,
             queued_prefill_tokens=max(load.waiting_prefill_tokens, self._pending_tokens),
             prefill_tokens_per_second=self.rates.prefill_tokens_per_second,
             pull_tokens_per_second=self.rates.pull_tokens_per_second,
@@ -133,34 +91,27 @@ class WorkerLink:
             num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
         )
 
-    @contextmanager
-    def reserve(self) -> Iterator[None]:
-        """Count a request that is going to be submitted here when its prompt is computed elsewhere."""
-        self._num_reserved += 1
-        try:
-            yield
-        finally:
-            self._num_reserved -= 1
-
-    def open(self, submit: pb.Submit, pending_tokens: int, deadline: float) -> Attempt:
-        """Submit to the worker. Raises WorkerLostError when the stream is not open."""
+    def submit(
+        self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
+    ) -> Leg:
+        """Open a leg here. Raises WorkerLostError when the stream is not open."""
         if self._connection is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        mailbox = Mailbox()
-        too_late = DeadlineExceededError("the request took longer than it was given")
-        timer = self._loop.call_later(deadline - time.monotonic(), mailbox.fail, too_late)
-        attempt = Attempt(submit.request_id, self, mailbox, len(submit.prompt_token_ids), pending_tokens, timer)
-        self._open[attempt.attempt_id] = attempt
+        leg = Leg(message.request_id, self, listener, len(message.prompt_token_ids), pending_tokens, next_link)
+        self._legs[leg.leg_id] = leg
         self._pending_tokens += pending_tokens
-        self._connection.send(pb.Command(submit=submit))
-        return attempt
+        if next_link is not None:
+            next_link._num_expected += 1
+        self._connection.send(pb.Command(submit=message))
+        return leg
 
-    def forget(self, attempt: Attempt) -> None:
-        if self._open.pop(attempt.attempt_id, None) is None:
+    def close(self, leg: Leg) -> None:
+        """Forget the leg and tell the worker. Does nothing when it has ended."""
+        if leg.leg_id not in self._legs:
             return
-        self._settle(attempt)
-        if not attempt.is_over and self._connection is not None:
-            self._connection.send(pb.Command(cancel=pb.Cancel(request_id=attempt.attempt_id)))
+        self._forget(leg)
+        if self._connection is not None:
+            self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
 
     def release(self, handle: pb.KvHandle) -> None:
         """Tell the worker that nobody will read this KV; without a connection its lease expires."""
@@ -184,100 +135,80 @@ class WorkerLink:
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
-    def attached(self, info: pb.WorkerInfo, connection: Connection) -> None:
+    def attached(self, info: pb.WorkerInfo, connection: WorkerConnection) -> None:
         """The stream is open: requests may come."""
         self.info, self._connection = info, connection
+        self._feed = IndexFeed(self._index, self.worker_id, connection.fetch_snapshot)
         self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
         self.set_serving(True)
 
     def set_serving(self, is_serving: bool) -> None:
         """What the worker says about its health."""
-        if is_serving and not self.is_serving:
+        was_serving, self.is_serving = self.is_serving, is_serving
+        if is_serving and not was_serving:
             self._on_usable()
-        self.is_serving = is_serving
 
     def lost(self, reason: str) -> None:
         """The stream has ended: forget the worker's state and fail what is open here."""
         if self.info is None:
             return
-        logger.warning("lost %s worker %s: %s (%d open requests)", self.role, self.worker_id, reason, len(self._open))
-        self._index.remove_worker(self.worker_id)
-        abandoned, self._open = self._open, {}
+        logger.warning("lost %s worker %s: %s (%d open legs)", self.role, self.worker_id, reason, self.num_open)
+        error = WorkerLostError(f"the connection to worker {self.worker_id} was lost")
+        if self._feed is not None:
+            self._feed.close()
         self.num_lost += 1
         self.lost_time = time.monotonic()
         self.breaker.record_failure(self.lost_time)
-        name = self.worker_id
-        self.info, self._connection, self.is_serving = None, None, False
+        self.info, self._connection, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
-        self._pending_tokens = 0
-        for attempt in abandoned.values():
-            attempt.pending_tokens = 0
-            attempt.is_over = True
-            attempt.mailbox.fail(WorkerLostError(f"the connection to worker {name} was lost"))
+        while self._legs:  # one that fails may close others
+            leg = next(iter(self._legs.values()))
+            self._forget(leg)
+            leg.listener.on_failure(error)
 
     def apply(self, report: pb.StepReport) -> None:
-        """One step of the worker: the hot path, once per step for all requests here."""
+        """Take one step of the worker. The hot path: once per step for all legs here."""
         now = self.last_sign = time.monotonic()
-        opened = self._open
-        for delta in report.deltas:
-            attempt = opened.get(delta.request_id)
-            if attempt is None:  # ended here while the step ran there
-                if delta.HasField("kv_handle"):
-                    self.release(delta.kv_handle)
-                continue
-            if attempt.is_over:
-                continue  # nothing comes after the end
-            if attempt.times is None:
-                self._first_delta(attempt, delta)
-            if delta.finish_reason:
-                attempt.is_over = True
-            attempt.mailbox.put(delta)
-        for failure in report.failures:
-            attempt = opened.get(failure.request_id)
-            if attempt is not None:
-                attempt.is_over = True
-                if failure.code == pb.FAILURE_CODE_UNAVAILABLE:
-                    self.breaker.record_failure(now)
-                attempt.mailbox.fail(error_of(failure))
         if report.HasField("load"):
             self.load = report.load
             self.rates.observe_load(report.load)
-        if report.kv_events:
-            self._apply_events(report)
+        legs = self._legs
+        for delta in report.deltas:
+            leg = legs.get(delta.request_id)
+            if leg is None:  # closed while the step ran there
+                if delta.HasField("kv_handle"):
+                    self.release(delta.kv_handle)
+                continue
+            if leg.times is None:
+                self._first_delta(leg, delta)
+            if delta.finish_reason:
+                self._forget(leg)
+            leg.listener.on_delta(leg, delta, now)
+        for failure in report.failures:
+            leg = legs.get(failure.request_id)
+            if leg is not None:
+                if failure.code == pb.FAILURE_CODE_UNAVAILABLE:
+                    self.breaker.record_failure(now)
+                self._forget(leg)
+                leg.listener.on_failure(error_of(failure))
+        if report.kv_events and self._feed is not None:
+            self._feed.apply(report.kv_events)
 
-    def _first_delta(self, attempt: Attempt, delta: pb.TokenDelta) -> None:
-        attempt.times = delta.times
-        self._settle(attempt)
-        self.rates.observe_times(attempt.num_prompt_tokens, delta.times, self.last_sign)
+    def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
+        leg.times = delta.times
+        self._settle(leg)
+        self.rates.observe_times(leg.num_prompt_tokens, delta.times, self.last_sign)
         self.breaker.record_success()
 
-    def _settle(self, attempt: Attempt) -> None:
-        """Take back what was reserved for the attempt."""
-        self._pending_tokens -= attempt.pending_tokens
-        attempt.pending_tokens = 0
+    def _settle(self, leg: Leg) -> None:
+        """Take back the tokens that counted as queued here."""
+        self._pending_tokens -= leg.pending_tokens
+        leg.pending_tokens = 0
 
-    def _apply_events(self, report: pb.StepReport) -> None:
-        worker = self.worker_id
-        complete = True
-        for event in report.kv_events:
-            kind = event.WhichOneof("kind")
-            if kind == "snapshot":
-                self._index.snapshot(worker, event.sequence, [BlockKey(key) for key in event.snapshot.keys])
-                complete = True
-            elif kind == "stored":
-                complete = self._index.apply(worker, event.sequence, stored=map(BlockKey, event.stored.keys))
-            elif kind == "removed":
-                complete = self._index.apply(worker, event.sequence, removed=map(BlockKey, event.removed.keys))
-        if not complete and (self._resync is None or self._resync.done()):
-            self._resync = asyncio.create_task(self._fetch_snapshot())
-
-    async def _fetch_snapshot(self) -> None:
-        """After a gap: all keys again."""
-        info, connection, worker = self.info, self._connection, self.worker_id
-        if connection is None:
-            return  # lost in the meantime, and with it all that the index knew
-        logger.warning("events of worker %s have a gap: fetching a snapshot", worker)
-        for event in await connection.fetch_snapshot():
-            if event.HasField("snapshot") and self.info is info:
-                self._index.snapshot(worker, event.sequence, [BlockKey(key) for key in event.snapshot.keys])
+    def _forget(self, leg: Leg) -> None:
+        """The leg is over here: nothing that comes later reaches its choice."""
+        del self._legs[leg.leg_id]
+        self._settle(leg)
+        if leg.next_link is not None:
+            leg.next_link._num_expected -= 1

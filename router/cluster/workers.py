@@ -11,11 +11,10 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from typing import Any
 
-from common.errors import HandshakeError, NotFoundError, UnavailableError
+from common.errors import HandshakeError, UnavailableError
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
@@ -36,12 +35,12 @@ class WorkerTable:
 
     def __init__(self, config: RouterConfig, tokenizer_hash: str) -> None:
         self.index = PrefixIndex()
+        self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
         self._config = config
         self._tokenizer_hash = tokenizer_hash
         self._links: dict[tuple[str, str], WorkerLink] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
-        self._usable_event = asyncio.Event()  # replaced each time it is set
         self._last_info: pb.WorkerInfo | None = None
 
     async def start(self) -> None:
@@ -75,24 +74,13 @@ class WorkerTable:
             return 0.0
         return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
 
-    async def wait_for_usable(self, timeout_seconds: float) -> None:
-        """Return when some worker has become usable, or after the timeout."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._usable_event.wait(), timeout_seconds)
-
-    def _wake_waiting(self) -> None:
-        self._usable_event.set()
-        self._usable_event = asyncio.Event()
-
     def has_other(self, worker: WorkerLink) -> bool:
         """Whether its role has another worker that takes requests."""
         return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
 
-    def by_id(self, worker_id: str) -> WorkerLink:
-        for link in self._links.values():
-            if link.info is not None and link.info.worker_id == worker_id:
-                return link
-        raise NotFoundError(f"no worker {worker_id!r}")
+    def find(self, worker_id: str) -> WorkerLink | None:
+        """The attached worker of that name."""
+        return next((link for link in self._links.values() if link.info and link.worker_id == worker_id), None)
 
     def infos(self) -> list[pb.WorkerInfo]:
         return [link.info for link in self._links.values() if link.info is not None]
@@ -158,7 +146,7 @@ class WorkerTable:
                 self.index.remove_worker(link.worker_id)
 
     def _add(self, role: str, address: str) -> None:
-        link = WorkerLink(role, address, self.index, self._wake_waiting)
+        link = WorkerLink(role, address, self.index, lambda: self.on_usable())
         connection = WorkerConnection(
             link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
         )
@@ -188,8 +176,16 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+_SHOWN_INFO = ("model", "device", "quantization", "cuda_graphs", "version")
+_SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
+_SHOWN_LOAD = {
+    "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
+    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
+    "kv_blocks_cached": "kv_blocks_cached",
+}  # fmt: skip
+
+
 def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any]:
-    load = link.load
     fields: dict[str, Any] = {
         "id": link.worker_id,
         "role": link.role,
@@ -202,27 +198,10 @@ def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any
     if link.info is not None:
         info = link.info
         fields |= {
-            "model": info.model,
-            "device": info.device,
-            "quantization": info.quantization,
-            "cuda_graphs": info.cuda_graphs,
+            **{name: getattr(info, name) for name in _SHOWN_INFO},
             "transports": list(info.transports),
-            "version": info.version,
-            "load": {
-                "running": load.num_running,
-                "waiting": load.num_waiting,
-                "swapped": load.num_swapped,
-                "loading": load.num_loading,
-                "leases": load.num_leases,
-                "kv_blocks": load.kv_blocks_total,
-                "kv_blocks_free": load.kv_blocks_free,
-                "kv_blocks_cached": load.kv_blocks_cached,
-            },
-            "rates": {
-                "prefill_tokens_per_second": round(link.rates.prefill_tokens_per_second, 1),
-                "pull_tokens_per_second": round(link.rates.pull_tokens_per_second, 1),
-                "step_seconds": round(link.rates.step_seconds, 6),
-            },
+            "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
+            "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
             "index": {
                 "state": index.state(link.worker_id).value,
                 "blocks": index.num_worker_keys(link.worker_id),

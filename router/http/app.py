@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -25,10 +25,12 @@ from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBod
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_body, error_headers, log_if_internal, status_of
+from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
-from router.http.operator_routes import Handler, json_response, operator_routes
+from router.http.operator_routes import Handler, add_operator_routes, json_response
 
 MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
+Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
 
 
 class Routes:
@@ -60,8 +62,7 @@ def create_app(gateway: Gateway) -> Any:
     routes = Routes()
     _add_model_routes(routes, gateway)
     _add_health_routes(routes, gateway)
-    for method, path, handler, summary in operator_routes(gateway):
-        routes.add(method, path, handler, summary)
+    add_operator_routes(routes.add, gateway)
     _add_documentation(routes)
     handlers = _error_handlers(gateway, [operation.path for operation in routes.operations])
     inner = Starlette(routes=routes.routes, exception_handlers=handlers, lifespan=lifespan)
@@ -123,21 +124,13 @@ def _add_documentation(routes: Routes) -> None:
 
 
 def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
-    async def chat(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            return await gateway.chat_completions(request, held)
+    def with_body(endpoint: Endpoint) -> Handler:
+        async def handler(request: Request) -> Response:
+            with gateway.bodies.hold() as held:
+                answer = await endpoint(request, held)
+            return answer if isinstance(answer, Response) else json_response(answer)
 
-    async def completions(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            return await gateway.completions(request, held)
-
-    async def tokenize(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            return json_response(await gateway.tokenize(request, held))
-
-    async def detokenize(request: Request) -> Response:
-        with gateway.bodies.hold() as held:
-            return json_response(await gateway.detokenize(request, held))
+        return handler
 
     def card() -> dict[str, Any]:
         infos = gateway.workers.infos()
@@ -156,6 +149,8 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
         gateway.check_model(request.path_params["name"])
         return json_response(card())
 
+    chat, completions = with_body(gateway.chat_completions), with_body(gateway.completions)
+    tokenize, detokenize = with_body(gateway.tokenize), with_body(gateway.detokenize)
     routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", ChatCompletionBody)
     routes.add("POST", "/v1/completions", completions, "the continuation of a text", CompletionBody)
     routes.add("GET", "/v1/models", models, "the model that is served")

@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 
 from common.errors import (
-    INTERNAL,
     InvalidRequestError,
     MiniInferError,
     NotFoundError,
@@ -24,20 +23,6 @@ from common.logging import RateLimit, traceback_text
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
-
-# Statuses that only HTTP knows; everything else comes from the table.
-HTTP_TYPES = {
-    400: "invalid_request_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    431: "invalid_request_error",
-    501: "invalid_request_error",
-    505: "invalid_request_error",
-}
 
 
 class HttpError(MiniInferError):
@@ -60,9 +45,10 @@ def status_of(error: BaseException) -> int:
 
 def error_object(error: BaseException) -> dict[str, Any]:
     """The body of an error answer, and the data of an error event inside a stream."""
-    kind = HTTP_TYPES.get(error.status, INTERNAL.openai_type) if isinstance(error, HttpError) else None
-    param = code = None
-    if isinstance(error, InvalidRequestError):
+    kind, param, code = mapping_for(error).openai_type, None, None
+    if isinstance(error, HttpError):
+        kind = "timeout_error" if error.status == 408 else "invalid_request_error"
+    elif isinstance(error, InvalidRequestError):
         param, code = error.param, error.code
     elif isinstance(error, UnauthenticatedError):
         code = "invalid_api_key"
@@ -71,7 +57,7 @@ def error_object(error: BaseException) -> dict[str, Any]:
     return {
         "error": {
             "message": public_message(error),
-            "type": kind or mapping_for(error).openai_type,
+            "type": kind,
             "param": param,
             "code": code,
         }

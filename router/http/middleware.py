@@ -45,9 +45,13 @@ class Guard:
             raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")
 
 
-async def send_error(send: Send, error: BaseException) -> None:
+async def send_error(send: Send, error: BaseException, *headers: tuple[bytes, bytes]) -> None:
     """A whole answer that consists of an error."""
-    body = error_body(error)
-    headers = [*error_headers(error), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status_of(error), "headers": headers})
+    await send_whole(send, status_of(error), error_body(error), *error_headers(error), *headers)
+
+
+async def send_whole(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """An answer in one piece."""
+    with_length = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": with_length})
     await send({"type": "http.response.body", "body": body})

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
+from router.cluster.worker_link import WorkerLink
 from router.gateway import Gateway
 from router.http.errors import HttpError
 
@@ -24,8 +25,8 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
-    """(method, path, handler, what it does) of each."""
+def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: Gateway) -> None:
+    """Call `add` with method, path, handler and what it does, for each."""
 
     async def cluster(_: Request) -> Response:
         dispatcher = gateway.dispatcher
@@ -48,7 +49,7 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
 
     async def drain(request: Request) -> Response:
         _check_operator(request, gateway)
-        link = gateway.workers.by_id(request.path_params["worker_id"])
+        link = _worker(request, gateway)
         if not _has_flag(request, "force") and not gateway.workers.has_other(link):
             raise HttpError(
                 409, f"{link.worker_id} is the only {link.role} worker: add ?force=true to drain it all the same"
@@ -58,21 +59,23 @@ def operator_routes(gateway: Gateway) -> list[tuple[str, str, Handler, str]]:
 
     async def undrain(request: Request) -> Response:
         _check_operator(request, gateway)
-        link = gateway.workers.by_id(request.path_params["worker_id"])
+        link = _worker(request, gateway)
         await link.undrain()
         return json_response({"id": link.worker_id, "draining": False})
 
-    return [
-        ("GET", "/v1/cluster", cluster, "the workers and what they do"),
-        ("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request"),
-        (
-            "POST",
-            "/v1/workers/{worker_id}/drain",
-            drain,
-            "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false",
-        ),
-        ("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back"),
-    ]
+    grace = "no new requests for a worker, which ends when its open ones have; ?grace_seconds=30&force=false"
+    add("GET", "/v1/cluster", cluster, "the workers and what they do")
+    add("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request")
+    add("POST", "/v1/workers/{worker_id}/drain", drain, grace)
+    add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
+
+
+def _worker(request: Request, gateway: Gateway) -> WorkerLink:
+    worker_id = request.path_params["worker_id"]
+    link = gateway.workers.find(worker_id)
+    if link is None:
+        raise NotFoundError(f"no worker {worker_id!r}")
+    return link
 
 
 def _check_operator(request: Request, gateway: Gateway) -> None:

@@ -1,28 +1,22 @@
-"""uvicorn's httptools protocol with bounds on all that a client can send, and an eye on clients that are gone.
+"""Bounds on all that a client can send over one HTTP connection.
 
 Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request behind it)
-counts against one bound. What is refused is refused with an error in JSON, and the connection closes. While a request
-waits behind another one, or after the client's FIN, nothing is read: then a timer asks the socket whether the client
-is still there (decision 0101). Who gets a connection at all is in `connections`.
+counts against one bound. What is refused is refused with an error in JSON, and the connection closes. Who gets a
+connection at all is in `connections`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sized
-from http import HTTPStatus
-from typing import Any
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import MiniInferError, UnavailableError
 from router.config import HttpConfig
 from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
-from router.http.client_watch import ClientWatch
+from router.http.connection import Connection
 from router.http.connections import Places
-from router.http.errors import HttpError, error_body, error_headers, status_of
+from router.http.errors import HttpError
 from router.http.middleware import OPEN_PATHS
 from router.http.rules import (
     CHUNK_FRAMING_BYTES,
@@ -35,69 +29,29 @@ from router.http.rules import (
 
 HEADER_TIMEOUT_SECONDS = 10.0
 SPARE_SECONDS = 1.0  # that a connection in a spare place may take to ask
-LINGER_SECONDS = 1.0
 MAX_LINGER_BYTES = 32 << 20
 MAX_PIPELINED = 16  # requests that may wait behind the one that is answered
-
-
-class _Flow(FlowControl):
-    """Reads nothing while a request waits behind another one: uvicorn would go on after each answer."""
-
-    def __init__(self, transport: asyncio.Transport, waiting: Sized, when_paused: Callable[[], None]) -> None:
-        super().__init__(transport)
-        self._waiting = waiting
-        self._when_paused = when_paused
-
-    def pause_reading(self) -> None:
-        super().pause_reading()
-        self._when_paused()
-
-    def resume_reading(self) -> None:
-        if not self._waiting:
-            super().resume_reading()
-
-
-class _CycleTransport:
-    """The transport as an answer sees it: closing does not cut off the client while it still sends."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 class _StopParsing(Exception):
     """What follows in these bytes is of no interest. A callback can stop the parser in no other way."""
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `limits` and `places` belong to the class: uvicorn makes the instances, see
-    `bounded_protocol`."""
+class BoundedProtocol(Connection):
+    """One connection. `limits` and `places` belong to the class: see `bounded_protocol`."""
 
-    limits = HttpConfig()
     places: Places[BoundedProtocol]
-    _running: RequestResponseCycle | None = None  # the request that is being answered
     # of the request that is arriving
-    _in_message = False
     _in_headers = False
     _num_other_bytes = 0  # that are not a body
     _has_ended = False  # a request before it, whose head is among these bytes
     _num_chunks = 0
-    _may_stay = False  # once it has been answered
     # of the connection
     _is_spare = False
-    _is_deaf = False  # drops what comes
-    _is_lingering = False  # waits for the client to read its last answer
-    _has_eof = False  # the client sends no more, and may be gone
     _timer: asyncio.TimerHandle | None = None  # until the headers are complete
-
-    # -- connection --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch = ClientWatch(self.loop, transport, self.watched, self.abort, self.limits.stalled_client_seconds)
-        self.flow = _Flow(transport, self.pipeline, self._watch.start)
-        self._cycle_transport: Any = _CycleTransport(transport, self._close)
         displaced = self.places.enter(self, self.client[0] if self.client else "")
         if displaced is not None:
             displaced.abort()
@@ -107,8 +61,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.places.leave(self)
         self._stop_timer()
-        self._watch.stop()
-        self._end_answers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -149,43 +101,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self._has_ended = False
             self._parse(b"".join((head, *lines, b"\r\n", data[upgrade.args[0] :])))
-
-    def abort(self) -> None:
-        """Close now. Answers end at once: the event loop tells of the end later, and writing until then fails."""
-        self._end_answers()
-        self.transport.abort()
-
-    def _end_answers(self) -> None:
-        """Tell the request that is being answered: uvicorn would tell only the last one that has come."""
-        self.pipeline.clear()
-        if self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
-
-    def shutdown(self) -> None:
-        self._may_stay = False
-        if self._running is None:
-            self.transport.close()
-            return
-        self.pipeline.clear()
-        self._running.keep_alive = False
-
-    def _close(self) -> None:
-        """After an answer that was the last one on this connection."""
-        if (self._in_message or self._is_deaf) and not self.transport.is_closing():
-            self._linger()
-        else:
-            self.transport.close()
-
-    def _linger(self) -> None:
-        """Close for sending, drop what the client still sends, then close: closing at once would reset the
-        connection under the answer, and the client would never see it."""
-        self._is_deaf = self._is_lingering = True
-        self.pipeline.clear()
-        self.flow.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     # -- a request as it arrives -------------------------------------------------------------------------------
 
@@ -269,71 +184,14 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()  # it has not asked for anything
 
-    # -- answers, one after the other --------------------------------------------------------------------------
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-        if self._has_eof:
-            self._watch.probe(cycle)
-            self._watch.start()
-
     def on_response_complete(self) -> None:
-        self._running = None
-        if self._is_lingering:
-            return
         super().on_response_complete()
-        if self._running is None:  # nobody waited
-            if self._has_eof:
-                self.transport.close()
-            elif self._in_message:
-                self._start_timer()
-
-    # -- a client that has gone --------------------------------------------------------------------------------
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whoever only closed its half (nc -N) still gets the answers it asked for."""
-        if self._is_lingering or (self._running is None and not self._in_message):
-            return False  # closes
-        if self._in_message:
-            self._refuse(HttpError(400, "the connection was closed before the request was complete"))
-            return False
-        self._has_eof = True
-        self._watch.probe(self._running)
-        self._watch.start()
-        return True
-
-    def watched(self) -> RequestResponseCycle | None:
-        """The request that may be computed for nobody: nothing is read that would tell."""
-        return self._running if self._has_eof or self.flow.read_paused else None
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch.writing_paused()
-
-    def resume_writing(self) -> None:
-        self._watch.writing_resumed()
-        super().resume_writing()
-
-    # -- refusal -----------------------------------------------------------------------------------------------
+        if self._running is None and self._in_message and not self._is_lingering:
+            self._start_timer()  # the headers of the next one have begun: not for ever
 
     def _refuse(self, error: MiniInferError) -> None:
-        """Answer the request that is arriving with an error, and close."""
         self._stop_timer()
-        self._is_deaf = True
-        if self._is_lingering or self.transport.is_closing():
-            return
-        running = self._running
-        if running is not None and (running.response_started or not running.more_body):
-            self.abort()  # the error would land inside of the answer to an earlier request
-            return
-        self._end_answers()  # this is the answer; the application need not make one
-        body = error_body(error)
-        head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
-        for name, value in error_headers(error):
-            head += name + b": " + value + b"\r\n"
-        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-        self._linger()
+        super()._refuse(error)
 
 
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:

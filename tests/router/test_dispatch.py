@@ -116,8 +116,10 @@ async def test_a_worker_that_refuses_is_passed_over(code: int) -> None:
     control = await undisturbed()
     async with cluster(num_decode=2) as c:
         c.decode[0].script.refuse = code
-        for _ in range(6):
+        for _ in range(100):  # equal workers are drawn: one of them may not be for a while
             assert (await c.chat(max_tokens=40)).json()["choices"] == control["choices"]
+            if c.decode[0].submits:
+                break
         assert c.decode[0].submits
 
 

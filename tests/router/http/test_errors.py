@@ -12,8 +12,10 @@ import pytest
 from common.errors import EngineError
 from common.logging import RateLimit, traceback_text
 from protos import types_pb2 as pb
-from router.api.choice import Choice
+from router.api.text import ChoiceText
 from router.dispatch import Dispatcher
+from router.http.chunk_writer import ChunkWriter
+from router.http.sse import EventStream
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
 
@@ -41,7 +43,7 @@ def logged(caplog: pytest.LogCaptureFixture, request_id: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "where", [(Dispatcher, "admit"), (Dispatcher, "_decide"), (Choice, "push")], ids=lambda where: str(where[1])
+    "where", [(Dispatcher, "admit"), (Dispatcher, "decide"), (ChoiceText, "push")], ids=lambda where: str(where[1])
 )
 async def test_a_bug_is_logged_with_its_traceback_and_without_the_prompt(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: tuple[type, str], stream: bool
@@ -62,15 +64,15 @@ async def test_a_bug_is_logged_with_its_traceback_and_without_the_prompt(
 async def test_a_bug_in_the_middle_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once in the ordinary way of a token, once where tokens are written as they arrive."""
-    for method in ("push", "push_plain"):
+    """Once where a token becomes text, once where the long way renders it."""
+    for owner, method in ((ChoiceText, "push"), (EventStream, "_rendered")):
         caplog.clear()
         async with cluster(script=Script(delay_seconds=0.005)) as c:
             with monkeypatch.context() as patch:
-                patch.setattr(Choice, method, breaking_after(getattr(Choice, method), 3))
-                events = await c.events(
-                    messages=[{"role": "user", "content": SECRET}], n=2 if method == "push" else 1
-                )
+                if owner is EventStream:
+                    patch.setattr(ChunkWriter, "is_ready", property(lambda self: False))
+                patch.setattr(owner, method, breaking_after(getattr(owner, method), 3))
+                events = await c.events(messages=[{"role": "user", "content": SECRET}], n=2)
             assert events[-2] == {"error": INTERNAL}
             assert events[-1] == "[DONE]"
             entry = logged(caplog, events[0]["id"])

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from protos import types_pb2 as pb
-from router.cluster.mailbox import Mailbox
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
 
@@ -61,26 +60,18 @@ async def test_kv_is_released_when_its_handle_comes_after_the_end() -> None:
         assert len(c.prefill[0].cancels) == 1
 
 
-async def test_kv_is_released_when_nobody_takes_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handle lies in the mailbox when the request's task is cancelled."""
-    async with cluster(num_prefill=1, local_prefill_tokens=0) as c:
-        arrived = asyncio.Event()
-
-        async def stuck(mailbox: Mailbox) -> list[pb.TokenDelta]:
-            while not mailbox._deltas:
-                await asyncio.sleep(0.001)
-            arrived.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Mailbox, "take", stuck)
-            request = asyncio.create_task(c.chat())
-            await asyncio.wait_for(arrived.wait(), 10)
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
-            await c.until(lambda: c.prefill[0].releases == lease_names(c))
+async def test_kv_is_released_when_the_client_leaves_while_no_decode_worker_is_there() -> None:
+    async with cluster(num_prefill=1, local_prefill_tokens=0, script=Script(delay_seconds=0.1)) as c:
+        request = asyncio.create_task(c.chat())
+        await c.until(lambda: bool(c.prefill[0].submits))
+        await c.decode[0].kill()
+        await c.until(lambda: not any(session.running for session in c.prefill[0].sessions))
+        assert not c.prefill[0].releases  # it waits for the decode worker
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await c.until(lambda: c.prefill[0].releases == lease_names(c))
+        await c.until(c.is_quiet)
 
 
 async def test_a_request_asks_for_one_prefill_however_often_it_moves() -> None:

@@ -1,7 +1,7 @@
-"""One choice's tokens become text: detokenizer, stop strings, logprobs, finish reason.
+"""The tokens of a choice become text: detokenizer, stop strings, logprobs, finish reason.
 
-Takes deltas from `dispatch`, gives updates to the renderers. Knows nothing of workers, HTTP or JSON. Its state
-is not touched by a migration: `dispatch` shows each token once.
+Takes deltas of workers, gives updates to sinks. Knows nothing of workers, HTTP or JSON. Its state is not touched by
+a migration: each token comes here once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 @dataclass(slots=True)
 class Update:
-    """What became known of a choice in one go. Without finish_reason the choice goes on."""
+    """What became known of a choice. Without finish_reason the choice goes on."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[pb.TokenLogprobs]
-    prompt_logprobs: list[pb.TokenLogprobs]
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
 
@@ -41,52 +41,39 @@ class StopRules:
     shows_nothing: bool = False  # max_tokens 0: the one token that a worker must make is nobody's
 
 
-class Choice:
-    """Collects one choice. `push` until an update has a finish_reason."""
+class ChoiceText:
+    """The text of one choice. `push` until an update has a finish_reason."""
 
     def __init__(
         self,
-        index: int,
         tokenizer: Tokenizer,
         rules: StopRules,
         continues: bool,
         has_logprobs: bool = True,
         skip_special: bool = True,
     ) -> None:
-        self.index = index
         self.num_tokens = 0
         self._rules = rules
         self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self.is_plain = not (
-            rules.stops or has_logprobs or rules.shows_nothing
-        )  # tokens become text and nothing else
+        self._is_plain = not (rules.stops or has_logprobs or rules.shows_nothing)  # tokens become text, nothing else
         self._detokenizer = tokenizer.detokenizer(skip_special, continues)
 
-    def push(self, deltas: Sequence[pb.TokenDelta]) -> Update:
-        """Everything that arrived together, as one update."""
-        last = deltas[-1]
-        if len(deltas) == 1 and self.is_plain and not last.finish_reason:
-            new_ids = list(last.token_ids)
-            return Update(self.push_plain(new_ids), new_ids, [], [])
-        token_ids: list[int] = []
-        logprobs: list[pb.TokenLogprobs] = []
-        prompt_logprobs: list[pb.TokenLogprobs] = []
-        for delta in deltas:
-            token_ids += delta.token_ids
-            if delta.logprobs:
-                logprobs += delta.logprobs
-            if delta.prompt_logprobs:
-                prompt_logprobs += delta.prompt_logprobs
-        update = Update("", token_ids, logprobs, prompt_logprobs)
-        ended = last.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
+    def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
+        """`token_ids` are those of `delta`; the update keeps the list. Raises EngineError when the worker has ended
+        the choice without a reason that a client knows."""
+        if self._is_plain and not delta.finish_reason:  # almost every token
+            self.num_tokens += len(token_ids)
+            return Update(self._detokenizer.push(token_ids), token_ids)
+        update = Update("", token_ids, delta.logprobs, delta.prompt_logprobs)
+        ended = delta.finish_reason not in (pb.FINISH_REASON_NONE, pb.FINISH_REASON_PREFILLED)
         if ended:
-            reason = _FINISH_REASONS.get(last.finish_reason)
+            reason = _FINISH_REASONS.get(delta.finish_reason)
             if reason is None:
                 raise EngineError("the worker cancelled the request")
             update.finish_reason = reason
         if self._rules.shows_nothing:
-            return Update("", [], [], prompt_logprobs, "length" if ended or token_ids else None)
-        shown = self._shown_tokens(last, token_ids, update) if ended else token_ids
+            return Update("", [], (), update.prompt_logprobs, "length" if ended or token_ids else None)
+        shown = self._shown_tokens(delta, token_ids, update) if ended else token_ids
         if self._matcher is None:
             self.num_tokens += len(token_ids)
             update.text = self._detokenizer.push(shown)
@@ -96,14 +83,9 @@ class Choice:
             self._push_matching(self._matcher, shown, update)
         return update
 
-    def push_plain(self, token_ids: list[int]) -> str:
-        """The text of tokens in the middle of a plain choice: almost every token goes through here."""
-        self.num_tokens += len(token_ids)
-        return self._detokenizer.push(token_ids)
-
     def cut(self) -> Update:
-        """The time is over: end here, with the text that was held back."""
-        update = self.push([pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH)])
+        """End here, because the deadline is exceeded, with the text that was held back."""
+        update = self.push([], pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH))
         if update.finish_reason == "length":  # not a stop string that the last characters complete
             update.stop_reason = DEADLINE
         return update
@@ -144,6 +126,6 @@ class Choice:
     def _stop_at(self, num_tokens: int, matcher: StopStringMatcher, update: Update) -> None:
         assert matcher.match is not None
         del update.token_ids[num_tokens:]
-        del update.logprobs[num_tokens:]
+        update.logprobs = update.logprobs[:num_tokens]
         update.finish_reason = "stop"
         update.stop_reason = matcher.match.stop

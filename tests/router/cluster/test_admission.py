@@ -9,7 +9,8 @@ import pytest
 from common.errors import OverloadedError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
-from router.cluster.policy import Candidate, CostPolicy, RequestView, WorkerView, choose
+from router.cluster.policy import choose
+from router.cluster.prediction import Candidate, RequestView, WorkerView
 
 MAX_WAIT = 60.0
 
@@ -67,7 +68,7 @@ def overloaded(num_open: int, **fields: Any) -> Candidate:
         WorkerId("d"), num_running=num_open, prefill_tokens_per_second=1000.0, step_seconds=0.01, max_num_seqs=8,
         num_slots=8, **fields,
     )  # fmt: skip
-    return choose(CostPolicy(), RequestView(10, {}, expected_tokens=100), [], [worker], 64).chosen
+    return choose("cost", RequestView(10, {}, expected_tokens=100), [], [worker], 64).chosen
 
 
 def test_the_wait_for_a_slot_grows_with_the_requests_ahead() -> None:

@@ -64,7 +64,7 @@ async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
         assert index.state(D0) is IndexState.DEGRADED
         cluster_state = (await c.http.get("/v1/cluster")).json()["workers"][0]
         assert (cluster_state["state"], cluster_state["index"]["state"]) == ("ready", "degraded")
-        await c.until(lambda: c.gateway.workers.links[0]._resync.done())  # type: ignore[union-attr]
+        await c.until(lambda: c.gateway.workers.links[0]._feed._resync.done())  # type: ignore[union-attr]
         assert (await c.chat("another prompt that is stored")).status_code == 200
         await c.until(lambda: knows_all(c))
 

@@ -110,7 +110,7 @@ async def test_what_follows_an_early_answer_is_not_read_for_ever(monkeypatch: py
 
 async def test_an_answer_before_the_end_of_the_body_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after it must not be taken for the next request."""
-    monkeypatch.setattr("router.http.protocol.LINGER_SECONDS", 0.2)
+    monkeypatch.setattr("router.http.connection.LINGER_SECONDS", 0.2)
     async with cluster() as c, AsyncExitStack() as stack:
         connection = await connect(c, stack)
         connection[1].write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\n\r\n")

@@ -334,7 +334,7 @@ async def test_what_has_ended_keeps_its_counts_and_not_its_text() -> None:
             gc.collect()
             # Not isinstance: it asks for __class__, which some deprecated objects of torch warn about.
             journals = [thing for thing in gc.get_objects() if type(thing) is Journal]
-            return any(journal.request_id.startswith(answer["id"]) for journal in journals)
+            return any(journal.choice_id.startswith(answer["id"]) for journal in journals)
 
         await c.until(lambda: not is_kept())  # the connection lets go of its last request a moment after the answer
         [choice] = (await c.http.get(f"/explain/{answer['id']}")).json()["choices"]

@@ -1,0 +1,79 @@
+"""The JSON of `/v1/chat/completions`: `chat.completion` and `chat.completion.chunk`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from common.text.tokenizer import Tokenizer
+from protos import types_pb2 as pb
+from router.api.render import PlainChunks, Renderer, RenderOptions, finite
+from router.api.results import ChoiceResult, Usage
+from router.api.text import Update
+
+
+class ChatRenderer(Renderer):
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
+        super().__init__(options, tokenizer, "chat.completion.chunk")
+        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
+        plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
+        self._plain = plain if is_plain else None
+
+    def start(self, index: int, usage: Usage) -> bytes:
+        choice: dict[str, Any] = {
+            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+        extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
+        return self._event(choice, usage, **extra)
+
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
+        if self._plain is not None and update.finish_reason is None:
+            return self._plain.render(index, update.text)
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
+            "logprobs": self._logprobs(update.logprobs) if self.options.logprobs and update.logprobs else None,
+            "finish_reason": update.finish_reason,
+        }
+        if update.stop_reason is not None:
+            choice["stop_reason"] = update.stop_reason
+        if self.options.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        return self._event(choice, usage)
+
+    def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        options = self.options
+        body = {**self._head, "object": "chat.completion", "choices": [self._choice(item) for item in results]}
+        body["usage"] = usage.as_dict()
+        if options.return_token_ids:
+            body["prompt_token_ids"] = options.prompt_token_ids[0]
+        return orjson.dumps(body)
+
+    def _choice(self, result: ChoiceResult) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": result.index,
+            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "logprobs": self._logprobs(result.logprobs) if self.options.logprobs else None,
+            "finish_reason": result.finish_reason,
+            "stop_reason": result.stop_reason,
+        }
+        if self.options.return_token_ids:
+            choice["token_ids"] = result.token_ids
+        return choice
+
+    def _logprobs(self, items: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+        content = []
+        for item in items:
+            entry = self._token(item.token_id, item.logprob)
+            entry["top_logprobs"] = [
+                self._token(token_id, logprob)
+                for token_id, logprob in zip(item.top_token_ids, item.top_logprobs, strict=True)
+            ]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}

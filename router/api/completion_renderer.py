@@ -1,0 +1,106 @@
+"""The JSON of `/v1/completions`: `text_completion`, for chunks and whole answers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from common.text.tokenizer import Tokenizer
+from protos import types_pb2 as pb
+from router.api.render import PlainChunks, Renderer, RenderOptions, finite
+from router.api.results import ChoiceResult, Usage, best_results
+from router.api.text import Update
+
+
+class CompletionRenderer(Renderer):
+    """`n` choices for each prompt are shown, the best of `choices_per_prompt`."""
+
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, n: int, choices_per_prompt: int) -> None:
+        super().__init__(options, tokenizer, "text_completion")
+        self._n = n
+        self._choices_per_prompt = choices_per_prompt
+        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or options.echo)
+        self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
+        self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
+
+    def start(self, index: int, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
+        if self._plain is not None and update.finish_reason is None:
+            return self._plain.render(index, update.text)
+        is_first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        text = update.text
+        prompt_index = index // self._choices_per_prompt
+        if is_first and self.options.echo:
+            text = self.options.prompt_texts[prompt_index] + text
+        choice = self._choice(index, text, update, offset, prompt_index if is_first else None)
+        if is_first and self.options.return_token_ids:
+            choice["prompt_token_ids"] = self.options.prompt_token_ids[prompt_index]
+        self._offsets[index] = offset + len(text)
+        return self._event(choice, usage)
+
+    def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        choices = []
+        for result in best_results(results, self._n):
+            text = self.options.prompt_texts[result.prompt_index] + result.text if self.options.echo else result.text
+            choice = self._choice(result.index, text, result, 0, result.prompt_index)
+            choice["stop_reason"] = result.stop_reason
+            if self.options.return_token_ids:
+                choice["prompt_token_ids"] = self.options.prompt_token_ids[result.prompt_index]
+            choices.append(choice)
+        return orjson.dumps({**self._head, "choices": choices, "usage": usage.as_dict()})
+
+    def _choice(
+        self, index: int, text: str, update: Update | ChoiceResult, offset: int, prompt_index: int | None
+    ) -> dict[str, Any]:
+        """`prompt_index` is given where the choice's text begins, which is where echo shows the prompt."""
+        choice: dict[str, Any] = {
+            "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,
+        }  # fmt: skip
+        if self.options.logprobs:
+            shows_prompt = self.options.echo and prompt_index is not None
+            before = self._prompt_items(prompt_index or 0, update.prompt_logprobs) if shows_prompt else []
+            choice["logprobs"] = self._logprobs([*before, *update.logprobs], offset)
+            if shows_prompt:  # nothing comes before the first token that could have predicted it
+                choice["logprobs"]["token_logprobs"][0] = None
+                choice["logprobs"]["top_logprobs"][0] = None
+        if update.stop_reason is not None:
+            choice["stop_reason"] = update.stop_reason
+        if self.options.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
+
+    def _prompt_items(self, prompt_index: int, items: Sequence[pb.TokenLogprobs]) -> list[pb.TokenLogprobs]:
+        """One entry per prompt token; a worker may leave out the first one, which has no logprob."""
+        token_ids = self.options.prompt_token_ids[prompt_index]
+        known = items[len(items) - (len(token_ids) - 1) :] if items else []
+        return [pb.TokenLogprobs(token_id=token_ids[0]), *known]
+
+    def _logprobs(self, items: Sequence[pb.TokenLogprobs], offset: int) -> dict[str, Any]:
+        tokens: list[str] = []
+        offsets: list[int] = []
+        tops: list[dict[str, float] | None] = []
+        for item in items:
+            token = self._text(item.token_id)
+            tokens.append(token)
+            offsets.append(offset)
+            offset += len(token)
+            top = {
+                self._text(token_id): finite(logprob)
+                for token_id, logprob in zip(item.top_token_ids, item.top_logprobs, strict=True)
+            }
+            top.setdefault(token, finite(item.logprob))
+            tops.append(top)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(item.logprob) for item in items],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

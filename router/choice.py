@@ -1,0 +1,248 @@
+"""One choice of a request, as a state machine that workers push forward:
+
+    NEW -> (WAITING ->) PREFILL -> DECODE -> DONE
+
+Each delta of the open leg is journaled, becomes text and reaches the sink in the same call, from the report callback
+of the worker's link: no task waits for tokens. A worker that is lost costs time, not tokens: the choice goes back to
+choosing workers, with prompt and tokens so far as the prompt. Whatever happens, its request hears of exactly one
+end. Speaks token ids; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
+from common.logging import RateLimit
+from kvstore.types import WorkerId
+from protos import types_pb2 as pb
+from router.api.text import ChoiceText
+from router.cluster.failures import WorkerLostError
+from router.cluster.leg import Leg
+from router.cluster.policy import Decision
+from router.cluster.worker_link import WorkerLink
+from router.dispatch import Dispatcher
+from router.journal import Journal
+
+if TYPE_CHECKING:
+    from router.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
+RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
+
+
+class State(Enum):
+    NEW = "new"  # not started
+    WAITING = "waiting"  # for a decode worker
+    PREFILL = "prefill"  # a prefill leg is open
+    DECODE = "decode"  # a decode leg is open; without a prefill leg before it, it computes the prompt, too
+    DONE = "done"
+
+
+class Choice:
+    """`start` it once; `cancel` ends it without a word to its request."""
+
+    def __init__(
+        self, index: int, prompt_index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher
+    ) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.journal = journal
+        self.text = text
+        self.state = State.NEW
+        self.is_shown = False  # whether its request has had an update
+        self._dispatcher = dispatcher
+        self._observe_gap = dispatcher.metrics.inter_token_latency.observe
+        self._request: GenerationRequest
+        self._timer: asyncio.TimerHandle
+        self._decision: Decision | None = None  # that is being carried out
+        self._leg: Leg | None = None
+        self._lost: set[WorkerId] = set()  # workers that have failed this choice
+
+    def start(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._dispatcher.opened(self.journal)
+        exceeded = DeadlineExceededError("the request took longer than it was given")
+        delay = self.journal.deadline - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(delay, self.on_failure, exceeded)
+        self._go_on()
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: free what it holds on workers."""
+        if self.state is State.NEW:
+            self.state = State.DONE
+        elif self.state is not State.DONE:
+            self._close("abort")
+
+    # -- what is next ------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        try:
+            self._open_next_leg()
+        except Exception as error:  # noqa: BLE001 - bugs, too: callers are callbacks, where nobody else would hear of it
+            self._fail(error)
+
+    def _open_next_leg(self) -> None:
+        """Submit to the worker that is next, or wait for one. Raises what ends the choice."""
+        while True:
+            try:
+                if not self._dispatcher.has_decode_worker():
+                    self._wait()
+                elif self._decision is None:
+                    self._begin()
+                else:
+                    self._decode(self._decision)
+                return
+            except RETRYABLE as error:
+                self._prepare_retry(error)
+
+    def _wait(self) -> None:
+        self._dispatcher.wait(self)
+        if self.state is not State.WAITING:
+            self.state = State.WAITING
+            self.journal.note(time.monotonic(), "waiting for a decode worker")
+
+    def look_again(self) -> None:
+        """There may be a decode worker again, or none to wait for any longer."""
+        if self.state is State.WAITING:
+            self._go_on()
+
+    def _begin(self) -> None:
+        """Carry out a new decision."""
+        decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
+        chosen = decision.chosen
+        if chosen.prefill is not None:
+            self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), self._dispatcher.link(chosen.decode))
+            return
+        if self.journal.kv_handle is None:
+            self._dispatcher.metrics.local_prefills.inc()
+        self._decode(decision)
+
+    def _decode(self, decision: Decision) -> None:
+        self._open(State.DECODE, self._dispatcher.decode_link(decision.chosen.decode, self._lost))
+
+    def _open(self, state: State, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
+        now = time.monotonic()
+        pending_tokens = 0 if self.journal.kv_handle is not None else self.journal.num_tokens
+        self._leg = link.submit(self.journal.next_submit(now), pending_tokens, self, next_link)
+        self.state = state
+        self.journal.note(now, f"{state.value} on {link.worker_id}")
+
+    # -- what workers push -------------------------------------------------------------------------------------
+
+    def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
+        """Journal a step's tokens and show them. The hot path: keep it short."""
+        try:
+            token_ids = delta.token_ids[:]  # a list, in a third of list()'s time
+            self._record(token_ids, now)
+            if not leg.first_time:
+                self._leg_began(leg, now)
+            is_last = bool(delta.finish_reason)
+            if is_last:
+                self._leg_ended(leg, delta, now)
+            update = self.text.push(token_ids, delta)
+            self._request.on_update(self, update)
+            if update.finish_reason is not None:
+                self._close(update.finish_reason)
+            elif is_last:
+                self._go_on()
+        except Exception as error:  # noqa: BLE001 - a bug in one choice must not end the link, which carries all of them
+            self._fail(error)
+
+    def on_failure(self, error: MiniInferError) -> None:
+        """The leg has failed, the deadline is exceeded, or no worker can be waited for any longer."""
+        if self.state is State.DONE:
+            return
+        try:
+            if self._leg is not None:
+                error = self._blamed(self._leg, error)
+            self._prepare_retry(error)
+        except Exception as fatal:  # noqa: BLE001 - bugs, too
+            self._fail(fatal)
+        else:
+            self._go_on()
+
+    def _record(self, token_ids: list[int], now: float) -> None:
+        journal = self.journal
+        if journal.output_token_ids:
+            self._observe_gap(now - journal.last_token_time)
+        elif token_ids:
+            journal.first_token_time = now
+            self._dispatcher.first_token(journal, now)
+        else:
+            return  # prompt logprobs may come before the first token
+        journal.output_token_ids += token_ids
+        journal.last_token_time = now
+
+    def _leg_began(self, leg: Leg, now: float) -> None:
+        leg.first_time, leg.num_tokens_at_first = now, len(self.journal.output_token_ids)
+        if self.state is State.DECODE:
+            self.journal.kv_handle = None  # it has been read
+        self._dispatcher.explain.first_delta(self.journal, leg, now)
+
+    def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
+        """The worker has said its last word: learn from it, and keep what the next leg needs."""
+        self._leg = None
+        if delta.HasField("kv_handle"):
+            self.journal.kv_handle = delta.kv_handle
+        if delta.finish_reason == pb.FINISH_REASON_PREFILLED:
+            if self.state is not State.PREFILL:
+                raise EngineError("the worker did not finish the request")
+        elif delta.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+            num_tokens = len(self.journal.output_token_ids)
+            self._dispatcher.answers.observe(num_tokens)
+            leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
+
+    def _blamed(self, leg: Leg, error: MiniInferError) -> MiniInferError:
+        """What a leg's failure means for the choice."""
+        if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode can compute the prompt, too
+            lost = WorkerLostError(f"prefill failed: {error}")
+            lost.__cause__ = error
+            error = lost
+        if isinstance(error, RETRYABLE):
+            self._lost.add(leg.link.worker_id)
+        return error
+
+    def _prepare_retry(self, error: MiniInferError) -> None:
+        """Allow another try, or raise the error that ends the choice."""
+        journal, max_retries = self.journal, self._dispatcher.config.max_retries
+        if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):
+            raise error  # the second: refused before anybody tried
+        journal.leg_failed()
+        if journal.num_fruitless > max_retries:
+            if isinstance(error, OverloadedError):
+                raise error
+            raise UnavailableError(f"gave up after {journal.num_fruitless} tries in vain: {error}") from error
+        self._leg = self._decision = None
+        journal.num_migrations += 1
+        journal.note(time.monotonic(), f"moved: {error}")
+        self._dispatcher.metrics.migrations.inc()
+        logger.warning("%s moves to another worker (%s)", journal.choice_id, error)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        if self.state is State.DONE:
+            return
+        outcome = "error"
+        if isinstance(error, DeadlineExceededError):
+            self.journal.note(time.monotonic(), "deadline exceeded")
+            outcome = "length" if self.journal.has_started else "error"
+        self._close(outcome)
+        self._request.on_failure(self, error)
+
+    def _close(self, outcome: str) -> None:
+        """Release first, report after."""
+        self.state = State.DONE
+        self.journal.outcome = outcome
+        self._timer.cancel()
+        self._dispatcher.stop_waiting(self)
+        if self._leg is not None:
+            self._leg.link.close(self._leg)
+            self._leg = None
+        self._dispatcher.closed(self.journal)

@@ -1,0 +1,37 @@
+"""One worker's part of a choice: a prefill leg computes its prompt, a decode leg its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import MiniInferError
+from protos import types_pb2 as pb
+
+if TYPE_CHECKING:
+    from router.cluster.worker_link import WorkerLink
+
+
+class LegListener(Protocol):
+    """The choice, as the link sees it. Neither method may raise: the link carries everybody's legs."""
+
+    def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
+        """Take what one step of the worker gave the choice. With a finish reason it is the worker's last word."""
+
+    def on_failure(self, error: MiniInferError) -> None:
+        """The leg has ended without a finish reason."""
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """Open from `WorkerLink.submit` to the worker's last word or `WorkerLink.close`: so long it has a listener."""
+
+    leg_id: str
+    link: WorkerLink
+    listener: LegListener
+    num_prompt_tokens: int
+    pending_tokens: int  # prompt tokens that count as queued on the worker until its first delta
+    next_link: WorkerLink | None  # where the choice goes on after a prefill leg: it counts as waiting there
+    times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
+    first_time: float = 0.0  # when the first delta came
+    num_tokens_at_first: int = 0  # output tokens of the choice then

@@ -1,0 +1,158 @@
+"""What serving a request in some way would cost, predicted from what is known of the workers. Pure.
+
+    first token = (tokens queued + tokens to compute) / prefill rate + tokens to pull / pull rate + wait for a slot
+    later token = step time * (1 + share of the batch that is taken) + penalty as KV runs out
+    cost        = first token + expected tokens * later token + delay that a local prefill means for others
+
+Rates are measured online per worker; a worker without measurements gets the mean of the others, or the defaults
+below. A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no
+prefill worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.types import WorkerId
+
+EXPECTED_TOKENS = 64  # of an answer, before any was measured
+DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
+DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
+DEFAULT_STEP_SECONDS = 0.02
+KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What the policy may know of one worker. Rates of 0 are not measured yet."""
+
+    worker_id: WorkerId
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_second: float = 0.0
+    pull_tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0  # what a step takes, seen from an answer
+    kv_used_share: float = 0.0
+    max_num_seqs: int = 64
+    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
+
+    @property
+    def load(self) -> int:
+        return self.num_running + self.num_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What the policy may know of one request. `draw` is uniform in [0, 1); `turn` counts decisions."""
+
+    num_tokens: int
+    cached_tokens: Mapping[WorkerId, int]  # by the prefix index
+    expected_tokens: float = EXPECTED_TOKENS  # of its answer
+    session: str = ""
+    draw: float = 0.0
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to serve a request. `prefill` None: the decode worker computes the prompt."""
+
+    decode: WorkerId
+    prefill: WorkerId | None
+    cost: float
+    terms: Mapping[str, float]  # seconds
+    cached_tokens: int
+    load: int
+    is_measured: bool  # whether the terms come from measured rates
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted time until decoding begins."""
+        return sum(self.terms.get(name, 0.0) for name in ("queue", "compute", "pull", "slot"))
+
+    @property
+    def service_seconds(self) -> float:
+        """Predicted time from then to the end."""
+        return self.terms["decode"]
+
+
+def candidates_for(
+    request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], local_prefill_tokens: int
+) -> list[Candidate]:
+    """Every pair of workers, and every decode worker alone for which that is sensible."""
+    rates = _Rates.of([*prefill, *decode])
+    candidates = []
+    for worker in decode:
+        cached = _cached(request, worker)
+        if not prefill or request.num_tokens - cached <= local_prefill_tokens:
+            candidates.append(_candidate(request, worker, None, rates))
+    if not candidates:
+        candidates = [_candidate(request, worker, first, rates) for worker in decode for first in prefill]
+    return candidates
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Means over the workers that have been measured."""
+
+    prefill: float
+    pull: float
+    step: float
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerView]) -> _Rates:
+        return cls(
+            _mean([w.prefill_tokens_per_second for w in workers], DEFAULT_PREFILL_TOKENS_PER_SECOND),
+            _mean([w.pull_tokens_per_second for w in workers], DEFAULT_PULL_TOKENS_PER_SECOND),
+            _mean([w.step_seconds for w in workers], DEFAULT_STEP_SECONDS),
+        )
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    known = [value for value in values if value > 0]
+    return sum(known) / len(known) if known else default
+
+
+def _cached(request: RequestView, worker: WorkerView) -> int:
+    # The last token is always computed: sampling needs its logits.
+    return min(request.cached_tokens.get(worker.worker_id, 0), request.num_tokens - 1)
+
+
+def _decode_terms(request: RequestView, worker: WorkerView, rates: _Rates) -> dict[str, float]:
+    step = worker.step_seconds or rates.step
+    taken = min(worker.load / max(worker.max_num_seqs, 1), 1.0)
+    pressure = max(0.0, worker.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
+    slots = max(worker.num_slots, 1)
+    ahead = max(0, worker.load + 1 - slots)  # each of them ends before this one starts, `slots` at a time
+    return {
+        "slot": ahead * request.expected_tokens * max(worker.token_seconds, step) / slots,
+        "decode": request.expected_tokens * step * (1 + taken + pressure),
+    }
+
+
+def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | None, rates: _Rates) -> Candidate:
+    """Decode on `worker`, after `prefill` has computed the prompt, or computing it there as well."""
+    computing = prefill or worker
+    cached = _cached(request, computing)
+    rate = computing.prefill_tokens_per_second or rates.prefill
+    compute = (request.num_tokens - cached) / rate
+    terms = {"queue": computing.queued_prefill_tokens / rate, "compute": compute}
+    if prefill is None:
+        terms["disturbance"] = compute * min(worker.num_running, 8)
+    else:
+        terms["pull"] = (request.num_tokens - _cached(request, worker)) / (
+            worker.pull_tokens_per_second or rates.pull
+        )
+    terms |= _decode_terms(request, worker, rates)
+    return Candidate(
+        decode=worker.worker_id,
+        prefill=prefill.worker_id if prefill else None,
+        cost=sum(terms.values()),
+        terms=terms,
+        cached_tokens=cached,
+        load=worker.load + (prefill.load if prefill else 0),
+        is_measured=bool(computing.prefill_tokens_per_second and worker.step_seconds),
+    )

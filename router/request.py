@@ -1,0 +1,105 @@
+"""All choices of one client's request: start them in the right order, and push what they say to one sink.
+
+The first choice of a prompt starts alone; the others start when its prompt is computed, so that they find it in the
+prefix cache. When the deadline is exceeded, choices end with the text that they have (decision 0090).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.errors import DeadlineExceededError
+from protos import types_pb2 as pb
+from router.api.results import Usage
+from router.api.text import Update
+from router.choice import Choice, State
+
+
+class Sink(Protocol):
+    """Where an answer goes. Called where a worker's report arrives: it must not wait."""
+
+    def on_update(self, index: int, update: Update) -> None:
+        """Choice `index` goes on or, with a finish reason, ends."""
+
+    def on_failure(self, error: Exception) -> None:
+        """The request has failed, and nothing more comes."""
+
+
+class GenerationRequest:
+    """`start` it once, `close` it always."""
+
+    def __init__(self, request_id: str, choices: list[Choice]) -> None:
+        self.request_id = request_id
+        self.choices = choices
+        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # of the prompts that are computed
+        self._sink: Sink
+
+    def start(self, sink: Sink) -> None:
+        self._sink = sink
+        for choice in self._leaders():
+            if choice.state is State.NEW:  # else another one has failed already
+                choice.start(self)
+
+    def close(self) -> None:
+        """Cancel what is still open, and let go of everything: these objects hold each other."""
+        self._cancel()
+        self.choices.clear()
+        del self._sink
+
+    @property
+    def is_waiting_for_worker(self) -> bool:
+        return any(choice.state is State.WAITING for choice in self.choices)
+
+    def usage(self) -> Usage:
+        """Counts so far. A prompt counts once, however many choices it has."""
+        leaders = self._leaders()
+        return Usage(
+            prompt_tokens=sum(len(choice.journal.prompt_token_ids) for choice in leaders),
+            completion_tokens=sum(choice.text.num_tokens for choice in self.choices),
+            cached_tokens=sum(choice.journal.num_cached_tokens for choice in leaders),
+        )
+
+    def _leaders(self) -> list[Choice]:
+        """The first choice of each prompt."""
+        first: dict[int, Choice] = {}
+        for choice in self.choices:
+            first.setdefault(choice.prompt_index, choice)
+        return list(first.values())
+
+    # -- what choices push -------------------------------------------------------------------------------------
+
+    def on_update(self, choice: Choice, update: Update) -> None:
+        if not choice.is_shown:
+            choice.is_shown = True
+            self._on_first_update(choice, update)
+        self._sink.on_update(choice.index, update)
+
+    def on_failure(self, choice: Choice, error: Exception) -> None:
+        if isinstance(error, DeadlineExceededError) and any(each.journal.has_started for each in self.choices):
+            try:
+                self.on_update(choice, choice.text.cut())
+                return
+            except Exception as bug:  # noqa: BLE001 - as any other failure: nobody else would hear of it
+                error = bug
+        self._sink.on_failure(error)
+        self._cancel()
+
+    def _on_first_update(self, choice: Choice, update: Update) -> None:
+        """The choice's prompt is computed. Its logprobs came once, for all choices of the prompt."""
+        prompt = choice.prompt_index
+        if prompt not in self._prompt_logprobs:
+            self._prompt_logprobs[prompt] = update.prompt_logprobs
+            if len(self.choices) > 1:  # later, when the KV events of the same report are in the index
+                asyncio.get_running_loop().call_soon(self._start_followers, prompt)
+        update.prompt_logprobs = self._prompt_logprobs[prompt]
+
+    def _start_followers(self, prompt: int) -> None:
+        for choice in list(self.choices):
+            if choice.prompt_index == prompt and choice.state is State.NEW:
+                choice.start(self)
+
+    def _cancel(self) -> None:
+        for choice in self.choices:
+            choice.cancel()

@@ -1,0 +1,49 @@
+"""What every request passes before a route: the API key, and what becomes of a route's bugs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.router.harness import cluster
+
+
+async def test_api_key_guards_every_route_but_health() -> None:
+    async with cluster(api_key="sesame") as c:
+        for path in ("/healthz", "/health", "/readyz", "/livez"):
+            assert (await c.http.get(path)).status_code == 200
+        paths = (
+            "/v1/models",
+            "/metrics",
+            "/v1/cluster",
+            "/explain/x",
+            "/version",
+            "/docs",
+            "/openapi.json",
+            "/nothing",
+        )
+        for path in (*paths, "//healthz", "/healthz/../v1/models", "/%68ealthz", "/v1/models?x=/healthz"):
+            answer = await c.http.get(path)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for value in ("Bearer wrong", "Bearer", "sesame", "Basic sesame", "Bearer sesamee"):
+            assert (await c.http.get("/v1/models", headers={"authorization": value})).status_code == 401
+        assert (await c.chat()).status_code == 401
+        good = {"authorization": "Bearer sesame"}
+        assert (await c.http.get("/v1/models", headers=good)).status_code == 200
+        assert (await c.http.post("/v1/workers/d0/drain?force=true", headers=good)).status_code == 200
+
+
+async def test_a_bug_in_a_route_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as c:
+
+        def broken(*_: Any) -> None:
+            raise ZeroDivisionError("secret /path")
+
+        monkeypatch.setattr(c.gateway.dispatcher, "admit", broken)
+        answer = await c.chat()
+        assert answer.status_code == 500
+        assert answer.json() == {
+            "error": {"message": "internal error", "type": "server_error", "param": None, "code": None}
+        }

@@ -1,0 +1,434 @@
+"""A choice from its first leg to its end, pushed by hand: no network, no clock to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import string
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
+from kvstore.pool.block_hash import HASH_VERSION
+from protos import types_pb2 as pb
+from router.api.text import ChoiceText, StopRules, Update
+from router.choice import Choice, State
+from router.cluster.worker_link import WorkerLink
+from router.cluster.workers import WorkerTable
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.explain import ExplainLog
+from router.journal import Journal
+from router.metrics import RouterMetrics
+from router.request import GenerationRequest
+from tests.router.harness import DRY_RUN
+
+HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
+
+
+class Worker:
+    """A link whose commands stay here, and which reports what a test says."""
+
+    def __init__(self, table: WorkerTable, role: str, name: str) -> None:
+        self.commands: list[pb.Command] = []
+        self.link = WorkerLink(role, name, table.index, lambda: table.on_usable())
+        table._links[(role, name)] = self.link
+        self.info = pb.WorkerInfo(
+            worker_id=name, role=role, epoch=1, block_size=16, hash_version=HASH_VERSION, max_num_seqs=8,
+            max_model_len=100, vocab_size=320,
+        )  # fmt: skip
+        self.come_back()
+
+    def come_back(self) -> None:
+        self.link.attached(self.info, self)  # type: ignore[arg-type]
+
+    def send(self, command: pb.Command) -> None:
+        self.commands.append(command)
+
+    async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
+        return []
+
+    @property
+    def submits(self) -> list[pb.Submit]:
+        return [command.submit for command in self.commands if command.HasField("submit")]
+
+    @property
+    def cancels(self) -> list[str]:
+        return [command.cancel.request_id for command in self.commands if command.HasField("cancel")]
+
+    @property
+    def releases(self) -> list[str]:
+        return [command.release.lease_id for command in self.commands if command.HasField("release")]
+
+    def says(self, text: str, **fields: Any) -> None:
+        """One step, for the leg that was opened last."""
+        delta = pb.TokenDelta(request_id=self.submits[-1].request_id, token_ids=list(text.encode()), **fields)
+        self.link.apply(pb.StepReport(deltas=[delta]))
+
+    def prefilled(self, text: str) -> None:
+        self.says(text, finish_reason=pb.FINISH_REASON_PREFILLED, kv_handle=HANDLE)
+
+    def fails(self, code: Any, message: str = "as the test says") -> None:
+        failure = pb.Failure(request_id=self.submits[-1].request_id, code=code, message=message)
+        self.link.apply(pb.StepReport(failures=[failure]))
+
+
+class Listener:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[int, Update]] = []
+        self.errors: list[Exception] = []
+
+    def on_update(self, index: int, update: Update) -> None:
+        self.updates.append((index, update))
+
+    def on_failure(self, error: Exception) -> None:
+        self.errors.append(error)
+
+    def text(self, index: int = 0) -> str:
+        return "".join(update.text for number, update in self.updates if number == index)
+
+    def ends(self) -> list[tuple[int, str | None, str | int | None]]:
+        return [(index, u.finish_reason, u.stop_reason) for index, u in self.updates if u.finish_reason is not None]
+
+
+class Router:
+    """The parts of one router between a request and its workers."""
+
+    def __init__(self, prefill: int = 0, decode: int = 1, **config: Any) -> None:
+        settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **{"local_prefill_tokens": 0, **config})
+        self.table = WorkerTable(settings, "")
+        self.metrics = RouterMetrics("dry-run")
+        self.num_requests = 0
+        self.dispatcher = Dispatcher(settings, self.table, self.metrics, ExplainLog(self.metrics))
+        self.prefill = [Worker(self.table, "prefill", f"p{number}") for number in range(prefill)]
+        self.decode = [Worker(self.table, "decode", f"d{number}") for number in range(decode)]
+
+    def request(
+        self, num_choices: int = 1, num_prompts: int = 1, seconds: float = 60.0, stops: tuple[str, ...] = ()
+    ) -> tuple[GenerationRequest, Listener]:
+        now = time.monotonic()
+        self.num_requests += 1
+        choices = []
+        for index in range(num_choices * num_prompts):
+            sampling = pb.SamplingParams(max_tokens=50, seed=index)
+            journal = Journal(
+                f"r{self.num_requests}-{index}", [1, 2, 3], sampling, deadline=now + seconds, arrival=now
+            )
+            text = ChoiceText(DRY_RUN, StopRules(stops=stops), False)
+            choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
+        request, sink = GenerationRequest("r", choices), Listener()
+        request.start(sink)
+        return request, sink
+
+    def is_quiet(self) -> bool:
+        links = self.table.links
+        return not (
+            self.dispatcher.num_running
+            or self.dispatcher.num_waiting
+            or any(link.num_open or link.view().queued_prefill_tokens or link.view().num_waiting for link in links)
+        )
+
+
+async def test_prefill_then_decode_then_done() -> None:
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, sink = router.request()
+    (choice,) = request.choices
+    states = [choice.state]
+    assert decode.link.view().num_waiting == 1  # it will come there
+    prefill.prefilled("H")
+    states.append(choice.state)
+    assert decode.link.view().num_waiting == 0
+    assert decode.submits[0].kv_handle == HANDLE
+    assert bytes(decode.submits[0].output_token_ids) == b"H"
+    decode.says("i")
+    assert sink.text() == "Hi"  # nothing had to run in between
+    decode.says("!", finish_reason=pb.FINISH_REASON_LENGTH)
+    states.append(choice.state)
+    assert states == [State.PREFILL, State.DECODE, State.DONE]
+    assert sink.ends() == [(0, "length", None)]
+    assert not [*prefill.cancels, *decode.cancels, *prefill.releases]
+    assert router.is_quiet()
+
+
+async def test_a_lost_worker_costs_no_token() -> None:
+    router = Router(decode=2)
+    _, sink = router.request()
+    first, second = sorted(router.decode, key=lambda worker: not worker.submits)
+    first.says("Hel")
+    first.link.lost("killed")
+    (resumed,) = second.submits
+    assert bytes(resumed.output_token_ids) == b"Hel"
+    assert resumed.request_id != first.submits[0].request_id
+    second.says("lo", finish_reason=pb.FINISH_REASON_STOP)
+    assert sink.text() == "Hello"
+    assert router.is_quiet()
+
+
+async def test_what_a_closed_leg_still_says_reaches_nobody_and_its_kv_is_released() -> None:
+    router = Router(prefill=1)
+    request, sink = router.request()
+    request.close()
+    (prefill,) = router.prefill
+    assert prefill.cancels == [prefill.submits[0].request_id]
+    prefill.prefilled("H")
+    assert prefill.releases == ["lease"]
+    assert not sink.updates
+    assert router.is_quiet()
+
+
+async def test_kv_is_released_when_the_client_leaves_while_its_request_waits_for_a_decode_worker() -> None:
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, _ = router.request()
+    (choice,) = request.choices
+    decode.link.lost("killed")
+    prefill.prefilled("H")
+    assert choice.state is State.WAITING
+    assert not prefill.releases
+    request.close()
+    assert prefill.releases == ["lease"]
+    assert router.is_quiet()
+
+
+async def test_a_choice_that_waits_goes_on_where_it_was() -> None:
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, sink = router.request()
+    decode.link.lost("killed")
+    prefill.prefilled("H")
+    assert request.is_waiting_for_worker
+    decode.come_back()
+    await asyncio.sleep(0)
+    assert not request.is_waiting_for_worker
+    assert decode.submits[-1].kv_handle == HANDLE
+    assert len(prefill.submits) == 1
+    decode.says("i", finish_reason=pb.FINISH_REASON_STOP)
+    assert sink.text() == "Hi"
+    assert router.is_quiet()
+
+
+async def test_all_that_wait_go_on_in_the_order_in_which_they_came() -> None:
+    router = Router()
+    (decode,) = router.decode
+    decode.link.lost("killed")
+    requests = [router.request(num_prompts=2) for _ in range(3)]
+    decode.come_back()
+    await asyncio.sleep(0)
+    assert [submit.sampling.seed for submit in decode.submits] == [0, 1] * 3
+    for request, _ in requests:
+        request.close()
+    assert router.is_quiet()
+
+
+async def test_nobody_waits_for_a_worker_that_has_been_away_for_too_long() -> None:
+    router = Router(worker_wait_seconds=0.0)
+    router.decode[0].link.lost("killed")
+    _, sink = router.request()
+    assert isinstance(sink.errors[0], UnavailableError)
+    assert router.is_quiet()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (pb.FAILURE_CODE_UNAVAILABLE, UnavailableError),
+        (pb.FAILURE_CODE_RESOURCE_EXHAUSTED, OverloadedError),
+    ],
+)
+async def test_tries_that_bring_no_token_are_limited(code: int, kind: type[MiniInferError]) -> None:
+    router = Router(decode=2, max_retries=2)
+    _, sink = router.request()
+    for number in range(3):
+        worker = max(router.decode, key=lambda worker: worker.link.num_open)
+        if number < 2:
+            worker.says("x")  # progress: as often as it must
+        worker.fails(code)
+    assert not sink.errors
+    max(router.decode, key=lambda worker: worker.link.num_open).fails(code)
+    assert [type(error) for error in sink.errors] == [kind]
+    assert sink.text() == "xx"
+    assert router.is_quiet()
+
+
+async def test_where_prefill_fails_decode_computes_the_prompt() -> None:
+    router = Router(prefill=1)
+    _, sink = router.request()
+    router.prefill[0].fails(pb.FAILURE_CODE_INTERNAL)
+    assert not router.decode[0].submits[0].HasField("kv_handle")
+    router.decode[0].fails(pb.FAILURE_CODE_INTERNAL)  # but nobody mends that
+    assert isinstance(sink.errors[0], EngineError)
+    assert router.is_quiet()
+
+
+async def test_a_stop_string_ends_the_choice_and_tells_the_worker() -> None:
+    router = Router()
+    (decode,) = router.decode
+    _, sink = router.request(stops=("END",))
+    decode.says("so E")
+    assert sink.text() == "so "
+    decode.says("ND and more")
+    assert sink.ends() == [(0, "stop", "END")]
+    assert decode.cancels == [decode.submits[0].request_id]
+    assert router.is_quiet()
+
+
+async def test_the_deadline_cuts_every_choice_once_one_has_a_token() -> None:
+    router = Router()
+    (decode,) = router.decode
+    _, sink = router.request(num_prompts=2, seconds=0.05)
+    decode.says("so far")  # the second prompt has nothing yet
+    async with asyncio.timeout(10):
+        while len(sink.ends()) < 2:
+            await asyncio.sleep(0.005)
+    assert sorted(sink.ends()) == [(0, "length", "deadline"), (1, "length", "deadline")]
+    assert not sink.errors
+    assert len(decode.cancels) == 2
+    assert router.is_quiet()
+
+
+async def test_the_deadline_fails_a_request_without_a_token() -> None:
+    router = Router()
+    _, sink = router.request(num_choices=2, seconds=0.01)
+    async with asyncio.timeout(10):
+        while not sink.errors:
+            await asyncio.sleep(0.005)
+    assert [type(error) for error in sink.errors] == [DeadlineExceededError]
+    assert router.is_quiet()
+
+
+async def test_other_choices_of_a_prompt_start_when_it_is_computed() -> None:
+    router = Router()
+    (decode,) = router.decode
+    request, sink = router.request(num_choices=3)
+    assert [choice.state for choice in request.choices] == [State.DECODE, State.NEW, State.NEW]
+    logprobs = [pb.TokenLogprobs(token_id=2, logprob=-1.0)]
+    decode.says("a", prompt_logprobs=logprobs)
+    assert len(decode.submits) == 1  # first the rest of the report: KV events
+    await asyncio.sleep(0)
+    assert [choice.state for choice in request.choices] == [State.DECODE] * 3
+    decode.says("c")
+    assert sink.updates[-1] == (2, Update("c", [ord("c")], [], logprobs))
+    request.close()
+    assert router.is_quiet()
+
+
+async def test_a_choice_that_fails_ends_all_others() -> None:
+    router = Router()
+    (decode,) = router.decode
+    _, sink = router.request(num_prompts=3)
+    decode.fails(pb.FAILURE_CODE_INTERNAL)
+    assert [type(error) for error in sink.errors] == [EngineError]
+    assert len(decode.cancels) == 2
+    assert router.is_quiet()
+
+
+async def test_all_legs_of_a_lost_worker_fail_also_when_one_ends_others() -> None:
+    router = Router(max_retries=0)
+    sinks = [router.request(num_prompts=2)[1] for _ in range(2)]
+    router.decode[0].link.lost("killed")
+    assert [len(sink.errors) for sink in sinks] == [1, 1]
+    assert router.is_quiet()
+
+
+async def test_a_bug_behind_one_token_ends_its_request_only() -> None:
+    router = Router()
+    (decode,) = router.decode
+    broken, other = router.request(), router.request()
+
+    def on_update(index: int, update: Update) -> None:
+        raise KeyError
+
+    broken[1].on_update = on_update  # type: ignore[method-assign]
+    deltas = [pb.TokenDelta(request_id=submit.request_id, token_ids=[65]) for submit in decode.submits]
+    decode.link.apply(pb.StepReport(deltas=deltas))
+    assert [type(error) for error in broken[1].errors] == [KeyError]
+    assert other[1].text() == "A"
+    other[0].close()
+    assert router.is_quiet()
+
+
+class Chaos:
+    """Workers that speak, refuse, vanish and come back as a seed says. Token n of a text is letter n."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.router = Router(prefill=2, decode=2, max_retries=1000)
+        self.workers = [*self.router.prefill, *self.router.decode]
+        self.requests: list[tuple[GenerationRequest, list[Choice], Listener]] = []
+        self.closed: set[int] = set()
+        self.progress: dict[str, int] = {}  # tokens of each leg
+
+    def open(self) -> None:
+        request, sink = self.router.request(self.draw.randint(1, 2), self.draw.randint(1, 2))
+        self.requests.append((request, list(request.choices), sink))
+
+    def step(self, worker: Worker, leg_id: str, may_fail: bool = True) -> None:
+        submit = next(submit for submit in worker.submits if submit.request_id == leg_id)
+        count = len(submit.output_token_ids) + self.progress.setdefault(leg_id, 0)
+        delta = pb.TokenDelta(request_id=leg_id, token_ids=[65 + count % 26])
+        self.progress[leg_id] += 1
+        if may_fail and self.draw.random() < 0.2:
+            code = self.draw.choice([pb.FAILURE_CODE_UNAVAILABLE, pb.FAILURE_CODE_RESOURCE_EXHAUSTED])
+            worker.link.apply(pb.StepReport(failures=[pb.Failure(request_id=leg_id, code=code)]))
+            return
+        if worker.link.role == "prefill":
+            delta.finish_reason = pb.FINISH_REASON_PREFILLED
+            delta.kv_handle.CopyFrom(pb.KvHandle(lease_id=leg_id, worker_id=worker.info.worker_id, epoch=1))
+        elif count > 8:
+            delta.finish_reason = pb.FINISH_REASON_LENGTH
+        worker.link.apply(pb.StepReport(deltas=[delta]))
+
+    async def run(self) -> None:
+        for _ in range(120):
+            worker, chance = self.draw.choice(self.workers), self.draw.random()
+            if chance < 0.08:
+                self.open()
+            elif chance < 0.12 and self.requests:
+                number = self.draw.randrange(len(self.requests))
+                if number not in self.closed:
+                    self.closed.add(number)
+                    self.requests[number][0].close()
+            elif chance < 0.2:
+                worker.link.lost("killed")
+            elif worker.link.info is None:
+                worker.come_back()
+            elif worker.link._legs:
+                self.step(worker, self.draw.choice(list(worker.link._legs)))
+            else:
+                await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        for worker in self.workers:
+            if worker.link.info is None:
+                worker.come_back()
+        await asyncio.sleep(0)
+        while any(worker.link._legs for worker in self.workers):
+            for worker in self.workers:
+                for leg_id in list(worker.link._legs):
+                    if leg_id in worker.link._legs:
+                        self.step(worker, leg_id, may_fail=False)
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whatever_workers_do_every_choice_ends_once_and_no_token_is_lost_or_shown_twice(seed: int) -> None:
+    chaos = Chaos(seed)
+    await chaos.run()
+    await chaos.finish()
+    assert chaos.router.is_quiet()
+    assert chaos.requests
+    for number, (_, choices, sink) in enumerate(chaos.requests):
+        for choice in choices:
+            shown = sink.text(choice.index)
+            assert shown == string.ascii_uppercase[: len(shown)]
+            assert bytes(choice.journal.output_token_ids).decode() == shown
+            assert choice.state is State.DONE
+        if number not in chaos.closed:
+            assert not sink.errors
+            assert sorted(sink.ends()) == [(choice.index, "length", None) for choice in choices]
