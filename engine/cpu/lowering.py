@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, BlockOp, Forward, Stream, plain
+from engine.layers.forward import AddNorm, Forward, Stream, block_op, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
@@ -55,7 +55,7 @@ def lower_model(model: Model, rows: Rows) -> Forward[Step]:
     def start(step: Step) -> Stream:
         return Stream(opposed(functional.embedding(step.token_ids, model.embedding), signs))  # float32, as signs are
 
-    ops = [BlockOp(opposed_norm(block.norm, block.eps), block) for block in model.blocks]
+    ops = [block_op(opposed_norm(block.norm, block.eps), block) for block in model.blocks]
     return Forward(start, ops, opposed_norm(model.final_norm, model.config.rms_norm_eps), model.head)
 
 
