@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Step
 from engine.layers.forward import AddNorm, Forward, Stream, block_op, plain
@@ -53,7 +52,7 @@ def lower_model(model: Model, rows: Rows) -> Forward[Step]:
     signs = signs_like(model.embedding.new_empty(0, dtype=torch.float32))
 
     def start(step: Step) -> Stream:
-        return Stream(opposed(functional.embedding(step.token_ids, model.embedding), signs))  # float32, as signs are
+        return Stream(opposed(model.embed(step.token_ids), signs))  # float32, as signs are
 
     ops = [block_op(opposed_norm(block.norm, block.eps), block) for block in model.blocks]
     return Forward(start, ops, opposed_norm(model.final_norm, model.config.rms_norm_eps), model.head)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Step
 from engine.layers.linear import LinearLayer
@@ -89,7 +88,7 @@ def plain(model: Model) -> Forward[Step]:
     """The model as its family's file says it, on any device, with a residual in float32."""
 
     def start(step: Step) -> Stream:
-        return Stream(functional.embedding(step.token_ids, model.embedding).float())
+        return Stream(model.embed(step.token_ids).float())
 
     ops = [block_op(plain_norm(block.norm, block.eps), block) for block in model.blocks]
     return Forward(start, ops, plain_norm(model.final_norm, model.config.rms_norm_eps), model.head)

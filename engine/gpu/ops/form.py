@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
-from torch.nn import functional
 
 from common.errors import UnsupportedModelError
 from engine.layers.attention import Attention
@@ -93,7 +92,7 @@ def final_norm(model: Model) -> AddNorm[Tensor]:
 
 def embed(model: Model) -> Callable[[GpuStep], Stream]:
     """Start with the embedding's rows."""
-    return lambda step: Stream(functional.embedding(step.token_ids, model.embedding))
+    return lambda step: Stream(model.embed(step.token_ids))
 
 
 def embed_then(model: Model, first: GpuBody) -> Callable[[GpuStep], Stream]:
