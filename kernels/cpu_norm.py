@@ -21,13 +21,15 @@ def opposed(x: Tensor, signs: Tensor) -> Tensor:
     return x.unsqueeze(1) * signs
 
 
-def add_opposed_(pairs: Tensor, x: Tensor, signs: Tensor) -> Tensor:
-    """Add x (rows, n) to the rows of `pairs` (rows, 2, n) in place."""
-    return pairs.addcmul_(x.unsqueeze(1), signs)
+def add_rms_norm_of_opposed(
+    weights: Tensor, signs: Tensor, eps: float, dtype: torch.dtype, pairs: Tensor, x: Tensor | None
+) -> Tensor:
+    """Add x (rows, n), if given, to the rows of `pairs` (rows, 2, n) in place -> the sum's norm (rows, n), dense.
 
-
-def rms_norm_of_opposed(pairs: Tensor, weights: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """(rows, 2, n), weights (2, n), two equal rows, in the dtype of `pairs` -> (rows, n), dense."""
-    normed: Tensor = torch.native_layer_norm(pairs, weights.shape, weights, None, eps)[0]
-    first = normed.select(1, 0)
+    weights: (2, n), two equal rows, in the dtype of `pairs`. One function, constants first so that they can be bound:
+    a call takes 0.2 us, and a step of SmolLM2 norms 61 times.
+    """
+    if x is not None:
+        pairs.addcmul_(x.unsqueeze(1), signs)
+    first = torch.native_layer_norm(pairs, weights.shape, weights, None, eps)[0].select(1, 0)
     return first.contiguous() if dtype == first.dtype else first.to(dtype)

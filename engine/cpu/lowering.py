@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.layers.block import Step
-from engine.layers.forward import BlockOp, Forward, Stream, plain
+from engine.layers.forward import AddNorm, Forward, Stream, block_op, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
-from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
+from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
@@ -51,13 +52,13 @@ def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size
     if rows is Rows.ANY:
         return plain(with_dense_linears(model), group, vocab_size)
     signs = signs_like(model.embedding.new_empty(0, dtype=torch.float32))
-    embed = embedding_lookup(model.embedding, group)
+    embed = embedding_lookup(model, group)
 
     def start(step: Step) -> Stream:
         return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
 
-    ops = [BlockOp(summed(OpposedNorm(block.norm, block.eps), group), block) for block in model.blocks]
-    final = summed(OpposedNorm(model.final_norm, model.config.rms_norm_eps), group)
+    ops = [block_op(summed(opposed_norm(block.norm, block.eps), group), block) for block in model.blocks]
+    final = summed(opposed_norm(model.final_norm, model.config.rms_norm_eps), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 
@@ -78,16 +79,7 @@ def dense(linear: LinearLayer) -> LinearLayer:
     return linear
 
 
-class OpposedNorm:
-    """`AddNorm` of a residual that is held as each row and its negative: float32 (num_tokens, 2, hidden)."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weights = torch.stack([weight, weight]).float()
-        self._eps = eps
-        self._dtype = weight.dtype
-        self._signs = signs_like(self._weights)
-
-    def __call__(self, residual: Tensor, pending: Tensor | None) -> Tensor:
-        if pending is not None:
-            add_opposed_(residual, pending, self._signs)
-        return rms_norm_of_opposed(residual, self._weights, self._eps, self._dtype)
+def opposed_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
+    """Of a residual that is held as each row and its negative: float32 (num_tokens, 2, hidden)."""
+    weights = torch.stack([weight, weight]).float()
+    return partial(add_rms_norm_of_opposed, weights, signs_like(weights), eps, weight.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.lowering import GpuForwards
-from engine.gpu.ops.target import GpuStep
+from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
 from engine.models.model import Model
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
@@ -54,7 +54,7 @@ class FusedForward:
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )
-        self._forwards = GpuForwards(model, pool.device)
+        self._forwards = GpuForwards(model)
         self.attention = attention
         self.attention_width = config.num_heads * config.head_dim
         self.dtype = model.embedding.dtype

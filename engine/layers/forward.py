@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -19,21 +19,15 @@ from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.models.model import Model
 from kernels.rms_norm import rms_norm
 
-X = TypeVar("X")
-X_co = TypeVar("X_co", covariant=True)
-X_contra = TypeVar("X_contra", contravariant=True)
-S = TypeVar("S")
-S_contra = TypeVar("S_contra", contravariant=True)
+X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
+S = TypeVar("S")  # the inputs of a step
 
+AddNorm = Callable[[Tensor, Tensor | None], X]
+"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. pending is None (nothing),
+plain (num_tokens, hidden), or split-K partials of that (num_splits, num_tokens, hidden)."""
 
-class AddNorm(Protocol[X_co]):
-    """Adds `pending`, if there is any, to `residual` in place, and returns the RMS norm of the sum.
-
-    In which form (plain, quantized values and scales) is up to the op that reads it. `pending` is plain
-    (num_tokens, hidden), or split-K partials of that (num_splits, num_tokens, hidden).
-    """
-
-    def __call__(self, residual: Tensor, pending: Tensor | None) -> X_co: ...
+Body = Callable[[X, S], Tensor]
+"""(normed input, step) -> the block's output, in one of the forms of `pending`."""
 
 
 @dataclass(slots=True)
@@ -58,28 +52,18 @@ class Stream:
         return x
 
 
-class Body(Protocol[X_contra, S_contra]):
-    """What a block computes of its normed input: (num_tokens, hidden) in any form of `pending`."""
-
-    def __call__(self, x: X_contra, step: S_contra) -> Tensor: ...
+Op = Callable[[Stream, S], Stream]
+"""A block in the form that suits a device and a number of rows."""
 
 
-class Op(Protocol[S_contra]):
-    """A block in the form that suits a device and a number of rows."""
-
-    def __call__(self, stream: Stream, step: S_contra) -> Stream: ...
-
-
-class BlockOp(Generic[X, S]):
+def block_op(add_norm: AddNorm[X], body: Body[X, S]) -> Op[S]:
     """The usual op: fold, then compute."""
 
-    def __init__(self, add_norm: AddNorm[X], body: Body[X, S]) -> None:
-        self._add_norm = add_norm
-        self._body = body
-
-    def __call__(self, stream: Stream, step: S) -> Stream:
-        stream.pending = self._body(stream.fold(self._add_norm), step)
+    def op(stream: Stream, step: S) -> Stream:
+        stream.pending = body(stream.fold(add_norm), step)
         return stream
+
+    return op
 
 
 class Forward(Generic[S]):
@@ -101,29 +85,27 @@ class Forward(Generic[S]):
         return stream.fold(self._final)
 
 
-class PlainNorm:
-    """`AddNorm` in torch. The residual is float32, the result has the dtype of the norm's weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-
-    def __call__(self, residual: Tensor, pending: Tensor | None) -> Tensor:
-        if pending is not None:
-            residual += pending
-        return rms_norm(residual, self._weight, self._eps)
-
-
 def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
-    """The model as its family's file says it, on any device.
+    """The model as its family's file says it, on any device, with a residual in float32.
 
     group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group.
     """
-    embed = embedding_lookup(model.embedding, group)
+    embed = embedding_lookup(model, group)
 
     def start(step: Step) -> Stream:
         return Stream(embed(step.token_ids).float())
 
-    ops = [BlockOp(summed(PlainNorm(block.norm, block.eps), group), block) for block in model.blocks]
-    final = summed(PlainNorm(model.final_norm, model.config.rms_norm_eps), group)
+    ops = [block_op(summed(plain_norm(block.norm, block.eps), group), block) for block in model.blocks]
+    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
+
+
+def plain_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
+    """The result has the dtype of the norm's weight."""
+
+    def add_norm(residual: Tensor, pending: Tensor | None) -> Tensor:
+        if pending is not None:
+            residual += pending
+        return rms_norm(residual, weight, eps)
+
+    return add_norm

@@ -10,15 +10,14 @@ Ops in between know nothing of it. Without a group each function gives back what
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from engine.layers.forward import AddNorm
     from engine.layers.linear import LinearLayer
+    from engine.models.model import Model
 
 X_co = TypeVar("X_co", covariant=True)
 
@@ -41,16 +40,17 @@ class Group(Protocol):
         ...
 
 
-def embedding_lookup(weight: Tensor, group: Group | None) -> Callable[[Tensor], Tensor]:
-    """From token ids (n,) to rows (n, hidden). weight: (vocab, hidden), with a group this rank's rows of it."""
+def embedding_lookup(model: Model, group: Group | None) -> Callable[[Tensor], Tensor]:
+    """From token ids (n,) to rows (n, hidden). With a group, the model has this rank's rows of the vocabulary."""
     if group is None:
-        return partial(_lookup, weight)
-    first, count = group.rank * weight.shape[0], weight.shape[0]
+        return model.embed
+    count = model.embedding.shape[0]
+    first = group.rank * count
 
     def look_up(token_ids: Tensor) -> Tensor:
         local = token_ids - first
         is_mine = (local >= 0) & (local < count)
-        return group.all_reduce(_lookup(weight, local.clamp(0, count - 1)) * is_mine[:, None])
+        return group.all_reduce(model.embed(local.clamp(0, count - 1)) * is_mine[:, None])
 
     return look_up
 
@@ -75,7 +75,3 @@ def gathered(head: LinearLayer, vocab_size: int, group: Group | None) -> LinearL
         return group.all_gather(head(x))[:, :vocab_size]
 
     return all_logits
-
-
-def _lookup(weight: Tensor, token_ids: Tensor) -> Tensor:
-    return functional.embedding(token_ids, weight)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.config import RopeConfig
+from engine.models.rope import RopeConfig
 
 
 def rotary_table(

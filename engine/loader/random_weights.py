@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine.layers.weights import Shard
 from engine.loader.checkpoint import Shape
-from engine.models.config import ModelConfig, RopeConfig
+from engine.models.config import ModelConfig
+from engine.models.rope import RopeConfig
 
 SEED = 20240
 STD = 0.02

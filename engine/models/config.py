@@ -10,29 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-
-RopeKind = Literal["default", "linear", "llama3", "yarn", "factors"]
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: its base and how the frequencies are stretched beyond the trained context."""
-
-    theta: float = 10000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # llama3, yarn
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # yarn
-    frequency_factors: tuple[float, ...] = ()  # factors: what GGUF files store per frequency instead of a formula
+from engine.models.rope import RopeConfig, rope_from_gguf, rope_from_hf
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +139,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
         intermediate_size=_positive(raw, "intermediate_size"),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope_from_hf(raw, max_position),
+        rope=rope_from_hf(raw, max_position),
         max_position_embeddings=max_position,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         sliding_window=_sliding_window(raw),
@@ -207,7 +188,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
         head_dim=head_dim,
         intermediate_size=int(get("feed_forward_length")),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope=_rope_from_gguf(metadata, arch),
+        rope=rope_from_gguf(metadata, arch),
         max_position_embeddings=int(get("context_length")),
         tie_word_embeddings=not has_output_weight,
         sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
@@ -232,44 +213,6 @@ def check_config(config: ModelConfig) -> None:
         raise ConfigError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads")
     if config.head_dim % 2:
         raise ConfigError(f"head_dim {config.head_dim} is odd, rotary embedding needs pairs")
-
-
-def _rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (known: {', '.join(ROPE_KINDS)})")
-    if float(raw.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise UnsupportedModelError("partial rotary embedding is not supported")
-    if values.get("mscale") or values.get("mscale_all_dim"):
-        raise UnsupportedModelError("yarn with mscale is not supported")
-    attention_factor = values.get("attention_factor")
-    return RopeConfig(
-        theta=float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        kind=cast(RopeKind, kind),
-        factor=float(values.get("factor") or 1.0),
-        low_freq_factor=float(values.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(values.get("high_freq_factor") or 4.0),
-        original_max_position=int(values.get("original_max_position_embeddings") or max_position),
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        truncate=bool(values.get("truncate", True)),
-    )
-
-
-def _rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"rope scaling {kind!r} in a GGUF file is not supported")
-    return RopeConfig(
-        theta=float(metadata.get(f"{arch}.rope.freq_base", 10000.0)),
-        kind="default" if kind == "none" else cast(RopeKind, kind),
-        factor=float(metadata.get(f"{arch}.rope.scaling.factor", 1.0)),
-        original_max_position=int(
-            metadata.get(f"{arch}.rope.scaling.original_context_length") or metadata[f"{arch}.context_length"]
-        ),
-    )
 
 
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:

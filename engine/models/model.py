@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, take_linear
 from engine.layers.linear import Linear, LinearLayer
@@ -53,6 +54,10 @@ class Model:
     final_norm: Tensor
     head: LinearLayer
     rotary: Tensor
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(num_tokens,) -> (num_tokens, hidden)."""
+        return functional.embedding(token_ids, self.embedding)
 
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers, the output projection last."""

@@ -14,7 +14,8 @@ from engine.cpu.lowering import Rows, lower_model
 from engine.layers.block import Step
 from engine.layers.forward import plain
 from engine.loader.load import load_model
-from kernels.cpu_norm import add_opposed_, opposed, rms_norm_of_opposed, signs_like
+from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
+from kernels.rms_norm import rms_norm
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 
@@ -59,7 +60,8 @@ def test_norm_of_opposed_rows_is_the_rms_norm(dtype: torch.dtype, scale: float) 
     x = (torch.randn(6, 200) + torch.arange(6.0)[:, None]) * scale
     x[3, 7] = 200 * scale
     weight = 1 + torch.randn(200) / 5
-    got = rms_norm_of_opposed(opposed(x, signs_like(x)), torch.stack([weight, weight]), 1e-5, dtype)
+    signs = signs_like(x)
+    got = add_rms_norm_of_opposed(torch.stack([weight, weight]), signs, 1e-5, dtype, opposed(x, signs), None)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert got.is_contiguous()
@@ -72,5 +74,6 @@ def test_adding_to_opposed_rows() -> None:
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     signs = signs_like(x)
     pairs = opposed(x, signs)
-    add_opposed_(pairs, y, signs)
+    normed = add_rms_norm_of_opposed(torch.ones(2, 8), signs, 1e-5, torch.float32, pairs, y)
+    torch.testing.assert_close(normed, rms_norm(x + y, torch.ones(8), 1e-5))
     torch.testing.assert_close(pairs, torch.stack([x + y, -(x + y)], dim=1))

@@ -12,9 +12,10 @@ from common.errors import ConfigError
 from engine.layers.block import Block, Step
 from engine.layers.weights import ShapeRecorder, Shard
 from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig, MoeConfig, RopeConfig
+from engine.models.config import ModelConfig, MoeConfig
 from engine.models.families import family_of
 from engine.models.model import Model
+from engine.models.rope import RopeConfig
 
 NUM_TOKENS = 5
 BASE: dict[str, Any] = {

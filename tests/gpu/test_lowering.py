@@ -11,8 +11,8 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.ops.split_k import SplitKOps
-from engine.gpu.ops.target import Target
+from engine.gpu.ops.form import Target
+from engine.gpu.ops.split_k import SplitKForm
 from engine.loader import load_model
 from tests.gpu.models import save_tiny_model
 
@@ -50,9 +50,9 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
         attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
         forward = FusedForward(loaded.model, pool, rows, attention)
         if not takes:
-            monkeypatch.setattr(SplitKOps, "takes", lambda self, target: False)
+            monkeypatch.setattr(SplitKForm, "takes", lambda self, target: False)
         else:
-            assert SplitKOps(loaded.model).takes(Target(rows, is_decode=True))
+            assert SplitKForm(loaded.model).takes(Target(rows, is_decode=True))
         results.append((forward.hidden(inputs).float(), pool.float()))
     (hidden, pool), (plain_hidden, plain_pool) = results
     assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
@@ -62,5 +62,5 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
 
 def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
     config = EngineConfig(str(folder), device="cpu", dtype="float32", quant_mode="none").resolved("cpu")
-    form = SplitKOps(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
+    form = SplitKForm(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
     assert not form.takes(Target(2, is_decode=True))  # weights of 4 bytes

@@ -10,11 +10,10 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.gpu.ops.plain import Gemm, embed_then
-from engine.gpu.ops.target import GpuStep, Target, no_op
+from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, by_kind, embed_then
+from engine.gpu.ops.plain import Gemm
 from engine.layers.attention import Attention
-from engine.layers.block import Block
-from engine.layers.forward import BlockOp, Body, Forward
+from engine.layers.forward import AddNorm, Forward, block_op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
@@ -24,9 +23,9 @@ from kernels.gpu.preloaded_gemm import FEW_ROWS, PreloadedConfig, choose_preload
 MAX_HIDDEN = 2048
 
 
-class SplitKOps:
+class SplitKForm(Form):
     def __init__(self, model: Model) -> None:
-        self._model = model
+        super().__init__(model)
         fits = model.config.hidden_size <= MAX_HIDDEN and fits_preloaded(model.embedding.device)
         self._layers = [ref.layer for block in model.blocks for ref in block.linears()] if fits else []
 
@@ -37,63 +36,48 @@ class SplitKOps:
         return all(config_of(layer, target.num_rows) is not None for layer in self._layers)
 
     def lower(self, target: Target) -> Forward[GpuStep]:
-        model = self._model
-        bodies = [body_of(block, target.num_rows) for block in model.blocks]
-        ops = [
-            BlockOp(AddPartialsNorm(block.norm, block.eps), body)
-            for block, body in zip(model.blocks[1:], bodies[1:], strict=True)
+        model, rows = self.model, target.num_rows
+        bodies = [
+            by_kind(block, lambda block: attention(block, rows), lambda block: mlp(block, rows))
+            for block in model.blocks
         ]
-        final = AddPartialsNorm(model.final_norm, model.config.rms_norm_eps)
+        pairs = zip(model.blocks[1:], bodies[1:], strict=True)
+        ops = [block_op(add_partials_norm(block.norm, block.eps), body) for block, body in pairs]
+        final = add_partials_norm(model.final_norm, model.config.rms_norm_eps)
         return Forward(embed_then(model, bodies[0]), ops, final, model.head)
 
 
-class AddPartialsNorm:
-    """`AddNorm` of pending split-K partials, in one kernel."""
+def add_partials_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
+    """In one kernel."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-
-    def __call__(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         assert pending is not None, "the stream starts with a pending output"
-        return add_rms_norm_of_parts(pending, residual, self._weight, self._eps)
+        return add_rms_norm_of_parts(pending, residual, weight, eps)
+
+    return fold
 
 
-def body_of(block: Block, num_rows: int) -> Body[Tensor, GpuStep]:
-    if isinstance(block, Attention):
-        return SplitKAttention(block, num_rows)
-    if isinstance(block, Mlp):
-        return SplitKMlp(block, num_rows)
-    raise no_op(block)
+def attention(block: Attention, num_rows: int) -> GpuBody:
+    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > FEW_ROWS
+
+    def body(x: Tensor, step: GpuStep) -> Tensor:
+        partials = qkv(x)
+        heads = partials.view(*partials.shape[:2], -1, block.head_dim)
+        return output(step.attend(block, heads, spreads_next))
+
+    return body
 
 
-class SplitKAttention:
-    def __init__(self, block: Attention, num_rows: int) -> None:
-        self._block = block
-        self._qkv = gemm(block.qkv, num_rows)
-        self._output = gemm(block.output, num_rows)
-        self._spreads_next = num_rows > FEW_ROWS
-
-    def __call__(self, x: Tensor, step: GpuStep) -> Tensor:
-        qkv = self._qkv(x)
-        heads = qkv.view(*qkv.shape[:2], -1, self._block.head_dim)
-        return self._output(step.attend(self._block, heads, self._spreads_next))
-
-
-class SplitKMlp:
-    def __init__(self, block: Mlp, num_rows: int) -> None:
-        self._gate_up = gemm(block.gate_up, num_rows)
-        self._down = gemm(block.down, num_rows)
-
-    def __call__(self, x: Tensor, step: GpuStep) -> Tensor:
-        return self._down(silu_mul_of_parts(self._gate_up(x)))
+def mlp(block: Mlp, num_rows: int) -> GpuBody:
+    gate_up, down = gemm(block.gate_up, num_rows), gemm(block.down, num_rows)
+    return lambda x, step: down(silu_mul_of_parts(gate_up(x)))
 
 
 def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
     """(num_rows, in) -> partials (num_splits, num_rows, out)."""
     config = config_of(layer, num_rows)
-    assert config is not None, "the form was chosen for these shapes"
     assert isinstance(layer, Linear)
+    assert config is not None, "the form was chosen for these shapes"
     return partial(preloaded_linear, weight=layer.weight, bias=layer.bias, config=config)
 
 

@@ -1,0 +1,106 @@
+"""What GPU ops are chosen for, what they are given in a step, and the parts that all forms share."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from common.errors import UnsupportedModelError
+from engine.layers.attention import Attention
+from engine.layers.block import Block
+from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
+from engine.layers.mlp import Mlp
+from engine.models.model import Model
+from kernels.gpu.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
+
+MANY_ROWS = sys.maxsize
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A class of steps. num_rows: tokens, or MANY_ROWS for more than any kernel is tuned for."""
+
+    num_rows: int
+    is_decode: bool  # no chunks of prompts
+
+
+class Attend(Protocol):
+    """Norms and rotates q and k, stores K and V, attends.
+
+    qkv: (num_tokens, heads + 2 kv_heads, head_dim), changed in place, or split-K partials (num_splits, ...).
+    Returns (num_tokens, heads * head_dim). spreads_next: see `rope_and_write_kv`.
+    """
+
+    def __call__(self, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class GpuStep:
+    """The inputs of one forward pass. token_ids: (num_tokens,)."""
+
+    token_ids: Tensor
+    attend: Attend
+
+
+GpuOp = Op[GpuStep]
+GpuBody = Body[Tensor, GpuStep]
+
+
+class Form(ABC):
+    """One form of all blocks of a model, over its weights."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    @abstractmethod
+    def takes(self, target: Target) -> bool:
+        """Whether it is the form of such steps, if none before it is."""
+
+    @abstractmethod
+    def lower(self, target: Target) -> Forward[GpuStep]: ...
+
+
+def by_kind(block: Block, attention: Callable[[Attention], Made], mlp: Callable[[Mlp], Made]) -> Made:
+    """What one of the two makes of the block. Raises UnsupportedModelError for blocks of other kinds."""
+    if isinstance(block, Attention):
+        return attention(block)
+    if isinstance(block, Mlp):
+        return mlp(block)
+    raise UnsupportedModelError(f"{type(block).__name__} blocks have no GPU kernels yet: use --device cpu")
+
+
+def add_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
+    """In one kernel."""
+
+    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
+        if pending is None:
+            return rms_norm(residual, weight, eps)
+        return add_rms_norm(pending, residual, weight, eps)
+
+    return fold
+
+
+def final_norm(model: Model) -> AddNorm[Tensor]:
+    return add_norm(model.final_norm, model.config.rms_norm_eps)
+
+
+def embed(model: Model) -> Callable[[GpuStep], Stream]:
+    """Start with the embedding's rows."""
+    return lambda step: Stream(model.embed(step.token_ids))
+
+
+def embed_then(model: Model, first: GpuBody) -> Callable[[GpuStep], Stream]:
+    """Start with the first block's output pending: its norm and the embedding's rows are one kernel."""
+    norm, eps = model.blocks[0].norm, model.blocks[0].eps
+
+    def start(step: GpuStep) -> Stream:
+        residual, x = embed_rms_norm(step.token_ids, model.embedding, norm, eps)
+        return Stream(residual, first(x, step))
+
+    return start
