@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers.block import Block, LinearRef, Step, joined, take_linear
 from engine.layers.linear import LinearLayer
-from engine.layers.weights import Shard, WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
@@ -32,10 +32,15 @@ class Attention(Block):
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         names, sizes = [f"{name}.{part}_proj" for part in "qkv"], (config.q_size, config.kv_size, config.kv_size)
         self.qkv: LinearLayer = take_linear(
-            weights, names, sizes, config.hidden_size, config.attention_bias, Shard.COLUMNS
+            weights, names, sizes, config.hidden_size, config.attention_bias, Partition.COLUMNS
         )
         self.output: LinearLayer = take_linear(
-            weights, [f"{name}.o_proj"], [config.hidden_size], config.q_size, config.attention_output_bias, Shard.ROWS
+            weights,
+            [f"{name}.o_proj"],
+            [config.hidden_size],
+            config.q_size,
+            config.attention_output_bias,
+            Partition.ROWS,
         )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.weights import Shard, WeightSource
+from engine.layers.weights import Partition, WeightSource
 
 Attend = Callable[[int, Tensor], Tensor]
 """(layer, qkv (num_tokens, heads + 2 kv_heads, head_dim), q and k rotated) -> (num_tokens, heads * head_dim)"""
@@ -77,12 +77,12 @@ class Block(ABC):
 
 
 def take_linear(
-    weights: WeightSource, names: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool, shard: Shard
+    weights: WeightSource, names: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool, partition: Partition
 ) -> Linear:
     """One linear layer of the weights of that many outputs each, under each other; names without `.weight`."""
     pairs = list(zip(names, sizes, strict=True))
-    parts = [weights.take(f"{name}.weight", (size, in_size), shard) for name, size in pairs]
-    biases = [weights.take(f"{name}.bias", (size,), shard) for name, size in pairs] if bias else []
+    parts = [weights.take(f"{name}.weight", (size, in_size), partition) for name, size in pairs]
+    biases = [weights.take(f"{name}.bias", (size,), partition) for name, size in pairs] if bias else []
     return Linear(joined(parts), joined(biases) if bias else None, tuple(f"{name}.weight" for name in names))
 
 

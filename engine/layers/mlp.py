@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers.block import Block, LinearRef, Step, take_linear
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.weights import Shard, WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.silu_mul import silu_mul
 
@@ -38,6 +38,6 @@ def take_gated(
     """gate_up and down of the weights of these names: gate, up, down."""
     gate, up, down = names
     return (
-        take_linear(weights, [gate, up], [inner, inner], hidden, bias, Shard.COLUMNS),
-        take_linear(weights, [down], [hidden], inner, bias, Shard.ROWS),
+        take_linear(weights, [gate, up], [inner, inner], hidden, bias, Partition.COLUMNS),
+        take_linear(weights, [down], [hidden], inner, bias, Partition.ROWS),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Shard(Enum):
+class Partition(Enum):
     """Which part of a weight (out, in) each rank of a tensor-parallel model holds.
 
     Models ask for shapes of their own `ModelConfig`; built with `config.shard(rank, size)` they are a rank's. With as
@@ -30,7 +30,7 @@ class Shard(Enum):
 class WeightSource(Protocol):
     """Where weights come from."""
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         """The weight, in the model's dtype, on its device. Each name is asked for once.
 
         shape: of what this rank holds. shard: how that lies in the stored tensor.
@@ -43,9 +43,9 @@ class ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.shards: dict[str, Shard] = {}
+        self.partitions: dict[str, Partition] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         self.shapes[name] = shape
-        self.shards[name] = shard
+        self.partitions[name] = partition
         return torch.empty(shape, device="meta")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.gguf_header import GgufTensor, read_gguf_header
 from engine.loader.gguf_int4 import BLOCK_BYTES, Int4Rows, int4_rows
@@ -119,7 +119,7 @@ class GgufWeights:
         matrices = [name for name, tensor in self._file.tensors.items() if len(tensor.shape) == 2]
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
-    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         stored = self._name_of[name]
         if self.keep_int4 and self._file.has_int4(stored):
             read = self._file.read_int4(stored)

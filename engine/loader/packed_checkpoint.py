@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.packed_layouts import MARKS, UNUSED, Stored, stored_tensors, unpack
 from engine.loader.quantized_rows import QuantizedRows
@@ -94,7 +94,7 @@ class PackedWeights:
         except ConfigError as error:
             raise ConfigError(f"quantized weights: {module}: {error}") from error
 
-    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         if name in self.kept:
             return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
         if name in self._packed:

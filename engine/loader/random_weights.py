@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.models.rope import RopeConfig
@@ -55,7 +55,7 @@ class RandomWeights:
         self._draw_dtype = torch.float32 if is_portable else dtype
         self._generator = torch.Generator(device=self._draw_device).manual_seed(seed)
 
-    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         if name.endswith(".bias"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ class SafetensorsWeights:
     def shapes(self) -> dict[str, Shape]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
-    def take(self, name: str, shape: Shape, shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         type_name = self.tensors[name].type_name
         if type_name not in PLAIN_TYPES:
             raise ConfigError(f"{name} holds {type_name} numbers, but config.json says nothing of quantization there")

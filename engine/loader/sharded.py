@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.weights import Shard as Partition
-from engine.layers.weights import WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.loader.checkpoint import Shape
 from kvstore.layout import Shard
 
@@ -23,18 +22,18 @@ class ShardedWeights:
         self._shapes = shapes
         self._shard = shard
 
-    def take(self, name: str, shape: Shape, shard: Partition = Partition.NONE) -> Tensor:
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         """See WeightSource."""
-        weight = self._whole.take(name, self._shapes[name], shard)
-        if shard is Partition.NONE:
+        weight = self._whole.take(name, self._shapes[name], partition)
+        if partition is Partition.NONE:
             return weight
-        if shard is Partition.ROWS and len(shape) == 1:  # a bias is added once, to the sum over ranks
+        if partition is Partition.ROWS and len(shape) == 1:  # a bias is added once, to the sum over ranks
             return weight if self._shard.rank == 0 else torch.zeros_like(weight)
-        if shard is Partition.VOCAB:
+        if partition is Partition.VOCAB:
             first = self._shard.rank * shape[0]
             mine = weight[first : first + shape[0]]
             return functional.pad(mine, (0, 0, 0, shape[0] - mine.shape[0]))
-        dim = 1 if shard is Partition.ROWS else 0
+        dim = 1 if partition is Partition.ROWS else 0
         num_pieces = weight.shape[dim] // shape[dim]  # fewer than ranks: several hold the same KV head
         piece = self._shard.rank * num_pieces // self._shard.size
         return weight.narrow(dim, piece * shape[dim], shape[dim]).clone(memory_format=torch.contiguous_format)

@@ -69,7 +69,7 @@ class ModelConfig:
         return self.moe is not None and layer not in self.moe.dense_layers
 
     def shard(self, size: int) -> ModelConfig:
-        """What each of `size` ranks holds, see `engine.layers.weights.Shard`. Raises ConfigError.
+        """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
 
         Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
         cannot be divided is padded.

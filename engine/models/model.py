@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine.layers.block import Block, LinearRef, take_linear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.rotary import rotary_table
-from engine.layers.weights import Shard, WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 
 
@@ -21,7 +21,7 @@ class Embedding:
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
         self.name = f"{name}.weight"
-        self.weight = weights.take(self.name, (config.vocab_size, config.hidden_size), Shard.VOCAB)
+        self.weight = weights.take(self.name, (config.vocab_size, config.hidden_size), Partition.VOCAB)
 
 
 class Head:
@@ -35,7 +35,7 @@ class Head:
             self.linear = Linear(embedding.weight, names=(embedding.name,))
         else:
             self.linear = take_linear(
-                weights, [name], [config.vocab_size], config.hidden_size, bias=False, shard=Shard.VOCAB
+                weights, [name], [config.vocab_size], config.hidden_size, bias=False, partition=Partition.VOCAB
             )
 
 

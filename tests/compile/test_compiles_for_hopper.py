@@ -20,7 +20,7 @@ from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.draw import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.quantized import W4A16Linear
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
 from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
@@ -42,7 +42,7 @@ PROMPTS = ([8192], [100, 900, 40])
 class Weights:
     """Tensors of the right shapes."""
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism will stand on: ranks built of slices add up to the whole model, block by block."""
+"""What tensor parallelism stands on: ranks built of slices add up to the whole model, block by block."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.layers.block import Block, Step
-from engine.layers.weights import ShapeRecorder, Shard
+from engine.layers.weights import Partition, ShapeRecorder
 from engine.loader.random_weights import RandomWeights
+from engine.loader.sharded import ShardedWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.families import family_of
 from engine.models.model import Model
 from engine.models.rope import RopeConfig
+from kvstore.layout import Shard
 
 NUM_TOKENS = 5
 BASE: dict[str, Any] = {
@@ -30,37 +32,30 @@ CONFIGS = {
 }
 
 
-class Slices:
-    """What one rank holds of weights that are drawn once."""
+class Drawn:
+    """Weights that are drawn once, biases too."""
 
-    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
-        whole = ShapeRecorder()
-        family_of(config.architecture).build(config, whole)
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         random = RandomWeights(torch.float32, torch.device("cpu"), std=0.3)
-        self.weights = {name: random.take(name, shape) for name, shape in whole.shapes.items()}
+        self.weights = {name: random.take(name, shape) for name, shape in shapes.items()}
         for name, weight in self.weights.items():
             if name.endswith(".bias"):
                 weight.copy_(torch.arange(weight.shape[0]) / 10)
-        self.rank, self.size = rank, size
 
-    def take(self, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
-        weight = self.weights[name]
-        if shard is Shard.NONE:
-            return weight
-        if shard is Shard.ROWS and weight.dim() == 1:
-            return weight if self.rank == 0 else torch.zeros_like(weight)
-        if shard is Shard.VOCAB:
-            weight = torch.nn.functional.pad(weight, (0, 0, 0, shape[0] * self.size - weight.shape[0]))
-        dim = 1 if shard is Shard.ROWS else 0
-        pieces = weight.shape[dim] // shape[dim]
-        piece = weight.narrow(dim, self.rank * pieces // self.size * shape[dim], shape[dim])
-        assert piece.shape == shape, name
-        return piece.clone()
+    def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
+        return self.weights[name].clone()
+
+
+def slices(config: ModelConfig, rank: int, size: int) -> ShardedWeights:
+    """What one rank holds."""
+    whole = ShapeRecorder()
+    family_of(config.architecture).build(config, whole)
+    return ShardedWeights(Drawn(whole.shapes), whole.shapes, Shard(rank, size))
 
 
 def build(config: ModelConfig, rank: int, size: int) -> Model:
     held = config if size == 1 else config.shard(size)
-    return family_of(config.architecture).build(held, Slices(config, rank, size))
+    return family_of(config.architecture).build(held, slices(config, rank, size))
 
 
 def output(block: Block, model: Model) -> Tensor:

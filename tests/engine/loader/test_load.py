@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
-from engine.layers.weights import Shard
+from engine.layers.weights import Partition
 from engine.loader.fingerprint import fingerprint
 from engine.loader.load import resolve_quant_mode
 from engine.loader.quantize import to_int8
@@ -112,10 +112,10 @@ def test_blocks_are_quantized_while_the_model_is_built(monkeypatch: pytest.Monke
     first: list[weakref.ref[Tensor]] = []
     plain_take = RandomWeights.take
 
-    def take(self: RandomWeights, name: str, shape: tuple[int, ...], shard: Shard = Shard.NONE) -> Tensor:
+    def take(self: RandomWeights, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         if name.startswith("model.layers.1."):
             assert all(each() is None for each in first)
-        weight = plain_take(self, name, shape, shard)
+        weight = plain_take(self, name, shape, partition)
         if name == "model.layers.0.mlp.down_proj.weight":
             first.append(weakref.ref(weight))
         return weight
