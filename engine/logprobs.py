@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,28 +15,45 @@ from engine.request_states import RequestState
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Of n rows: logprobs and ranks (n,) of one token each, ids and log-probabilities of the likeliest (n, k)."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> LogprobTensors:
+        return LogprobTensors(*map(move, (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
+
+    def entries(self, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry per row, with `num_top[i]` alternatives. token_ids: those that the tensors were computed for."""
+        columns = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return [
+            TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
+            for token_id, count, logprob, rank, ids, values in zip(
+                token_ids, num_top, *(column.tolist() for column in columns), strict=True
+            )
+        ]
+
+
+def logprob_tensors(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+    """logits (n, vocab), token_ids int64 (n,), on one device, where all is computed without waiting."""
+    logits = logits.float()
+    chosen = logits.gather(1, token_ids[:, None])
+    normalizer = logits.logsumexp(dim=1, keepdim=True)
+    ranks = (logits > chosen).sum(dim=1) + 1
+    top_logits, top_ids = logits.topk(num_top, dim=1)
+    return LogprobTensors((chosen - normalizer)[:, 0], ranks, top_ids, top_logits - normalizer)
+
+
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One entry per row of logits (rows, vocab); `num_top[i]` alternatives each."""
     if not token_ids:
         return []
-    logits = logits.float()
-    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-    chosen_logits = logits.gather(1, chosen)
-    normalizer = logits.logsumexp(dim=1, keepdim=True)
-    ranks = (logits > chosen_logits).sum(dim=1).add_(1).tolist()
-    logprobs = (chosen_logits - normalizer)[:, 0].tolist()
-    most = max(num_top)
-    top_ids: list[list[int]] = [[] for _ in token_ids]
-    top_logprobs: list[list[float]] = top_ids  # type: ignore[assignment]
-    if most:
-        top_logits, ids = logits.topk(most, dim=1)
-        top_ids, top_logprobs = ids.tolist(), (top_logits - normalizer).tolist()
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
-        for token_id, logprob, rank, ids, values, count in zip(
-            token_ids, logprobs, ranks, top_ids, top_logprobs, num_top, strict=True
-        )
-    ]
+    chosen = torch.tensor(token_ids, device=logits.device)
+    return logprob_tensors(logits, chosen, max(num_top)).entries(token_ids, num_top)
 
 
 def wants_prompt_logprobs(row: ScheduledRow, request: RequestState) -> bool:

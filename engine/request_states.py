@@ -20,6 +20,12 @@ class RequestState:
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     block_ids: list[BlockId] = field(default_factory=list)
+    changes_logits: bool = field(init=False)
+    wants_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.params.changes_logits
+        self.wants_logprobs = self.params.logprobs is not None
 
     @property
     def output_token_ids(self) -> list[TokenId]:

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
-from engine.request import SamplingParams
 from kernels.gpu.sampling import SamplingWorkspace, sample
-
-
-def is_drawn_on_device(params: SamplingParams) -> bool:
-    return params.logprobs is None and not params.changes_logits
 
 
 class DeviceSampler:

@@ -27,6 +27,12 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+def download(values: Tensor) -> Tensor:
+    """The tensor in pinned host memory, valid when the stream has come so far."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)
+
+
 Rows = Sequence[tuple[ScheduledRow, RequestState]]
 
 

@@ -7,8 +7,7 @@ need the host (penalties, log-probabilities, grammars) are sampled by `engine.sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -17,34 +16,24 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
-from engine.gpu.draw import DeviceSampler, is_drawn_on_device
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
 from engine.gpu.inputs import step_tokens, upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes
+from engine.gpu.samples import StepSamples
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep
 from engine.gpu.swap import HostCopies
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import ScheduledRow, StepPlan, StepResult
-from engine.request import RequestId
 from engine.request_states import RequestState, RequestStates
-from engine.sampler import LogitsHook, Sampler
 from engine.trial_plans import prompt_plan
 
 logger = logging.getLogger(__name__)
-NUM_BUFFERS = 3  # pinned staging buffers: one being filled, two steps in flight
-
-
-@dataclass(slots=True)
-class _Staging:
-    """Pinned host memory of one step, and the event after which it may be used again."""
-
-    packed: Tensor  # int32 (3, max_rows)
-    tokens: Tensor  # int64 (max_rows,)
+NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
 
 
 class GpuRunner:
@@ -59,7 +48,6 @@ class GpuRunner:
         gpu: GpuConfig,
         max_model_len: int,
     ) -> None:
-        self.hooks: dict[RequestId, LogitsHook] = {}
         self.max_steps_in_flight = 2 if gpu.overlap else 1
         self._requests = RequestStates()
         self._device = loaded.device
@@ -81,15 +69,11 @@ class GpuRunner:
         self._packed = torch.zeros(3, self._max_rows, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
         self._staging = [
-            _Staging(
-                torch.zeros(3, self._max_rows, dtype=torch.int32, pin_memory=pin),
-                torch.zeros(self._max_rows, dtype=torch.int64, pin_memory=pin),
-            )
-            for _ in range(NUM_BUFFERS)
+            torch.zeros(3, self._max_rows, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)
         ]
         self._turn = 0
-        self._sampler = Sampler()
-        self._device_sampler = DeviceSampler(self._max_rows, loaded.config.vocab_size, loaded.device)
+        self._samples = StepSamples(self._state, self._max_rows, loaded.config.vocab_size, NUM_BUFFERS)
+        self.hooks = self._samples.hooks
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
 
@@ -132,7 +116,7 @@ class GpuRunner:
         self._turn = (self._turn + 1) % NUM_BUFFERS
         changes = self._rows.sync(requests)
         self._state.apply(changes)
-        self._device_sampler.apply(changes)
+        self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
         if all(row.samples and row.num_tokens == 1 for row in rows):
@@ -150,13 +134,15 @@ class GpuRunner:
         self.launch(prompt_plan(num_tokens, self._block_size)).result()
         self._requests.clear()
         if self._use_graphs:
-            self._graphs = DecodeGraphs(self._forward, self._state, self._device_sampler, self._packed, self._buckets)
+            self._graphs = DecodeGraphs(
+                self._forward, self._state, self._samples.on_device, self._packed, self._buckets
+            )
             self._prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         """See PromptGraphs."""
         return PromptGraphs(
-            self._forward, self._state, self._device_sampler, self._group, NUM_BUFFERS, self._max_tokens, captures
+            self._forward, self._state, self._samples.on_device, self._group, NUM_BUFFERS, self._max_tokens, captures
         )
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -165,35 +151,34 @@ class GpuRunner:
         rows, device_rows = batch.rows, batch.device_rows
         num_rows = self._rows.bucket()
         staging = self._staging[self._turn]
-        packed = staging.packed.numpy()
+        packed = staging.numpy()
         packed[SLOT, :num_rows] = -1
         packed[LENGTH, :num_rows] = 0
         starts = [row.start for row in rows]
         packed[POSITION, device_rows] = starts
         packed[LENGTH, device_rows] = [start + 1 for start in starts]
         packed[SLOT, device_rows] = self._slots(batch)
-        self._packed[:, :num_rows].copy_(staging.packed[:, :num_rows], non_blocking=True)
+        self._packed[:, :num_rows].copy_(staging[:, :num_rows], non_blocking=True)
         if self._graphs is not None:
             output = self._graphs.replay(num_rows)
         else:
-            output = decode_step(self._forward, self._state, self._device_sampler, self._packed, num_rows)
+            output = decode_step(self._forward, self._state, self._samples.on_device, self._packed, num_rows)
         indices = range(len(rows))
-        if self._samples_on_device(batch, indices):
-            self._read_later(output.token_ids, device_rows, batch, indices, step)
-        else:
-            self._sample_on_host(output.logits[upload(device_rows, torch.int64, self._device)], batch, indices, step)
+        self._samples.take(output.token_ids, output.logits, device_rows, batch, indices, self._turn, step)
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
         return (
             graphs.takes(batch)
-            and self._samples_on_device(batch, range(len(batch.rows)))
+            and self._samples.stay_on_device(batch)
             and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
         )
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, sampling = graphs.run(batch, self._block_size, self._turn)
-        self._read_later(token_ids, range(len(sampling)), batch, sampling, step)
+        self._samples.take(token_ids, None, range(len(sampling)), batch, sampling, self._turn, step)
+        if not sampling:
+            step.waits.append(mark(self._device))
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         rows = batch.rows
@@ -207,14 +192,7 @@ class GpuRunner:
             step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
             return
         logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
-        if not self._samples_on_device(batch, sampling):
-            self._sample_on_host(logits, batch, sampling, step)
-            return
-        index = upload([batch.device_rows[i] for i in sampling], torch.int64, self._device)
-        lengths = upload([rows[i].stop for i in sampling], torch.int64, self._device)
-        token_ids = self._device_sampler.draw(logits, index, lengths)
-        self._state.last_tokens[index] = token_ids.clamp(min=0)
-        self._read_later(token_ids, range(len(sampling)), batch, sampling, step)
+        self._samples.sample(logits, batch, sampling, self._turn, step)
 
     def _mixed_inputs(
         self, batch: GpuBatch, decodes: Sequence[int], chunks: Sequence[int]
@@ -250,38 +228,6 @@ class GpuRunner:
             request.block_ids[row.start // size] * size + row.start % size
             for row, request in zip(batch.rows, batch.requests, strict=True)
         ]
-
-    # -- samples ---------------------------------------------------------------------------------------------
-
-    def _samples_on_device(self, batch: GpuBatch, indices: Iterable[int]) -> bool:
-        return not self.hooks and all(is_drawn_on_device(batch.requests[i].params) for i in indices)
-
-    def _read_later(
-        self, token_ids: Tensor, sources: Iterable[int], batch: GpuBatch, indices: Iterable[int], step: GpuStep
-    ) -> None:
-        """Copy the tokens behind the step; `token_ids[sources[k]]` belongs to row `indices[k]` of the plan."""
-        host = self._staging[self._turn].tokens
-        host[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
-        step.waits.append(mark(self._device))
-        step.tokens = host
-        rows, requests = batch.rows, batch.requests
-        step.sampled = [(source, i, requests[i], rows[i].stop) for source, i in zip(sources, indices, strict=True)]
-
-    def _sample_on_host(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], step: GpuStep) -> None:
-        """Let the host's sampler choose, and put its tokens where the next step finds them."""
-        requests, positions = [batch.requests[i] for i in indices], [batch.rows[i].stop for i in indices]
-        sampled = self._sampler.sample(logits, requests, positions, self.hooks)
-        tokens = torch.tensor([max(token_id, 0) for token_id in sampled.token_ids], device=self._device)
-        self._state.last_tokens[torch.tensor([batch.device_rows[i] for i in indices], device=self._device)] = tokens
-        for k, i in enumerate(indices):
-            if k in sampled.errors:
-                step.found.errors[i] = sampled.errors[k]
-                continue
-            requests[k].put_token(positions[k], sampled.token_ids[k])
-            step.found.token_ids[i].append(sampled.token_ids[k])
-            entry = sampled.logprobs[k]
-            if entry is not None:
-                step.found.logprobs[i].append(entry)
 
     def _add_prompt_logprobs(
         self, batch: GpuBatch, chunks: Sequence[int], last_of: dict[int, int], hidden: Tensor, result: StepResult

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.logprobs import LogprobTensors
 from engine.plan import ScheduledRow, StepResult
 from engine.request_states import RequestState
 
@@ -21,6 +22,15 @@ class GpuBatch:
 
 
 @dataclass(slots=True)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host: of which rows of the plan, and how many alternatives of each."""
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    tensors: LogprobTensors
+
+
+@dataclass(slots=True)
 class GpuStep:
     """A step on the stream: what is known of it already, and where the rest will be."""
 
@@ -28,6 +38,7 @@ class GpuStep:
     waits: list[Callable[[], None]] = field(default_factory=list)
     tokens: Tensor | None = None  # on the host, valid after the waits; -1: not finite
     sampled: list[tuple[int, int, RequestState, int]] = field(default_factory=list)
+    logprobs: PendingLogprobs | None = None
 
     def result(self) -> StepResult:
         """See PendingStep. `sampled` holds (index in tokens, row of the plan, its request, position)."""
@@ -42,4 +53,10 @@ class GpuStep:
                 else:
                     request.put_token(position, token_id)
                     self.found.token_ids[row].append(token_id)
+        if self.logprobs is not None:
+            pending = self.logprobs
+            token_ids = [(self.found.token_ids[row] or [0])[0] for row in pending.rows]
+            for row, entry in zip(pending.rows, pending.tensors.entries(token_ids, pending.counts), strict=True):
+                if row not in self.found.errors:
+                    self.found.logprobs[row].append(entry)
         return self.found
