@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, Stream, block_op, plain
+from engine.layers.forward import Forward, Stream, block_op, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
@@ -54,8 +52,8 @@ def lower_model(model: Model, rows: Rows) -> Forward[Step]:
     def start(step: Step) -> Stream:
         return Stream(opposed(model.embed(step.token_ids), signs))  # float32, as signs are
 
-    ops = [block_op(opposed_norm(block.norm, block.eps), block) for block in model.blocks]
-    return Forward(start, ops, opposed_norm(model.final_norm, model.config.rms_norm_eps), model.head)
+    ops = [block_op(add_rms_norm_of_opposed(block.norm, block.eps), block.__call__) for block in model.blocks]
+    return Forward(start, ops, add_rms_norm_of_opposed(model.final_norm, model.config.rms_norm_eps), model.head)
 
 
 def with_dense_linears(model: Model) -> Model:
@@ -73,9 +71,3 @@ def dense(linear: LinearLayer) -> LinearLayer:
     if isinstance(linear, Reordered):
         return Reordered(dense(linear.inner), linear.order)
     return linear
-
-
-def opposed_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """Of a residual that is held as each row and its negative: float32 (num_tokens, 2, hidden)."""
-    weights = torch.stack([weight, weight]).float()
-    return partial(add_rms_norm_of_opposed, weights, signs_like(weights), eps, weight.dtype)
