@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from engine.layers.block import Step
-from engine.layers.forward import Forward, Stream, block_op, plain
+from engine.layers.forward import Forward, Op, Stream, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
@@ -52,7 +52,7 @@ def lower_model(model: Model, rows: Rows) -> Forward[Step]:
     def start(step: Step) -> Stream:
         return Stream(opposed(model.embed(step.token_ids), signs))  # float32, as signs are
 
-    ops = [block_op(add_rms_norm_of_opposed(block.norm, block.eps), block.__call__) for block in model.blocks]
+    ops = [Op(add_rms_norm_of_opposed(block.norm, block.eps), block.__call__) for block in model.blocks]
     return Forward(start, ops, add_rms_norm_of_opposed(model.final_norm, model.config.rms_norm_eps), model.head)
 
 
