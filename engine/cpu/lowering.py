@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, Stream, block_op, plain
+from engine.layers.forward import AddNorm, Forward, Op, Stream, plain
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.layers.reordered import Reordered
@@ -57,8 +55,11 @@ def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size
     def start(step: Step) -> Stream:
         return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
 
-    ops = [block_op(summed(opposed_norm(block.norm, block.eps), group), block) for block in model.blocks]
-    final = summed(opposed_norm(model.final_norm, model.config.rms_norm_eps), group)
+    def fold(norm: torch.Tensor, eps: float) -> AddNorm[torch.Tensor]:
+        return summed(add_rms_norm_of_opposed(norm, eps), group)
+
+    ops = [Op(fold(block.norm, block.eps), block.__call__) for block in model.blocks]
+    final = fold(model.final_norm, model.config.rms_norm_eps)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 
@@ -77,9 +78,3 @@ def dense(linear: LinearLayer) -> LinearLayer:
     if isinstance(linear, Reordered):
         return Reordered(dense(linear.inner), linear.order)
     return linear
-
-
-def opposed_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """Of a residual that is held as each row and its negative: float32 (num_tokens, 2, hidden)."""
-    weights = torch.stack([weight, weight]).float()
-    return partial(add_rms_norm_of_opposed, weights, signs_like(weights), eps, weight.dtype)

@@ -8,8 +8,7 @@ against.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -26,12 +25,11 @@ AddNorm = Callable[[Tensor, Tensor | None], X]
 """(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. pending is None (nothing),
 plain (num_tokens, hidden), or split-K partials of that (num_splits, num_tokens, hidden)."""
 
-Body = Callable[[X, S], Tensor]
+Body = Callable[[X, S], Tensor | None]
 """(normed input, step) -> the block's output, in one of the forms of `pending`."""
 
 
-@dataclass(slots=True)
-class Stream:
+class Stream(NamedTuple):
     """What travels from op to op.
 
     residual: sum of the embedding and of all blocks' outputs but the last. pending: the last block's output.
@@ -40,30 +38,12 @@ class Stream:
     residual: Tensor
     pending: Tensor | None = None
 
-    def fold(self, add_norm: AddNorm[X]) -> X:
-        """Add the pending output to the residual, and norm the sum.
 
-        Every pending output passes here and nowhere else. With tensor parallelism it is a rank's share of a sum, and
-        `add_norm` sums over ranks first (`engine/layers/parallel.py`). (An op that adds to the residual itself, as
-        the GEMVs of one row do, has no pending output, and is no op for a rank among several.)
-        """
-        x = add_norm(self.residual, self.pending)
-        self.pending = None
-        return x
+class Op(NamedTuple, Generic[S]):
+    """A block in the form that suits a device and a number of rows: how its input is made, and what it computes."""
 
-
-Op = Callable[[Stream, S], Stream]
-"""A block in the form that suits a device and a number of rows."""
-
-
-def block_op(add_norm: AddNorm[X], body: Body[X, S]) -> Op[S]:
-    """The usual op: fold, then compute."""
-
-    def op(stream: Stream, step: S) -> Stream:
-        stream.pending = body(stream.fold(add_norm), step)
-        return stream
-
-    return op
+    fold: AddNorm[Any]
+    body: Body[Any, S]
 
 
 class Forward(Generic[S]):
@@ -73,16 +53,24 @@ class Forward(Generic[S]):
         self, start: Callable[[S], Stream], ops: Sequence[Op[S]], final: AddNorm[Tensor], head: LinearLayer
     ) -> None:
         self._start = start
-        self._ops = ops
-        self._final = final
+        self._ops = [*ops, Op(final, lambda x, step: x)]
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, step: S) -> Tensor:
-        """Hidden states (num_tokens, hidden) behind the final norm."""
-        stream = self._start(step)
+        """Hidden states (num_tokens, hidden) behind the final norm.
+
+        x is a block's output and the next one's input in turn, so that neither is held longer than it is needed.
+        Every output meets the residual in `fold`: with tensor parallelism it is a rank's share of a sum, and the
+        all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op for a rank
+        among several.)
+        """
+        residual, pending = self._start(step)
+        x: Any = pending
         for op in self._ops:
-            stream = op(stream, step)
-        return stream.fold(self._final)
+            x = op.fold(residual, x)
+            x = op.body(x, step)
+        hidden: Tensor = x
+        return hidden
 
 
 def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
@@ -95,7 +83,7 @@ def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forw
     def start(step: Step) -> Stream:
         return Stream(embed(step.token_ids).float())
 
-    ops = [block_op(summed(plain_norm(block.norm, block.eps), group), block) for block in model.blocks]
+    ops = [Op(summed(plain_norm(block.norm, block.eps), group), block.__call__) for block in model.blocks]
     final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 

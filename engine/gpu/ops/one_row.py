@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm
 from engine.layers.attention import Attention
-from engine.layers.forward import Forward, Stream
+from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from kernels.gpu.small_m_gemm import FUSED_GEMV, gemv
@@ -31,23 +31,25 @@ class OneRowForm(Form):
 def attention(block: Attention) -> GpuOp:
     qkv, output = bound_gemv(block.qkv), bound_gemv(block.output)
 
-    def op(stream: Stream, step: GpuStep) -> Stream:
-        heads = qkv(stream.residual, norm=block.norm, eps=block.eps).view(1, -1, block.head_dim)
-        output(step.attend(block, heads), added_to=stream.residual)
-        return stream
+    def body(residual: Tensor, step: GpuStep) -> None:
+        heads = qkv(residual, norm=block.norm, eps=block.eps).view(1, -1, block.head_dim)
+        output(step.attend(block, heads), added_to=residual)
 
-    return op
+    return Op(nothing_pending, body)
 
 
 def mlp(block: Mlp) -> GpuOp:
     gate_up, down = bound_gemv(block.gate_up), bound_gemv(block.down)
 
-    def op(stream: Stream, step: GpuStep) -> Stream:
-        x = gate_up(stream.residual, norm=block.norm, eps=block.eps, is_gated=True)
-        down(x, added_to=stream.residual)
-        return stream
+    def body(residual: Tensor, step: GpuStep) -> None:
+        down(gate_up(residual, norm=block.norm, eps=block.eps, is_gated=True), added_to=residual)
 
-    return op
+    return Op(nothing_pending, body)
+
+
+def nothing_pending(residual: Tensor, pending: Tensor | None) -> Tensor:
+    """The body norms the residual itself."""
+    return residual
 
 
 def bound_gemv(layer: LinearLayer) -> partial[Tensor]:

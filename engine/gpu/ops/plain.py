@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, add_norm, by_kind, embed_then, final_norm
 from engine.layers.attention import Attention
-from engine.layers.forward import Forward, block_op
+from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
@@ -46,7 +46,7 @@ class PlainForm(Form):
             for block in model.blocks
         ]
         pairs = zip(model.blocks[1:], bodies[1:], strict=True)
-        ops = [block_op(add_norm(block.norm, block.eps), body) for block, body in pairs]
+        ops = [Op(add_norm(block.norm, block.eps), body) for block, body in pairs]
         return Forward(embed_then(model, bodies[0]), ops, final_norm(model), model.head)
 
 

@@ -14,7 +14,7 @@ from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, fi
 from engine.gpu.quantized import EightBitLinear, QuantizedInput
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.forward import AddNorm, Forward, block_op
+from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
@@ -48,7 +48,7 @@ def attention(block: Attention) -> GpuOp:
         heads = qkv.gemm(*x, dtype)
         return block.output(step.attend(block, heads.view(heads.shape[0], -1, block.head_dim)))
 
-    return block_op(add_norm_quantize(block, qkv), body)
+    return Op(add_norm_quantize(block, qkv), body)
 
 
 def mlp(block: Mlp) -> GpuOp:
@@ -57,7 +57,7 @@ def mlp(block: Mlp) -> GpuOp:
     def body(x: QuantizedInput, step: GpuStep) -> Tensor:
         return down.gemm(*gate_up.gated_gemm(*x, dtype), dtype)
 
-    return block_op(add_norm_quantize(block, gate_up), body)
+    return Op(add_norm_quantize(block, gate_up), body)
 
 
 def add_norm_quantize(block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:

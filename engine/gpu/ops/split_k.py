@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, by_kind, embed_then
 from engine.gpu.ops.plain import Gemm
 from engine.layers.attention import Attention
-from engine.layers.forward import AddNorm, Forward, block_op
+from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
@@ -42,7 +42,7 @@ class SplitKForm(Form):
             for block in model.blocks
         ]
         pairs = zip(model.blocks[1:], bodies[1:], strict=True)
-        ops = [block_op(add_partials_norm(block.norm, block.eps), body) for block, body in pairs]
+        ops = [Op(add_partials_norm(block.norm, block.eps), body) for block, body in pairs]
         final = add_partials_norm(model.final_norm, model.config.rms_norm_eps)
         return Forward(embed_then(model, bodies[0]), ops, final, model.head)
 
