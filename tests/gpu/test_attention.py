@@ -131,6 +131,7 @@ class Step:
     ) -> None:  # fmt: skip
         tables, self.block_tables = block_tables_for(list(seq_lens), BLOCK_SIZE, DEVICE)
         self.pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, BLOCK_SIZE, head_dim, kv_dtype, DEVICE)
+        self.num_heads = num_heads
         self.starts = list(accumulate(query_lens, initial=0))
         self.seq_lens = list(seq_lens)
         qkv = torch.randn(self.starts[-1], num_heads + 2 * num_kv_heads, head_dim, device=DEVICE)
@@ -146,6 +147,8 @@ class Step:
     def run(self, backend: PrefillAttention) -> Tensor:
         plan = backend.plan(self.starts, self.seq_lens, self.block_tables)
         out = torch.full(self.expected.shape, float("nan"), dtype=DTYPE, device=DEVICE)
+        if isinstance(plan, PagedPlan):  # as `FusedForward` does
+            backend = PagedAttention(self.num_heads, self.pool.shape[3])
         backend.prefill(self.qkv, self.pool, 1, plan, out)
         return out
 
