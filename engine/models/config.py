@@ -75,22 +75,27 @@ class ModelConfig:
         cannot be divided is padded.
         """
 
-        def divided(what: str, count: int) -> int:
-            if count % size:
-                raise ConfigError(f"{size} ranks cannot divide the model's {count} {what}")
-            return count // size
-
-        if self.num_kv_heads < size and size % self.num_kv_heads:
-            raise ConfigError(f"{size} ranks cannot share the model's {self.num_kv_heads} KV heads")
+        if not self.can_be_divided(size):
+            possible = ", ".join(str(count) for count in range(1, self.num_heads + 1) if self.can_be_divided(count))
+            raise ConfigError(
+                f"{size} ranks cannot divide {self.num_heads} query heads, {self.num_kv_heads} KV heads and "
+                f"{self.intermediate_size} columns of MLPs: choose --tp of {possible}"
+            )
         moe = self.moe
         return replace(
             self,
             vocab_size=-(-self.vocab_size // size),
-            num_heads=divided("query heads", self.num_heads),
-            num_kv_heads=divided("KV heads", max(self.num_kv_heads, size)),
-            intermediate_size=divided("columns of MLPs", self.intermediate_size),
-            moe=moe and replace(moe, intermediate_size=divided("columns of experts", moe.intermediate_size)),
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(self.num_kv_heads // size, 1),
+            intermediate_size=self.intermediate_size // size,
+            moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
         )
+
+    def can_be_divided(self, size: int) -> bool:
+        """Whether `size` ranks can have equal parts of the model."""
+        columns = [self.intermediate_size, *([self.moe.intermediate_size] if self.moe else [])]
+        most, least = max(self.num_kv_heads, size), min(self.num_kv_heads, size)
+        return most % least == 0 and not any(count % size for count in (self.num_heads, *columns))
 
     def context_length(self, max_model_len: int) -> int:
         """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.

@@ -91,5 +91,5 @@ def test_outputs_of_ranks_add_up(name: str, size: int) -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="8 query heads"):
         CONFIGS["dense"].shard(6)
-    with pytest.raises(ConfigError, match="3 ranks cannot share the model's 2 KV heads"):
+    with pytest.raises(ConfigError, match="3 ranks cannot divide 8 query heads"):
         CONFIGS["dense"].shard(3)
