@@ -18,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -77,8 +78,8 @@ MODES: dict[str, Callable[[Linear], LinearLayer]] = {
 
 
 def convert(mode: str, linear: LinearLayer) -> LinearLayer:
-    assert isinstance(linear, Linear)
-    return MODES[mode](linear)
+    held: Any = linear  # plain, or a head in float16, whose weight is computed anew
+    return MODES[mode](Linear(held.weight.bfloat16(), held.bias))
 
 
 def load(dtype: str) -> LoadedModel:
