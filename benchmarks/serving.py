@@ -25,7 +25,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.harness import random_prompt, report
-from cli.bench import first_model
+from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop
@@ -46,7 +46,7 @@ class Session:
     """Requests to one cluster, with prompts that no earlier one shares."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
-        self._client = Client(Target(url, first_model(url, "")))
+        self._client = Client(Target(url, first_model(url)))
         self._rng = rng
         self._maker = PromptMaker()
 
