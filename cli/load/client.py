@@ -20,8 +20,6 @@ from cli.load.results import RequestRecord
 from cli.load.workload import PlannedRequest
 from common.errors import ConfigError
 
-READ_BUFFER_BYTES = 1 << 18
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

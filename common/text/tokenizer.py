@@ -71,10 +71,6 @@ class Tokenizer:
         self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
         self._hash = ""
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def encode(self, text: str, add_special_tokens: bool = False, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
