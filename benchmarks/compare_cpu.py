@@ -16,18 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.harness import (
-    Clock,
-    add_cpu_time_argument,
-    choose_clock,
-    drain,
-    greedy,
-    num_output_tokens,
-    prefill,
-    random_prompt,
-    report,
-    transformers_generate,
-)
+from benchmarks import harness
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -45,26 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens")
     parser.add_argument("--output", type=int, default=64, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    add_cpu_time_argument(parser)
+    harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    contestants = open_contestants(options.output, choose_clock(options))
+    contestants = open_contestants(options.output, harness.choose_clock(options))
     rng = random.Random()
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(options.rounds + 1):
         for name, run in contestants.items():
-            speed = run(random_prompt(rng, MAX_TOKEN_ID, options.input))
+            speed = run(harness.random_prompt(rng, MAX_TOKEN_ID, options.input))
             if round_number:  # the first round warms up
                 speeds[name].append(speed)
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     base = medians["transformers bfloat16, 1 stream"]
     for name, speed in medians.items():
         figures = {"what": name, "tok_s": round(speed, 1), "ratio_to_transformers": round(speed / base, 2)}
-        report(figures, options.json, f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x")
+        harness.report(figures, options.json, f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x")
     return 0
 
 
-def open_contestants(num_output: int, clock: Clock) -> dict[str, Callable[[list[int]], float]]:
+def open_contestants(num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
     """Name -> function from a prompt to decoded tokens per second, prompts' time not counted."""
     parts = assemble(EngineConfig(device="cpu", prefix_cache=False))
     contestants = {
@@ -90,21 +79,23 @@ def open_contestants(num_output: int, clock: Clock) -> dict[str, Callable[[list[
     return contestants
 
 
-def engine_speed(engine: Engine, num_output: int, num_streams: int, clock: Clock) -> Callable[[list[int]], float]:
-    params = greedy(num_output)
+def engine_speed(
+    engine: Engine, num_output: int, num_streams: int, clock: harness.Clock
+) -> Callable[[list[int]], float]:
+    params = harness.greedy(num_output)
 
     def run(prompt: list[int]) -> float:
         requests = [engine.add_request(prompt[index:] + prompt[:index], params) for index in range(num_streams)]
-        prefill(engine, requests)
+        harness.prefill(engine, requests)
         began = clock()
-        done = num_output_tokens(requests)
-        drain(engine)
+        done = harness.num_output_tokens(requests)
+        harness.drain(engine)
         return (num_streams * num_output - done) / (clock() - began)
 
     return run
 
 
-def transformers_speed(config: ModelConfig, num_output: int, clock: Clock) -> Callable[[list[int]], float]:
+def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Clock) -> Callable[[list[int]], float]:
     """`generate` of transformers on the same weights in bfloat16."""
     import transformers
 
@@ -126,7 +117,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: Clock) -> Ca
 
     def generate(prompt: list[int], count: int) -> float:
         began = clock()
-        transformers_generate(model, [prompt], count)
+        harness.transformers_generate(model, [prompt], count)
         return clock() - began
 
     def run(prompt: list[int]) -> float:

@@ -20,16 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import (
-    Clock,
-    add_cpu_time_argument,
-    choose_clock,
-    drain,
-    greedy,
-    prefill,
-    random_prompt,
-    report,
-)
+from benchmarks import harness
 from common.model_files import DEFAULT_MODEL_NAME
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -57,10 +48,10 @@ def trace_lengths(path: Path | None, rng: random.Random) -> list[tuple[int, int]
 
 
 def bench_continuous(
-    model: str, lengths: Sequence[tuple[int, int]], rng: random.Random, clock: Clock
+    model: str, lengths: Sequence[tuple[int, int]], rng: random.Random, clock: harness.Clock
 ) -> list[dict[str, Any]]:
     engine = make_engine(model, max_num_seqs=BATCH, prefix_cache=False)
-    prompts = [random_prompt(rng, engine.vocab_size, num_input) for num_input, _ in lengths]
+    prompts = [harness.random_prompt(rng, engine.vocab_size, num_input) for num_input, _ in lengths]
     num_useful = sum(num_output for _, num_output in lengths)
     used_slots = allocated_slots = 0
 
@@ -72,17 +63,17 @@ def bench_continuous(
 
     began = clock()
     for prompt, (_, num_output) in zip(prompts, lengths, strict=True):
-        engine.add_request(prompt, greedy(num_output))
-    drain(engine, sample_slots)
+        engine.add_request(prompt, harness.greedy(num_output))
+    harness.drain(engine, sample_slots)
     continuous = clock() - began
 
     began = clock()
     for first in range(0, len(prompts), BATCH):
         num_input, num_output = map(max, zip(*lengths[first : first + BATCH], strict=True))
         for prompt in prompts[first : first + BATCH]:
-            padding = random_prompt(rng, engine.vocab_size, num_input - len(prompt))
-            engine.add_request(padding + prompt, greedy(num_output))
-        drain(engine)
+            padding = harness.random_prompt(rng, engine.vocab_size, num_input - len(prompt))
+            engine.add_request(padding + prompt, harness.greedy(num_output))
+        harness.drain(engine)
     static = clock() - began
     return [
         {
@@ -98,20 +89,20 @@ def bench_continuous(
     ]
 
 
-def first_token_seconds(engine: Engine, prompt: list[int], clock: Clock) -> float:
+def first_token_seconds(engine: Engine, prompt: list[int], clock: harness.Clock) -> float:
     began = clock()
-    engine.add_request(prompt, greedy(1))
-    drain(engine)
+    engine.add_request(prompt, harness.greedy(1))
+    harness.drain(engine)
     return clock() - began
 
 
-def bench_prefix(model: str, rng: random.Random, clock: Clock) -> dict[str, Any]:
+def bench_prefix(model: str, rng: random.Random, clock: harness.Clock) -> dict[str, Any]:
     cached, plain = make_engine(model), make_engine(model, prefix_cache=False)
-    prefix = random_prompt(rng, cached.vocab_size, 1024)
+    prefix = harness.random_prompt(rng, cached.vocab_size, 1024)
     first_token_seconds(cached, prefix, clock)
 
     def once() -> tuple[float, float]:
-        prompt = prefix + random_prompt(rng, cached.vocab_size, 32)
+        prompt = prefix + harness.random_prompt(rng, cached.vocab_size, 32)
         return first_token_seconds(cached, prompt, clock), first_token_seconds(plain, prompt, clock)
 
     return {"figure": "prefix", **medians(once, 2 * REPEATS, ("hit_ms", "miss_ms"))}
@@ -124,11 +115,11 @@ def medians(once: Callable[[], tuple[float, float]], repeats: int, names: tuple[
     return {**milliseconds, "lower_by": round(1 - first / second, 3)}
 
 
-def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: Clock) -> float:
+def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: harness.Clock) -> float:
     """Longest time between two tokens of a running stream, from the arrival of `prompt` to its first token."""
-    request = engine.add_request(stream, greedy(4096))
-    prefill(engine, [request], 8)
-    long = engine.add_request(prompt, greedy(2))
+    request = engine.add_request(stream, harness.greedy(4096))
+    harness.prefill(engine, [request], 8)
+    long = engine.add_request(prompt, harness.greedy(2))
     gaps, last = [], clock()
     while not long.output_token_ids:
         engine.step()
@@ -140,12 +131,12 @@ def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: Clo
     return max(gaps)
 
 
-def bench_chunked(model: str, rng: random.Random, clock: Clock) -> dict[str, Any]:
+def bench_chunked(model: str, rng: random.Random, clock: harness.Clock) -> dict[str, Any]:
     chunked = make_engine(model, prefix_cache=False)
     whole = make_engine(model, prefix_cache=False, max_num_batched_tokens=4096)
 
     def once() -> tuple[float, float]:
-        prompt, stream = (random_prompt(rng, chunked.vocab_size, length) for length in (2048, 64))
+        prompt, stream = (harness.random_prompt(rng, chunked.vocab_size, length) for length in (2048, 64))
         return longest_gap(chunked, prompt, stream, clock), longest_gap(whole, prompt, stream, clock)
 
     return {"figure": "chunked", **medians(once, REPEATS, ("chunked_ms", "whole_ms"))}
@@ -157,9 +148,9 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="an Azure trace (CSV); without: a log-normal mix of lengths")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--only", choices=("continuous", "prefix", "chunked"))
-    add_cpu_time_argument(parser)
+    harness.add_cpu_time_argument(parser)
     options = parser.parse_args()
-    clock = choose_clock(options)
+    clock = harness.choose_clock(options)
     rng = random.Random(options.seed)
     rows: list[dict[str, Any]] = []
     if options.only in (None, "continuous"):
@@ -169,7 +160,7 @@ def main() -> None:
     if options.only in (None, "chunked"):
         rows.append(bench_chunked(options.model, rng, clock))
     for row in rows:
-        report({"model": options.model or DEFAULT_MODEL_NAME, "seed": options.seed, **row})
+        harness.report({"model": options.model or DEFAULT_MODEL_NAME, "seed": options.seed, **row})
 
 
 if __name__ == "__main__":
