@@ -9,15 +9,14 @@ after the other, so that a busy machine slows all of them. What counts is the ra
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks import harness
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -26,9 +25,8 @@ from engine.layers.weights import ShapeRecorder
 from engine.loader.gguf import GgufFile, GgufWeights
 from engine.models.config import ModelConfig, config_from_gguf
 from engine.models.families import family_of
-from engine.request import SamplingParams
 
-Clock = Callable[[], float]
+MAX_TOKEN_ID = 40_000  # of prompts: ordinary tokens of the default model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,30 +34,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=int, default=128, help="prompt tokens")
     parser.add_argument("--output", type=int, default=64, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, its processor time: for busy machines")
+    harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    clock = time.perf_counter
-    if options.cpu_time:
-        torch.set_num_threads(1)
-        clock = time.process_time
-    contestants = open_contestants(options.output, clock)
+    contestants = open_contestants(options.output, harness.choose_clock(options))
+    rng = random.Random()
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(options.rounds + 1):
         for name, run in contestants.items():
-            speed = run([random.randrange(10, 40_000) for _ in range(options.input)])
+            speed = run(harness.random_prompt(rng, MAX_TOKEN_ID, options.input))
             if round_number:  # the first round warms up
                 speeds[name].append(speed)
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     base = medians["transformers bfloat16, 1 stream"]
     for name, speed in medians.items():
         figures = {"what": name, "tok_s": round(speed, 1), "ratio_to_transformers": round(speed / base, 2)}
-        line = f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x"
-        print(json.dumps(figures) if options.json else line, flush=True)
+        harness.report(figures, options.json, f"{name:36} {speed:8.1f} tok/s  {speed / base:5.2f}x")
     return 0
 
 
-def open_contestants(num_output: int, clock: Clock) -> dict[str, Callable[[list[int]], float]]:
+def open_contestants(num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
     """Name -> function from a prompt to decoded tokens per second, prompts' time not counted."""
     parts = assemble(EngineConfig(device="cpu", prefix_cache=False))
     contestants = {
@@ -85,23 +79,23 @@ def open_contestants(num_output: int, clock: Clock) -> dict[str, Callable[[list[
     return contestants
 
 
-def engine_speed(engine: Engine, num_output: int, num_streams: int, clock: Clock) -> Callable[[list[int]], float]:
-    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+def engine_speed(
+    engine: Engine, num_output: int, num_streams: int, clock: harness.Clock
+) -> Callable[[list[int]], float]:
+    params = harness.greedy(num_output)
 
     def run(prompt: list[int]) -> float:
         requests = [engine.add_request(prompt[index:] + prompt[:index], params) for index in range(num_streams)]
-        while any(not request.output_token_ids for request in requests):
-            engine.step()
+        harness.prefill(engine, requests)
         began = clock()
-        done = sum(len(request.output_token_ids) for request in requests)
-        while engine.has_work():
-            engine.step()
+        done = harness.num_output_tokens(requests)
+        harness.drain(engine)
         return (num_streams * num_output - done) / (clock() - began)
 
     return run
 
 
-def transformers_speed(config: ModelConfig, num_output: int, clock: Clock) -> Callable[[list[int]], float]:
+def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Clock) -> Callable[[list[int]], float]:
     """`generate` of transformers on the same weights in bfloat16."""
     import transformers
 
@@ -123,11 +117,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: Clock) -> Ca
 
     def generate(prompt: list[int], count: int) -> float:
         began = clock()
-        ids = torch.tensor([prompt])
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
+        harness.transformers_generate(model, [prompt], count)
         return clock() - began
 
     def run(prompt: list[int]) -> float:

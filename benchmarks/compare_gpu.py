@@ -15,14 +15,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.harness import drain, greedy, int_list, random_prompt, transformers_generate
 from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.request import SamplingParams
 
 REPEATS = 2
 
@@ -30,24 +31,23 @@ REPEATS = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description="Our decode speed beside transformers' generate on one GPU.")
     parser.add_argument("--model", required=True, help="directory with a config.json; weights are random")
-    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--batch", type=int_list, default="1,8")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=64)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: this comparison needs a CUDA GPU; on a CPU use benchmarks.compare_cpu", file=sys.stderr)
         return 2
-    batches = [int(part) for part in options.batch.split(",")]
     try:
-        ours = measure_ours(options.model, batches, options.input, options.output)
+        ours = measure_ours(options.model, options.batch, options.input, options.output)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     gc.collect()
     torch.cuda.empty_cache()
-    theirs = measure_transformers(options.model, batches, options.input, options.output)
+    theirs = measure_transformers(options.model, options.batch, options.input, options.output)
     print(f"{'batch':>5} {'mini-infer':>12} {'transformers':>13} {'ratio':>7}   (output tok/s)")
-    for batch in batches:
+    for batch in options.batch:
         print(f"{batch:5} {ours[batch]:12.1f} {theirs[batch]:13.1f} {ours[batch] / theirs[batch]:6.1f}x")
     return 0
 
@@ -55,9 +55,10 @@ def main() -> int:
 def decode_speed(generate: Callable[[list[list[int]], int], None], vocab_size: int, batch: int, num_input: int,
                  num_output: int) -> float:  # fmt: skip
     """Output tok/s of decoding: best of a few, each time with new prompts."""
+    rng = random.Random()
 
     def seconds(count: int) -> float:
-        prompts = [[random.randrange(vocab_size) for _ in range(num_input)] for _ in range(batch)]
+        prompts = [random_prompt(rng, vocab_size, num_input) for _ in range(batch)]
         torch.cuda.synchronize()
         began = time.perf_counter()
         generate(prompts, count)
@@ -79,9 +80,8 @@ def measure_ours(model: str, batches: list[int], num_input: int, num_output: int
 
     def generate(prompts: list[list[int]], count: int) -> None:
         for prompt in prompts:
-            engine.add_request(prompt, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
-        while engine.has_work():
-            engine.step()
+            engine.add_request(prompt, greedy(count))
+        drain(engine)
 
     vocab_size = parts.model_config.vocab_size
     return {batch: decode_speed(generate, vocab_size, batch, num_input, num_output) for batch in batches}
@@ -96,14 +96,7 @@ def measure_transformers(path: str, batches: list[int], num_input: int, num_outp
         model = from_config(config, torch_dtype=torch.bfloat16)
     model.eval()
 
-    @torch.inference_mode()
-    def generate(prompts: list[list[int]], count: int) -> None:
-        ids = torch.tensor(prompts, device="cuda")
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
-
+    generate = partial(transformers_generate, model)
     return {batch: decode_speed(generate, config.vocab_size, batch, num_input, num_output) for batch in batches}
 
 

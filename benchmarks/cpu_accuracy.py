@@ -14,31 +14,24 @@ least 1%) and the one that follows:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from benchmarks.agreement import Answer, follow, num_blocks, open_plain
+from benchmarks.harness import report
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
-from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.load import LoadedModel, load_model
 from engine.models.config import config_from_gguf
 from engine.models.families import family_of
-from engine.plan import ScheduledRow
-from engine.request import Request, RequestId, SamplingParams
-from engine.request_states import RequestState
-from engine.scheduled_step import ScheduledStep
-from kvstore.types import BlockId
 
-BLOCK_SIZE = 16
 MIN_LOGPROB = math.log(0.01)
 NUM_LIKELY = 5
 TEXT = """<|im_start|>user
@@ -56,25 +49,24 @@ thought, and 19 - 7 = 12; so what goes up must come down. def fall(height): retu
 
 @dataclass(frozen=True)
 class Path:
-    """chunks: tokens of the prompt in each step; what they leave goes into one more. batch: sequences that decode."""
+    """chunk: prompt tokens in each step, below 0: all but so many in the first, 0: all prompts in one step.
+
+    batch: sequences that decode together.
+    """
 
     name: str
-    chunks: tuple[int, ...] = ()
+    chunk: int = 0
     batch: int = 1
 
 
+ALONE = Path("alone")
 PATHS = (
-    Path("alone"),
-    Path("2 in a batch", batch=2),
-    Path("8 in a batch", batch=8),
-    Path("16 in a batch", batch=16),
-    Path("64 in a batch", batch=64),
-    Path("all but 24 tokens cached", (-24,)),
-    Path("all but 3 tokens cached", (-3,)),
-    Path("all but 1 token cached", (-1,)),
-    Path("chunks of 100", (100,) * 2),
-    Path("chunks of 48", (48,) * 4),
-    Path("chunks of 6", (6,) * 30),
+    ALONE,
+    *(Path(f"{batch} in a batch", batch=batch) for batch in (2, 8, 16, 64)),
+    Path("all but 24 tokens cached", -24),
+    Path("all but 3 tokens cached", -3),
+    Path("all but 1 token cached", -1),
+    *(Path(f"chunks of {chunk}", chunk) for chunk in (100, 48, 6)),
 )
 
 
@@ -86,11 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    measured = Accuracy(options.prompt, options.output)
+    accuracy = Accuracy(options.prompt, options.output)
     for path in PATHS:
-        figures = measured.of(path)
+        figures = accuracy.measure(path)
         line = f"{path.name:28} " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        print(json.dumps({"path": path.name, **figures}) if options.json else line, flush=True)
+        report({"path": path.name, **figures}, options.json, line)
     return 0
 
 
@@ -101,26 +93,23 @@ class Accuracy:
     paths, so that they can be compared with each other.
     """
 
-    def __init__(self, num_prompt: int, num_output: int, **settings: str) -> None:
-        config = EngineConfig(device="cpu", block_size=BLOCK_SIZE, num_gpu_blocks=1024, **settings)  # type: ignore[arg-type]
-        self._num_prompt, self._num_output = num_prompt, num_output
+    def __init__(self, num_prompt: int, num_output: int) -> None:
         files = resolve_model("")
-        ids = load_tokenizer(files).encode(TEXT, add_special_tokens=True)
-        self._text = (ids * 2)[: num_prompt + num_output]
-        self.runner = open_runner(load_model(files, config), config)
-        reference = open_runner(float32_model(), EngineConfig(**{**vars(config), "dtype": "float32"}))
-        self.reference = self._follow(reference, Path("reference"))
-        self._alone: Tensor | None = None
+        text = load_tokenizer(files).encode(TEXT, add_special_tokens=True)
+        self._text = (text * 2)[: num_prompt + num_output]
+        self._num_prompt = num_prompt
+        self._config = EngineConfig(device="cpu")
+        self._loaded = load_model(files, self._config)
+        self._reference = self._logprobs(float32_model(), ALONE)
+        self._alone = self._logprobs(self._loaded, ALONE)
 
-    def of(self, path: Path) -> dict[str, float]:
-        """Differences of one path."""
-        logprobs = self._follow(self.runner, path)
-        if self._alone is None:
-            self._alone = logprobs if path.name == "alone" else self._follow(self.runner, PATHS[0])
-        likely = self.reference.topk(NUM_LIKELY, dim=-1).indices
+    def measure(self, path: Path) -> dict[str, float]:
+        """Compare one path with the reference, and with the first sequence alone."""
+        logprobs = self._logprobs(self._loaded, path)
+        likely = self._reference.topk(NUM_LIKELY, dim=-1).indices
         following = torch.tensor(self._text[self._num_prompt :])[:, None]
         wanted = torch.cat([likely, following], dim=1)
-        expected, found = self.reference.gather(1, wanted), logprobs.gather(1, wanted)
+        expected, found = self._reference.gather(1, wanted), logprobs.gather(1, wanted)
         counted = expected > MIN_LOGPROB
         errors = (found - expected).abs()[counted]
         to_alone = (found - self._alone.gather(1, wanted)).abs()[counted]
@@ -130,59 +119,22 @@ class Accuracy:
             "to_alone_max": round(float(to_alone.max()), 5),
         }
 
-    def _follow(self, runner: ModelRunner, path: Path) -> Tensor:
+    def _logprobs(self, loaded: LoadedModel, path: Path) -> Tensor:
         """Log-probabilities (num_output, vocab) of the first sequence, before each of its last tokens."""
-        seen: list[Tensor] = []
-        num_blocks = -(-len(self._text) // BLOCK_SIZE)
-        requests = []
-        for index in range(path.batch):
-            text = self._text[index:] + self._text[:index]
-            request = Request(RequestId(f"{path.name} {index}"), text[: self._num_prompt], SamplingParams())
-            request.block_ids = [BlockId(index * num_blocks + block) for block in range(num_blocks)]
-            requests.append(request)
-
-            def force(state: RequestState, row: Tensor, text: list[int] = text, is_first: bool = index == 0) -> None:
-                if is_first:
-                    seen.append(row.log_softmax(-1))
-                row[text[len(state.token_ids)]] = 1e4
-
-            runner.hooks[request.request_id] = force
-        for request in requests:
-            for count in self._steps_of(path) if request is requests[0] else [self._num_prompt]:
-                self._step(runner, [request], count)
-        for _ in range(self._num_output - 1):
-            self._step(runner, requests, 1)
-        runner.hooks.clear()
-        return torch.stack(seen)
-
-    def _steps_of(self, path: Path) -> list[int]:
-        """How many of the prompt's tokens go into each step."""
-        steps: list[int] = []
-        for count in path.chunks:
-            left = self._num_prompt - sum(steps)
-            steps.append(left + count if count < 0 else min(count, left))
-        return [count for count in [*steps, self._num_prompt - sum(steps)] if count]
-
-    def _step(self, runner: ModelRunner, requests: Sequence[Request], count: int) -> None:
-        step = ScheduledStep()
-        for request in requests:
-            start = request.num_computed_tokens
-            samples = start + count >= self._num_prompt
-            step.rows[request] = ScheduledRow(request.request_id, start, count, samples)
-            request.num_computed_tokens += count
-        step.seal([])
-        errors = runner.launch(step.plan).result().errors
-        if errors:
-            raise RuntimeError(str(errors))
-
-
-def open_runner(loaded: LoadedModel, config: EngineConfig) -> ModelRunner:
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
-    return ModelRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
+        texts = [self._text[index:] + self._text[:index] for index in range(path.batch)]
+        answers = [Answer(text[: self._num_prompt], text[self._num_prompt :]) for text in texts]
+        step_tokens = path.chunk if path.chunk > 0 else path.batch * self._num_prompt + path.chunk
+        config = replace(
+            self._config,
+            max_num_seqs=path.batch,
+            max_num_batched_tokens=step_tokens,
+            num_gpu_blocks=num_blocks([self._num_prompt] * path.batch, len(answers[0].token_ids)),
+        )
+        return follow(*open_plain(loaded, config), answers)[0].log_softmax(-1)
 
 
 def float32_model() -> LoadedModel:
-    """The default model in float32, with the numbers that the engine's 4-bit and bfloat16 weights stand for."""
+    """Load the default model in float32, with the numbers that the engine's 4-bit and bfloat16 weights stand for."""
     device = torch.device("cpu")
     file = GgufFile(resolve_model("").path)
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Bench, open_bench, parse
+from benchmarks.harness import drain, prefill
 
 NAME_LENGTH = 60
 KEPT_STEPS = 3
@@ -38,8 +39,7 @@ def main() -> int:
     for batch in engine_options.batch:
         requests = [bench.add(engine_options.input, 4 * options.steps + 64) for _ in range(batch)]
         step = bench.parts.engine.step
-        while any(len(request.output_token_ids) < 8 for request in requests):
-            step()
+        prefill(bench.parts.engine, requests, 8)
         host = host_phases(bench, 2 * options.steps)
         events, span = profiled(step, options.steps)
         show(batch, host, events, span, options.steps, options.top)
@@ -47,8 +47,7 @@ def main() -> int:
             keep(Path(options.out) / f"decode_{batch}.json", events, span / options.steps)
         for request in requests:
             bench.parts.engine.abort(request.request_id)
-        while bench.parts.engine.has_work():
-            step()
+        drain(bench.parts.engine)
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -23,13 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.floors import Peaks, decode_floor_seconds, measure_peaks, prefill_floor_seconds
+from benchmarks.harness import greedy, int_list, num_output_tokens, prefill, random_prompt, report
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from engine.loader.load import resolve_device
-from engine.request import Request, RequestStatus, SamplingParams
+from engine.request import Request, RequestStatus
 
 OFFLINE_REQUESTS, OFFLINE_MIN, OFFLINE_MAX = 256, 100, 1024
 PREFILL_REPEATS = 3
@@ -43,13 +43,9 @@ class Bench:
     peaks: Peaks
     random: random.Random
 
-    def prompt(self, num_tokens: int) -> list[int]:
-        vocab_size = self.parts.model_config.vocab_size
-        return [self.random.randrange(vocab_size) for _ in range(num_tokens)]
-
     def add(self, num_input: int, num_output: int) -> Request:
-        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        return self.parts.engine.add_request(self.prompt(num_input), params)
+        prompt = random_prompt(self.random, self.parts.model_config.vocab_size, num_input)
+        return self.parts.engine.add_request(prompt, greedy(num_output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,10 +81,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def int_list(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
-
-
 def open_bench(options: argparse.Namespace) -> Bench:
     """Load the model, with room for the largest load."""
     config = from_namespace(EngineConfig, options)
@@ -112,12 +104,12 @@ def open_bench(options: argparse.Namespace) -> Bench:
     parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     dtype = getattr(torch, parts.dtype)
     gc.collect()
-    gc.freeze()  # as a rank does
+    gc.freeze()  # as an engine process does
     peaks = measure_peaks(torch.device(parts.device), dtype)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
     print(
-        f"memory {peaks.read_bytes_per_second / 1e9:.0f} GB/s, products {peaks.flops_per_second / 1e12:.2f} TFLOP/s",
+        f"memory {peaks.read_bytes_per_second / 1e9:.0f} GB/s, GEMMs {peaks.flops_per_second / 1e12:.2f} TFLOP/s",
         file=sys.stderr,
     )
     return Bench(parts, peaks, random.Random())
@@ -128,21 +120,20 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
     engine, config = bench.parts.engine, bench.parts.model_config
     requests = [bench.add(num_input, num_output) for _ in range(batch)]
     began = time.perf_counter()
-    while any(not request.output_token_ids for request in requests):
-        engine.step()
+    prefill(engine, requests)
     prefilled = time.perf_counter()
-    done = sum(len(request.output_token_ids) for request in requests)
+    done = num_output_tokens(requests)
     steps = 0
     full = 0.0  # seconds until the first sequence ends: prompts in several chunks start at different steps
     num_full = done
     while engine.has_work():
         if all(request.status is RequestStatus.RUNNING for request in requests):
             full = time.perf_counter() - prefilled
-            num_full = sum(len(request.output_token_ids) for request in requests)
+            num_full = num_output_tokens(requests)
         engine.step()
         steps += 1
     seconds = time.perf_counter() - prefilled
-    num_tokens = sum(len(request.output_token_ids) for request in requests) - done
+    num_tokens = num_output_tokens(requests) - done
     parts = bench.parts
     mean_context = num_input + num_output / 2
     floor = decode_floor_seconds(
@@ -195,10 +186,9 @@ def offline_figures(bench: Bench) -> dict[str, Any]:
         bench.parts.engine.step()
         if time.perf_counter() - shown > 10:
             shown = time.perf_counter()
-            done = sum(len(request.output_token_ids) for request in requests)
-            print(f"offline256: {done} tokens after {shown - began:.0f} s", file=sys.stderr)
+            print(f"offline256: {num_output_tokens(requests)} tokens after {shown - began:.0f} s", file=sys.stderr)
     seconds = time.perf_counter() - began
-    num_output = sum(len(request.output_token_ids) for request in requests)
+    num_output = num_output_tokens(requests)
     num_input = sum(request.num_prompt_tokens for request in requests)
     return {
         **identity(bench),
@@ -217,13 +207,6 @@ def identity(bench: Bench) -> dict[str, Any]:
         "kv_dtype": bench.parts.geometry.dtype,
         "quant_mode": bench.parts.quantization,
     }
-
-
-def report(figures: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(figures), flush=True)
-    else:
-        print("  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.quant_agreement --json
 
-The model answers fixed questions greedily in bfloat16. Each mode then reads the same answers in one pass, with the
-references in `kernels/` as its products, and names its most likely token at every place:
+The model answers fixed questions greedily in bfloat16. Each mode then reads the same answers in one step, with the
+references in `kernels/` as its GEMMs, and names its most likely token at every place:
 
     teacher_forced   share of places where it is that of bfloat16, the text before being the same
     free_running     share of tokens before the first difference: what a generation of its own would have in common
@@ -15,25 +15,22 @@ bfloat16 itself changes.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
+from benchmarks.agreement import Answer, answer, num_blocks, open_plain, read
+from benchmarks.harness import report
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
-from engine.layers.block import Step
-from engine.layers.forward import plain
+from engine.engine import Engine
 from engine.layers.linear import Linear, LinearLayer
 from engine.loader.gguf_int4 import quantize_int4
-from engine.loader.load import load_model
-from engine.models.model import Model
+from engine.loader.load import LoadedModel, load_model
 from kernels.fp8_gemm import fp8_linear, quantize_rows_fp8
 from kernels.w4a16_gemm import pack_w4, w4a16_linear
 from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
@@ -50,33 +47,18 @@ QUESTIONS = (
     "Summarize the story of Romeo and Juliet.",
     "How does a refrigerator work?",
 )
-Rounded = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class CausalAttention:
-    """Attention of one whole sequence over itself."""
-
-    num_heads: int
-    num_kv_heads: int
-
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        heads, middle = qkv.transpose(0, 1), self.num_heads + self.num_kv_heads
-        q, k, v = heads[: self.num_heads], heads[self.num_heads : middle], heads[middle:]
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(0, 1).flatten(1)
 
 
 def fp8(linear: Linear) -> LinearLayer:
-    return partial(_product, fp8_linear, *quantize_rows_fp8(linear.weight), linear.bias)
+    return partial(_gemm, fp8_linear, *quantize_rows_fp8(linear.weight), linear.bias)
 
 
 def w8a8(linear: Linear) -> LinearLayer:
-    return partial(_product, w8a8_linear, *quantize_rows_int8(linear.weight), linear.bias)
+    return partial(_gemm, w8a8_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
 def int8_weight(linear: Linear) -> LinearLayer:
-    return partial(_product, w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
+    return partial(_gemm, w8a16_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
 def int4_weight(linear: Linear) -> LinearLayer:
@@ -86,10 +68,8 @@ def int4_weight(linear: Linear) -> LinearLayer:
     return lambda x: w4a16_linear(x, packed, linear.bias)
 
 
-def _product(
-    product: Callable[..., Tensor], weight: Tensor, scales: Tensor, bias: Tensor | None, x: Tensor
-) -> Tensor:
-    return product(x, weight, scales, bias)
+def _gemm(gemm: Callable[..., Tensor], weight: Tensor, scales: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return gemm(x, weight, scales, bias)
 
 
 MODES: dict[str, Callable[[Linear], LinearLayer]] = {
@@ -98,45 +78,25 @@ MODES: dict[str, Callable[[Linear], LinearLayer]] = {
 
 
 def convert(mode: str, linear: LinearLayer) -> LinearLayer:
-    assert isinstance(linear, Linear)
-    return MODES[mode](linear)
+    held: Any = linear  # plain, or a head in float16, whose weight is computed anew
+    return MODES[mode](Linear(held.weight.bfloat16(), held.bias))
 
 
-def load(dtype: str) -> Model:
-    config = EngineConfig(device="cpu", dtype=dtype, quant_mode="none")
-    return load_model(resolve_model(""), config, torch.device("cpu")).model
+def load(dtype: str) -> LoadedModel:
+    return load_model(resolve_model(""), EngineConfig(device="cpu", dtype=dtype, quant_mode="none"))
 
 
-def logits_of(model: Model, token_ids: Sequence[int]) -> Tensor:
-    """(num_tokens, vocab) of one sequence."""
-    attention = CausalAttention(model.config.num_heads, model.config.num_kv_heads)
-    forward = plain(model)
-    step = Step.of(model.rotary, torch.tensor(token_ids), torch.arange(len(token_ids)), attention.attend)
-    return forward.logits(forward.hidden(step))
-
-
-def answer(model: Model, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Greedy, everything computed anew for each token: one function for reading and for writing."""
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        token_ids.append(int(logits_of(model, token_ids)[-1].argmax()))
-        if token_ids[-1] in model.config.eos_token_ids:
-            break
-    return token_ids[len(prompt) :]
-
-
-def agreement(model: Model, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, float]:
+def agreement(engine: Engine, answers: Sequence[Answer]) -> dict[str, float]:
+    """Read all answers in one step, as prompts whose log-probabilities are wanted."""
     same = before_first = total = 0
-    for prompt, tokens in zip(prompts, answers, strict=True):
-        chosen = logits_of(model, [*prompt, *tokens])[len(prompt) - 1 : -1].argmax(-1)
-        equal = (chosen == torch.tensor(tokens)).tolist()
-        same += sum(equal)
-        before_first += equal.index(False) if False in equal else len(equal)
-        total += len(tokens)
+    for each, entries in zip(answers, read(engine, answers), strict=True):
+        is_equal = [entry.top_token_ids[0] == entry.token_id for entry in entries[-len(each.token_ids) :]]
+        same += sum(is_equal)
+        before_first += is_equal.index(False) if False in is_equal else len(is_equal)
+        total += len(is_equal)
     return {"teacher_forced": round(same / total, 4), "free_running": round(before_first / total, 4), "tokens": total}
 
 
-@torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quant_agreement", description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=64, help="longest answer")
@@ -148,14 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         for question in QUESTIONS
     ]
-    plain = load("bfloat16")
-    answers = [answer(plain, prompt, options.tokens) for prompt in prompts]
+    config = EngineConfig(
+        device="cpu",
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=1 << 14,
+        num_gpu_blocks=num_blocks([len(prompt) for prompt in prompts], options.tokens),
+    )
+    answers = answer(open_plain(load("bfloat16"), config)[0], prompts, options.tokens, ignore_eos=False)
     for mode in options.modes:
         for head in ("own", "int8", "plain") if mode in MODES else ("plain",):
             if mode in ("w8a8", "int8-weight") and head == "int8":
                 continue  # its own
-            model = load("float32" if mode == "float32" else "bfloat16")
-            plain_head = model.head
+            loaded = load("float32" if mode == "float32" else "bfloat16")
+            model, plain_head = loaded.model, loaded.model.head
             if mode in MODES:
                 for ref in model.linears():
                     ref.replace(convert(mode, ref.layer))
@@ -163,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 model.head = plain_head
             elif head == "int8":
                 model.head = convert("w8a8", plain_head)
-            figures = {"mode": mode, "head": head, **agreement(model, prompts, answers)}
-            print(json.dumps(figures) if options.json else figures, flush=True)
+            figures = {"mode": mode, "head": head, **agreement(open_plain(loaded, config)[0], answers)}
+            report(figures, options.json)
     return 0
 
 

@@ -14,37 +14,25 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import harness
+from common.model_files import DEFAULT_MODEL_NAME
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.request import Request, SamplingParams
 
-Clock = Callable[[], float]
 BATCH = 16
 NUM_REQUESTS = 64
 REPEATS = 3
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-
 def make_engine(model: str, **settings: Any) -> Engine:
     return assemble(EngineConfig(model=model, **settings)).engine
-
-
-def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
-    return [rng.randrange(vocab_size // 2) for _ in range(num_tokens)]
 
 
 def trace_lengths(path: Path | None, rng: random.Random) -> list[tuple[int, int]]:
@@ -59,18 +47,11 @@ def trace_lengths(path: Path | None, rng: random.Random) -> list[tuple[int, int]
     return [(max(int(r["ContextTokens"]) // 8, 8), max(int(r["GeneratedTokens"]) // 4, 4)) for r in window]
 
 
-def drain(engine: Engine, on_step: Any = None) -> None:
-    while engine.has_work():
-        engine.step()
-        if on_step is not None:
-            on_step()
-
-
 def bench_continuous(
-    model: str, lengths: Sequence[tuple[int, int]], rng: random.Random, clock: Clock
+    model: str, lengths: Sequence[tuple[int, int]], rng: random.Random, clock: harness.Clock
 ) -> list[dict[str, Any]]:
     engine = make_engine(model, max_num_seqs=BATCH, prefix_cache=False)
-    prompts = [random_prompt(rng, engine.vocab_size, num_input) for num_input, _ in lengths]
+    prompts = [harness.random_prompt(rng, engine.vocab_size, num_input) for num_input, _ in lengths]
     num_useful = sum(num_output for _, num_output in lengths)
     used_slots = allocated_slots = 0
 
@@ -82,17 +63,17 @@ def bench_continuous(
 
     began = clock()
     for prompt, (_, num_output) in zip(prompts, lengths, strict=True):
-        engine.add_request(prompt, greedy(num_output))
-    drain(engine, sample_slots)
+        engine.add_request(prompt, harness.greedy(num_output))
+    harness.drain(engine, sample_slots)
     continuous = clock() - began
 
     began = clock()
     for first in range(0, len(prompts), BATCH):
         num_input, num_output = map(max, zip(*lengths[first : first + BATCH], strict=True))
         for prompt in prompts[first : first + BATCH]:
-            padding = random_prompt(rng, engine.vocab_size, num_input - len(prompt))
-            engine.add_request(padding + prompt, greedy(num_output))
-        drain(engine)
+            padding = harness.random_prompt(rng, engine.vocab_size, num_input - len(prompt))
+            engine.add_request(padding + prompt, harness.greedy(num_output))
+        harness.drain(engine)
     static = clock() - began
     return [
         {
@@ -108,37 +89,37 @@ def bench_continuous(
     ]
 
 
-def first_token_seconds(engine: Engine, prompt: list[int], clock: Clock) -> float:
+def first_token_seconds(engine: Engine, prompt: list[int], clock: harness.Clock) -> float:
     began = clock()
-    engine.add_request(prompt, greedy(1))
-    drain(engine)
+    engine.add_request(prompt, harness.greedy(1))
+    harness.drain(engine)
     return clock() - began
 
 
-def bench_prefix(model: str, rng: random.Random, clock: Clock) -> dict[str, Any]:
+def bench_prefix(model: str, rng: random.Random, clock: harness.Clock) -> dict[str, Any]:
     cached, plain = make_engine(model), make_engine(model, prefix_cache=False)
-    prefix = random_prompt(rng, cached.vocab_size, 1024)
+    prefix = harness.random_prompt(rng, cached.vocab_size, 1024)
     first_token_seconds(cached, prefix, clock)
-    with_cache, without = [], []
-    for _ in range(2 * REPEATS):
-        prompt = prefix + random_prompt(rng, cached.vocab_size, 32)
-        with_cache.append(first_token_seconds(cached, prompt, clock))
-        without.append(first_token_seconds(plain, prompt, clock))
-    hit, miss = statistics.median(with_cache), statistics.median(without)
-    return {
-        "figure": "prefix",
-        "hit_ms": round(hit * 1e3, 1),
-        "miss_ms": round(miss * 1e3, 1),
-        "lower_by": round(1 - hit / miss, 3),
-    }
+
+    def once() -> tuple[float, float]:
+        prompt = prefix + harness.random_prompt(rng, cached.vocab_size, 32)
+        return first_token_seconds(cached, prompt, clock), first_token_seconds(plain, prompt, clock)
+
+    return {"figure": "prefix", **medians(once, 2 * REPEATS, ("hit_ms", "miss_ms"))}
 
 
-def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: Clock) -> float:
+def medians(once: Callable[[], tuple[float, float]], repeats: int, names: tuple[str, str]) -> dict[str, float]:
+    """Median milliseconds of two things done in turn, and how much less the first takes."""
+    first, second = (statistics.median(seconds) for seconds in zip(*(once() for _ in range(repeats)), strict=True))
+    milliseconds = {name: round(seconds * 1e3, 1) for name, seconds in zip(names, (first, second), strict=True)}
+    return {**milliseconds, "lower_by": round(1 - first / second, 3)}
+
+
+def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: harness.Clock) -> float:
     """Longest time between two tokens of a running stream, from the arrival of `prompt` to its first token."""
-    request: Request = engine.add_request(stream, greedy(4096))
-    while len(request.output_token_ids) < 8:
-        engine.step()
-    long = engine.add_request(prompt, greedy(2))
+    request = engine.add_request(stream, harness.greedy(4096))
+    harness.prefill(engine, [request], 8)
+    long = engine.add_request(prompt, harness.greedy(2))
     gaps, last = [], clock()
     while not long.output_token_ids:
         engine.step()
@@ -150,22 +131,15 @@ def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: Clo
     return max(gaps)
 
 
-def bench_chunked(model: str, rng: random.Random, clock: Clock) -> dict[str, Any]:
+def bench_chunked(model: str, rng: random.Random, clock: harness.Clock) -> dict[str, Any]:
     chunked = make_engine(model, prefix_cache=False)
     whole = make_engine(model, prefix_cache=False, max_num_batched_tokens=4096)
-    in_chunks, at_once = [], []
-    for _ in range(REPEATS):
-        prompt = random_prompt(rng, chunked.vocab_size, 2048)
-        stream = random_prompt(rng, chunked.vocab_size, 64)
-        in_chunks.append(longest_gap(chunked, prompt, stream, clock))
-        at_once.append(longest_gap(whole, prompt, stream, clock))
-    small, large = statistics.median(in_chunks), statistics.median(at_once)
-    return {
-        "figure": "chunked",
-        "chunked_ms": round(small * 1e3, 1),
-        "whole_ms": round(large * 1e3, 1),
-        "lower_by": round(1 - small / large, 3),
-    }
+
+    def once() -> tuple[float, float]:
+        prompt, stream = (harness.random_prompt(rng, chunked.vocab_size, length) for length in (2048, 64))
+        return longest_gap(chunked, prompt, stream, clock), longest_gap(whole, prompt, stream, clock)
+
+    return {"figure": "chunked", **medians(once, REPEATS, ("chunked_ms", "whole_ms"))}
 
 
 def main() -> None:
@@ -174,21 +148,19 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="an Azure trace (CSV); without: a log-normal mix of lengths")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--only", choices=("continuous", "prefix", "chunked"))
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, its processor time: for busy machines")
-    args = parser.parse_args()
-    clock: Clock = time.process_time if args.cpu_time else time.perf_counter
-    if args.cpu_time:
-        torch.set_num_threads(1)
-    rng = random.Random(args.seed)
+    harness.add_cpu_time_argument(parser)
+    options = parser.parse_args()
+    clock = harness.choose_clock(options)
+    rng = random.Random(options.seed)
     rows: list[dict[str, Any]] = []
-    if args.only in (None, "continuous"):
-        rows += bench_continuous(args.model, trace_lengths(args.trace, rng), rng, clock)
-    if args.only in (None, "prefix"):
-        rows.append(bench_prefix(args.model, rng, clock))
-    if args.only in (None, "chunked"):
-        rows.append(bench_chunked(args.model, rng, clock))
+    if options.only in (None, "continuous"):
+        rows += bench_continuous(options.model, trace_lengths(options.trace, rng), rng, clock)
+    if options.only in (None, "prefix"):
+        rows.append(bench_prefix(options.model, rng, clock))
+    if options.only in (None, "chunked"):
+        rows.append(bench_chunked(options.model, rng, clock))
     for row in rows:
-        print(json.dumps({"model": args.model or "SmolLM2-135M-Instruct", "seed": args.seed, **row}))
+        harness.report({"model": options.model or DEFAULT_MODEL_NAME, "seed": options.seed, **row})
 
 
 if __name__ == "__main__":

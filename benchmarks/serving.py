@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import time
@@ -25,7 +24,8 @@ from typing import Any
 
 import uvloop
 
-from cli.bench import first_model
+from benchmarks.harness import random_prompt, report
+from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop
@@ -46,7 +46,7 @@ class Session:
     """Requests to one cluster, with prompts that no earlier one shares."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
-        self._client = Client(Target(url, first_model(url, "")))
+        self._client = Client(Target(url, first_model(url)))
         self._rng = rng
         self._maker = PromptMaker()
 
@@ -144,7 +144,7 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
 
 def transformers_tok_s(rounds: int) -> float:
     """One stream of the default model under transformers in bfloat16, in this process."""
-    from benchmarks.compare_cpu import transformers_speed
+    from benchmarks.compare_cpu import MAX_TOKEN_ID, transformers_speed
     from common.model_files import resolve_model
     from engine.config import EngineConfig
     from engine.loader import load_model
@@ -152,7 +152,7 @@ def transformers_tok_s(rounds: int) -> float:
     config = load_model(resolve_model(""), EngineConfig(device="cpu", quant_mode="none")).config
     run = transformers_speed(config, STREAM_TOKENS, time.perf_counter)
     rng = random.Random(SEED)
-    return statistics.median(run([rng.randrange(1000, 40_000) for _ in range(64)]) for _ in range(rounds))
+    return statistics.median(run(random_prompt(rng, MAX_TOKEN_ID, 64)) for _ in range(rounds))
 
 
 def main() -> None:
@@ -173,7 +173,7 @@ def main() -> None:
                 result["streams_over_transformers"] = result[f"{NUM_STREAMS}_streams_tok_s"] / theirs
         else:
             parser.error(f"no scenario {name!r}: choose streams, prefix or gap")
-        print(json.dumps({"scenario": name, "rounds": options.rounds} | result), flush=True)
+        report({"scenario": name, "rounds": options.rounds} | result)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.plot import plot
 from cli.load.results import Objectives, RequestRecord, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
 from common.config import add_arguments, from_namespace, setting
-from common.errors import ConfigError, UnavailableError
+from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
 
@@ -116,23 +116,6 @@ def run(argv: Sequence[str]) -> int:
     if report.plot:
         plot(records, Path(report.plot), f"{target.model}: {len(records)} requests")
     return 0 if summary["num_completed"] else 1
-
-
-def first_model(url: str, api_key: str) -> str:
-    """Name of the first model that the server lists. Raises UnavailableError."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        reply = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10.0)
-        reply.raise_for_status()
-        return str(reply.json()["data"][0]["id"])
-    except httpx.HTTPStatusError as error:
-        raise UnavailableError(f"{url}/v1/models answered {error.response.status_code}") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UnavailableError(
-            f"no server answers at {url}: start one with `mini-infer serve`, or give --url"
-        ) from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise UnavailableError(f"{url}/v1/models lists no model: name one with --model") from error
 
 
 def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from cli.api_client import AnswerStats, ApiClient, Message
+from cli.api_client import ApiClient, Message, describe
+from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
 from common.errors import InvalidRequestError, MiniInferError
 
@@ -115,8 +116,8 @@ class Chat:
         turns = self._conversation.turns
         turns.append({"role": "user", "content": question})
         pieces: list[str] = []
-        stats = AnswerStats()
-        stream = self._client.stream_chat(self._model, self._conversation.messages, stats, **self._params)
+        record = RequestRecord()
+        stream = self._client.stream_chat(self._model, self._conversation.messages, record, **self._params)
         try:
             with contextlib.closing(stream):
                 for piece in stream:
@@ -133,8 +134,8 @@ class Chat:
         sys.stdout.write("\n")
         sys.stdout.flush()
         turns.append({"role": "assistant", "content": "".join(pieces)})
-        if stats.num_output_tokens:
-            self._console.print(stats.line(), style="dim", highlight=False)
+        if record.num_output_tokens:
+            self._console.print(describe(record), style="dim", highlight=False)
 
 
 def build_parser() -> argparse.ArgumentParser:

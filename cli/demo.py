@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import AnswerStats, ApiClient, Message
+from cli.api_client import ApiClient, Message, describe, speed_of
+from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
@@ -28,23 +29,23 @@ PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are
 
 def ask(
     client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
-) -> AnswerStats:
+) -> RequestRecord:
     """One greedy answer; its pieces go to standard output when `show`."""
-    stats = AnswerStats()
+    record = RequestRecord()
     messages: list[Message] = [{"role": "user", "content": question}]
-    for piece in client.stream_chat(model, messages, stats, temperature=0, max_tokens=max_tokens):
+    for piece in client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens):
         if show:
             sys.stdout.write(piece)
             sys.stdout.flush()
     if show:
         sys.stdout.write("\n")
-    return stats
+    return record
 
 
 def break_off(client: ApiClient, model: str, num_pieces: int) -> float:
     """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
     messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
-    stream = client.stream_chat(model, messages, AnswerStats(), temperature=0, max_tokens=512, ignore_eos=True)
+    stream = client.stream_chat(model, messages, RequestRecord(), temperature=0, max_tokens=512, ignore_eos=True)
     with contextlib.closing(stream):
         for _, _piece in zip(range(num_pieces), stream, strict=False):
             pass
@@ -57,19 +58,20 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
     """All four scenes; what was measured."""
     table = Table("scene", "first token", "tokens/s", "tokens", "prompt tokens cached", title=model)
 
-    def row(scene: str, stats: AnswerStats, rate: float) -> None:
+    def row(scene: str, rate: float, *answers: RequestRecord) -> None:
         table.add_row(
             scene,
-            f"{stats.first_token_seconds * 1e3:.0f} ms",
+            f"{max((record.ttft for record in answers if record.chunk_times), default=0.0) * 1e3:.0f} ms",
             f"{rate:.1f}",
-            str(stats.num_output_tokens),
-            f"{stats.num_cached_tokens} of {stats.num_prompt_tokens}",
+            str(sum(record.num_output_tokens for record in answers)),
+            f"{sum(record.num_cached_tokens for record in answers)} of "
+            f"{sum(record.num_prompt_tokens for record in answers)}",
         )
 
     console.rule("one answer")
     console.print(QUESTION, style="dim")
     one = ask(client, model, QUESTION, show=True)
-    row("one answer", one, one.tokens_per_second)
+    row("one answer", speed_of(one), one)
 
     console.rule(f"{NUM_AT_ONCE} at once")
     begin = time.monotonic()
@@ -77,14 +79,9 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
         questions = [f"Name a fact about the number {number}." for number in range(NUM_AT_ONCE)]
         answers = list(pool.map(lambda question: ask(client, model, question), questions))
     seconds = time.monotonic() - begin
-    total = AnswerStats(
-        first_token_seconds=max(stats.first_token_seconds for stats in answers),
-        num_prompt_tokens=sum(stats.num_prompt_tokens for stats in answers),
-        num_cached_tokens=sum(stats.num_cached_tokens for stats in answers),
-        num_output_tokens=sum(stats.num_output_tokens for stats in answers),
-    )
-    row(f"{NUM_AT_ONCE} at once (slowest first token)", total, total.num_output_tokens / seconds)
-    console.print(f"{total.num_output_tokens} tokens in {seconds:.1f} s")
+    num_tokens = sum(record.num_output_tokens for record in answers)
+    row(f"{NUM_AT_ONCE} at once (slowest first token)", num_tokens / seconds, *answers)
+    console.print(f"{num_tokens} tokens in {seconds:.1f} s")
 
     console.rule("the same long prefix twice")
     document = (
@@ -94,9 +91,9 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
         ("long prompt, new", "What does it keep?"),
         ("same prefix, new question", "Who keeps it?"),
     ):
-        stats = ask(client, model, document + question, max_tokens=8)
-        row(scene, stats, stats.tokens_per_second)
-        console.print(f"{scene}: {stats.line()}, {stats.num_cached_tokens} prompt tokens from the cache")
+        record = ask(client, model, document + question, max_tokens=8)
+        row(scene, speed_of(record), record)
+        console.print(f"{scene}: {describe(record)}, {record.num_cached_tokens} prompt tokens from the cache")
 
     console.rule("an answer broken off")
     seconds = break_off(client, model, 3)

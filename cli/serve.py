@@ -22,7 +22,7 @@ from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
 from cli.gpus import visible_gpus
 from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
-from cli.run_directory import RunDirectory
+from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from common.errors import ConfigError
@@ -124,7 +124,7 @@ def run(argv: Sequence[str]) -> int:
     model = resolve_model(config.engine.model)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
-    with RunDirectory() as run_dir:
+    with run_directory() as run_dir:
         specs = plan_cluster(
             config,
             run_dir=run_dir,

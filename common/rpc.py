@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import socket
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -157,10 +156,3 @@ async def abort_with(context: Context, error: MiniInferError) -> None:
     """End a call with the status that the exception table gives."""
     code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
     await context.abort(code, public_message(error))
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

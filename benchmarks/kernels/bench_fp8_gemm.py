@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
-from benchmarks.kernels.timing import product_options, read_bandwidth
+from benchmarks.kernels.quantized import EightBit, run
 from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.fp8_gemm import fp8_linear
 from kernels.gpu.rounding import quantize_rows
-from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 
 def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -26,14 +24,5 @@ def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 KIND = EightBit("fp8_gemm", FP8_DTYPE, 1, fp8_linear, scaled_mm)
 
 
-def main() -> None:
-    options = product_options(__doc__, ROWS)
-    read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
-    for name in SHAPES:
-        if options.only in name:
-            (sweep if options.sweep else table)(KIND, name, options.rows, read, workspace)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, KIND)

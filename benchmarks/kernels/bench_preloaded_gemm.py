@@ -7,7 +7,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
+from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.preloaded_gemm import choose_preloaded, preloaded_linear
 
 SHAPES = {
@@ -18,7 +18,7 @@ ROWS = (1, 8, 32, 64)
 
 
 def main() -> None:
-    options = product_options(__doc__, ROWS)
+    options = gemm_options(__doc__, ROWS)
     read = read_bandwidth()
     for name, (n, k) in SHAPES.items():
         if options.only not in name:

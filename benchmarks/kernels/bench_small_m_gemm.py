@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
+from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.silu_mul import silu_mul
 from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
@@ -120,7 +120,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
 
 
 def main() -> None:
-    options = product_options(__doc__, ROWS)
+    options = gemm_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
     for name, (n, k) in SHAPES.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.quantized import ROWS, SHAPES
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, product_options, read_bandwidth, report
+from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.rounding import grouped_codes
 from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
@@ -106,7 +106,7 @@ def settings(x: Tensor, group: int, workspace: SmallMWorkspace) -> Iterator[tupl
 
 
 def main() -> None:
-    options = product_options(__doc__, ROWS)
+    options = gemm_options(__doc__, ROWS)
     read = read_bandwidth()
     workspace = SmallMWorkspace(torch.device("cuda"), 1 << 26)
     for name in SHAPES:

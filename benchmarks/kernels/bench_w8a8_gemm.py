@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.quantized import ROWS, SHAPES, EightBit, sweep, table
-from benchmarks.kernels.timing import product_options, read_bandwidth
+from benchmarks.kernels.quantized import EightBit, run
 from kernels.gpu.rounding import quantize_rows
-from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
 
 
@@ -27,15 +25,5 @@ KINDS = (
 )
 
 
-def main() -> None:
-    options = product_options(__doc__, ROWS)
-    read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
-    for kind in KINDS:
-        for name in SHAPES:
-            if options.only in name:
-                (sweep if options.sweep else table)(kind, name, options.rows, read, workspace)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, *KINDS)

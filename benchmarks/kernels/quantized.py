@@ -1,4 +1,4 @@
-"""What the benchmarks of quantized products share: shapes, and tables of one kind of 8-bit weights."""
+"""What the benchmarks of quantized GEMMs share: shapes, and tables of one kind of 8-bit weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
+from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.eight_bit import RowsConfig, several_rows
 from kernels.gpu.few_codes import MAX_FEW_ROWS, FewConfig, few_rows
 from kernels.gpu.rounding import quantize_rows
@@ -44,17 +44,17 @@ MANY_ROWS_CONFIGS = [
         (128, 256, 128, 1, 8, 3), (128, 128, 128, 1, 4, 4),
     )
 ]  # fmt: skip
-Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, SmallMWorkspace], Tensor]
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None, SmallMWorkspace], Tensor]
 
 
 @dataclass(frozen=True)
 class EightBit:
-    """One kind of product: its name, the type of its weights, the function that serves, torch's own."""
+    """One kind of GEMM: its name, the type of its weights, the function that serves, torch's own."""
 
     name: str
     dtype: torch.dtype
     digits: int  # of activations
-    product: Product
+    gemm: Gemm
     library: Callable[[Tensor, Tensor, Tensor], object] | None  # of x, weight, scales; rounds x too
 
     def weights(self, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
@@ -62,8 +62,19 @@ class EightBit:
         return [quantize_rows(torch.randn(n, k, device="cuda").bfloat16(), self.dtype) for _ in range(count)]
 
 
+def run(description: str | None, *kinds: EightBit) -> None:
+    """Run the benchmark of these kinds, as its command line asks."""
+    options = gemm_options(description, ROWS)
+    read = read_bandwidth()
+    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    for kind in kinds:
+        for name in SHAPES:
+            if options.only in name:
+                (sweep if options.sweep else table)(kind, name, options.rows, read, workspace)
+
+
 def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
-    """What serves against bfloat16 in cuBLAS and torch's own product of the kind."""
+    """What serves against bfloat16 in cuBLAS and torch's own GEMM of the kind."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
     plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
@@ -71,7 +82,7 @@ def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
         x = torch.randn(rows, k, device="cuda").bfloat16()
         figures: dict[str, float] = {}
         bf16 = graph_seconds([functools.partial(functional.linear, x, weight) for weight in plain])
-        ours = graph_seconds([functools.partial(kind.product, x, *pair, None, workspace) for pair in weights])
+        ours = graph_seconds([functools.partial(kind.gemm, x, *pair, None, workspace) for pair in weights])
         if kind.library is not None and rows > 16:
             library = graph_seconds([functools.partial(kind.library, x, *pair) for pair in weights])
             figures["library_ratio"] = library / ours
@@ -125,7 +136,7 @@ def _measure(
 
 
 def _serve(kind: EightBit, x: Tensor, workspace: SmallMWorkspace, weight: Tensor, scales: Tensor) -> Tensor:
-    return kind.product(x, weight, scales, None, workspace)
+    return kind.gemm(x, weight, scales, None, workspace)
 
 
 def _several(

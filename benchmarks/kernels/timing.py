@@ -89,8 +89,8 @@ def report(kernel: str, shape: str, **figures: float | str) -> None:
     print(json.dumps({"kernel": kernel, "shape": shape, **line}), flush=True)
 
 
-def product_options(description: str | None, rows: Sequence[int]) -> argparse.Namespace:
-    """The command line of a product's benchmark: `sweep`, `rows` and `only`."""
+def gemm_options(description: str | None, rows: Sequence[int]) -> argparse.Namespace:
+    """The command line of a GEMM's benchmark: `sweep`, `rows` and `only`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=rows)

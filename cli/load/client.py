@@ -20,8 +20,6 @@ from cli.load.results import RequestRecord
 from cli.load.workload import PlannedRequest
 from common.errors import ConfigError
 
-READ_BUFFER_BYTES = 1 << 18
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -154,14 +152,7 @@ class Connection(asyncio.Protocol):
         if "error" in event:
             self._record.error = "error event"
             return
-        for choice in event.get("choices") or ():
-            if choice.get("text") or (choice.get("delta") or {}).get("content"):
-                self._record.chunk_times.append(self._now)
-        usage = event.get("usage")
-        if usage:
-            self._record.num_prompt_tokens = usage.get("prompt_tokens", 0)
-            self._record.num_output_tokens = usage.get("completion_tokens", 0)
-            self._record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self._record.read_event(event, self._now)
 
     def _fail(self, kind: str) -> None:
         if self._done is not None and not self._done.done():

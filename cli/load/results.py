@@ -1,4 +1,4 @@
-"""From the times of single requests to a summary: percentiles, throughput, goodput. Pure, standard library only.
+"""From the events of single requests to a summary: percentiles, throughput, goodput. Pure, standard library only.
 
 TTFT: request sent to first chunk. ITL: gap between two chunks of one request. TPOT: time after the first token
 over the tokens after it. E2E: request sent to last byte. Goodput: requests a second that met every objective.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,28 @@ QUANTILES = (0.5, 0.9, 0.99)
 class RequestRecord:
     """One request as the client saw it. Times are seconds on one clock, from the start of the run."""
 
-    scheduled: float  # when the workload wanted it sent
-    sent: float
+    scheduled: float = 0.0  # when the workload wanted it sent
+    sent: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
     end: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
+
+    def read_event(self, event: Mapping[str, Any], now: float) -> str:
+        """Note a server-sent event of an OpenAI-compatible server; the text that it carries."""
+        text = ""
+        for choice in event.get("choices") or ():
+            piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if piece:
+                text += piece
+                self.chunk_times.append(now)
+        if usage := event.get("usage"):
+            self.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            self.num_output_tokens = usage.get("completion_tokens", 0)
+            self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return text
 
     @property
     def ttft(self) -> float:

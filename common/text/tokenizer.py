@@ -20,10 +20,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from common.errors import InvalidRequestError, UnsupportedModelError
+from common.gguf_header import read_gguf_header
 from common.model_files import ModelFiles
 from common.text.chat_template import ChatTemplate
 from common.text.detokenizer import Detokenizer, TokenTable
-from common.text.gguf_metadata import read_metadata
 from common.text.gguf_tokenizer import backend_from_metadata
 
 MAX_FILE_BYTES = 256 << 20
@@ -70,10 +70,6 @@ class Tokenizer:
         self._templates = {name: ChatTemplate(text, names, longest_first) for name, text in templates.items()}
         self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
         self._hash = ""
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
 
     def encode(self, text: str, add_special_tokens: bool = False, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -217,7 +213,7 @@ def _dry_run_tokenizer() -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_metadata(path)
+    metadata = read_gguf_header(path).metadata
     backend = backend_from_metadata(metadata)
     eos_ids = [
         metadata[key]

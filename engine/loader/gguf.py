@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
+from common.gguf_header import GgufTensor, read_gguf_header
 from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
-from engine.loader.gguf_header import GgufTensor, read_gguf_header
 from engine.loader.gguf_int4 import BLOCK_BYTES, Int4Rows, int4_rows
 from engine.models.config import ModelConfig
 

@@ -67,10 +67,6 @@ class BlockPool:
         """Keys of all findable blocks, used or cached."""
         return list(self._block_of)
 
-    def cached_keys(self) -> list[BlockKey]:
-        """Keys of cached blocks, least recently used first."""
-        return [self._key_of[block_id] for block_id in self._cached]
-
     # --- life of a block ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[BlockId]:
@@ -133,14 +129,6 @@ class BlockPool:
                     self._cached[block_id] = None
                 else:
                     self._free.append(block_id)
-
-    def clear_cache(self) -> None:
-        """Forget every key: cached blocks become free, used ones stay private. Not counted as evictions."""
-        for block_id in list(self._key_of):
-            self._forget(block_id)
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._evicted.clear()
 
     # --- what happened since the last call ---------------------------------------------------------------
 

@@ -11,12 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import TransferError
-from kvstore.pool.block_hash import KEY_BYTES
 from kvstore.types import BlockKey
 from protos import types_pb2
-
-MAX_EVENT_KEYS = 1 << 20  # of one event; 32 MB, half of what one message may hold
 
 EventKind = Literal["stored", "removed", "snapshot"]
 
@@ -63,20 +59,4 @@ class EventLog:
 
 
 def to_proto(event: CacheEvent) -> types_pb2.KvEvent:
-    keys = types_pb2.BlockKeys(keys=event.keys)
-    if event.kind == "stored":
-        return types_pb2.KvEvent(sequence=event.sequence, stored=keys)
-    if event.kind == "removed":
-        return types_pb2.KvEvent(sequence=event.sequence, removed=keys)
-    return types_pb2.KvEvent(sequence=event.sequence, snapshot=keys)
-
-
-def from_proto(message: types_pb2.KvEvent) -> CacheEvent:
-    """Raises TransferError for an event that no worker of this version sends."""
-    kind = message.WhichOneof("kind")
-    if kind is None:
-        raise TransferError("a KV event of an unknown kind")
-    keys = getattr(message, kind).keys
-    if len(keys) > MAX_EVENT_KEYS or any(len(key) != KEY_BYTES for key in keys):
-        raise TransferError("a KV event with malformed keys")
-    return CacheEvent(message.sequence, kind, tuple(map(BlockKey, keys)))
+    return types_pb2.KvEvent(sequence=event.sequence, **{event.kind: types_pb2.BlockKeys(keys=event.keys)})

@@ -5,14 +5,14 @@ import os
 import sys
 
 from cli.child import child_command
-from cli.run_directory import RunDirectory
+from cli.run_directory import run_directory
 from cli.service import ServiceSpec
 from cli.supervisor import Supervisor
 
 
 async def main() -> None:
     *ports, events = sys.argv[1:]
-    with RunDirectory() as path:
+    with run_directory() as path:
         (path / "a.sock").touch()
         specs = [
             ServiceSpec(

@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from cli.api_client import AnswerStats, ApiClient, ApiError
+from cli.api_client import ApiClient, ApiError, first_model
+from cli.load.results import RequestRecord
 from common.errors import InvalidRequestError, UnavailableError
 from tests.cli.load.sse_server import SILENCE, chunked, event, running
 
@@ -14,21 +15,20 @@ def piece(text):
     return event(choices=[{"index": 0, "delta": {"content": text}}])
 
 
-def ask(url, stats):
+def ask(url, record):
     with ApiClient(url, api_key="k", timeout_seconds=2.0) as client:
-        return list(client.stream_chat("m", [{"role": "user", "content": "q"}], stats, max_tokens=3))
+        return list(client.stream_chat("m", [{"role": "user", "content": "q"}], record, max_tokens=3))
 
 
 async def test_an_answer_and_its_stats():
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
     end = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
     parts = [event(choices=[{"delta": {"role": "assistant"}}]), piece("a 🦜"), piece("b"), end]
-    stats = AnswerStats()
+    record = RequestRecord()
     async with running(lambda _: chunked([*parts, event(choices=[], usage=usage), DONE])) as server:
-        assert await asyncio.to_thread(ask, server.url, stats) == ["a 🦜", "b"]
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (9, 4, 2)
-    assert stats.finish_reason == "stop"
-    assert 0 < stats.first_token_seconds <= stats.total_seconds
+        assert await asyncio.to_thread(ask, server.url, record) == ["a 🦜", "b"]
+    assert (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens) == (9, 4, 2)
+    assert 0 < record.ttft <= record.e2e
     assert server.requests[0]["max_tokens"] == 3
     assert "Bearer k" in server.requests[0]["head"]
 
@@ -50,11 +50,14 @@ async def test_an_answer_and_its_stats():
 async def test_failures_are_one_line(reply, error, told):
     async with running(lambda _: reply) as server:
         with pytest.raises(error, match=told):
-            await asyncio.to_thread(ask, server.url, AnswerStats())
+            await asyncio.to_thread(ask, server.url, RequestRecord())
 
 
 def test_nobody_listens():
-    with ApiClient("http://127.0.0.1:1") as client, pytest.raises(UnavailableError, match="no server answers"):
+    with (
+        ApiClient("http://127.0.0.1:1") as client,
+        pytest.raises(UnavailableError, match=r"no server answers.*mini-infer serve"),
+    ):
         client.choose_model()
 
 
@@ -69,3 +72,10 @@ async def test_the_model_is_one_that_the_server_has():
         assert await asyncio.to_thread(choose, server.url, "large") == "large"
         with pytest.raises(InvalidRequestError, match="serves small, large, not /models/other: leave out --model"):
             await asyncio.to_thread(choose, server.url, "/models/other")
+
+
+@pytest.mark.parametrize("body", [b"{}", b"<html>", b"[]", b'{"data": [1]}', b'{"data": []}'])
+async def test_a_server_without_models(body):
+    async with running(lambda _: chunked([body])) as server:
+        with pytest.raises(ApiError, match="lists no model"):
+            await asyncio.to_thread(first_model, server.url)

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from cli.bench import WorkloadConfig, first_model, plan, run
-from common.errors import ConfigError, UnavailableError
+from cli.bench import WorkloadConfig, plan, run
+from common.errors import ConfigError
 from tests.cli.load.sse_server import chunked, running, text_chunks
 
 
@@ -50,11 +50,6 @@ async def test_a_trace_with_json_to_standard_output(tmp_path, capsys):
 async def test_only_failures_is_exit_code_1():
     async with running(lambda _: chunked([b"{}"], status="503 Service Unavailable")) as server:
         assert await bench(server, "--num-requests=2", "--warmup=0") == 1
-
-
-def test_no_server_is_one_clear_line():
-    with pytest.raises(UnavailableError, match="mini-infer serve"):
-        first_model("http://127.0.0.1:1", "")
 
 
 def test_settings_are_checked():

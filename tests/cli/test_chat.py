@@ -4,8 +4,9 @@ import stat
 import pytest
 from rich.console import Console
 
-from cli.api_client import AnswerStats
+from cli.api_client import describe
 from cli.chat import Chat, Conversation, history_path
+from cli.load.results import RequestRecord
 from common.errors import InvalidRequestError, UnavailableError
 
 
@@ -16,12 +17,12 @@ class FakeClient:
         self.answers = list(answers)
         self.seen = []
 
-    def stream_chat(self, model, messages, stats, **params):
+    def stream_chat(self, model, messages, record, **params):
         self.seen.append(([dict(message) for message in messages], params))
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
                 raise piece
-            stats.num_output_tokens += 1
+            record.num_output_tokens += 1
             yield piece
 
 
@@ -97,9 +98,10 @@ def test_a_failed_answer_is_shown_and_forgotten(capsys):
 
 
 def test_stats_line():
-    stats = AnswerStats(first_token_seconds=0.05, total_seconds=1.05, num_output_tokens=51)
-    assert stats.line() == "first token 50 ms, 50.0 tokens/s, 51 tokens"
-    assert AnswerStats(first_token_seconds=0.05, total_seconds=0.05, num_output_tokens=1).tokens_per_second == 0.0
+    record = RequestRecord(chunk_times=[0.05, 0.5, 1.05], num_output_tokens=51)
+    assert describe(record) == "first token 50 ms, 50.0 tokens/s, 51 tokens"
+    assert describe(RequestRecord(chunk_times=[0.05], num_output_tokens=1)) == "first token 50 ms, 1 tokens"
+    assert describe(RequestRecord()) == "0 tokens"
 
 
 def test_history_is_private(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.forced_logits import Reference, compare, compute_reference, config_for, follow
+from benchmarks.agreement import compare, follow
+from benchmarks.forced_logits import Reference, compute_reference, config_for
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -36,7 +37,7 @@ def reference(config: EngineConfig) -> Reference:
 
 
 def test_the_reference_does_not_depend_on_chunks(reference: Reference) -> None:
-    assert compare(reference.traces, reference.chunked)["relative_error_max"] < 1e-4
+    assert compare(reference.logits, reference.chunked)["relative_error_max"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,10 @@ def test_logits_are_those_of_float32(
     config: EngineConfig, reference: Reference, engine: dict[str, Any], gpu: dict[str, Any]
 ) -> None:
     parts = assemble(replace(config, **engine), gpu=GpuConfig(**gpu))
-    forced = follow(parts.engine, parts.runner, reference.prompts, reference.traces)
-    figures = compare(reference.traces, forced)
+    forced = follow(parts.engine, parts.runner, reference.answers)
+    figures = compare(reference.logits, forced)
     # Some tokens amplify what bfloat16 rounds away to several times the mean: no more than in plain torch.
-    rounding = compare(reference.traces, reference.rounded)
+    rounding = compare(reference.logits, reference.rounded)
     assert figures["relative_error_mean"] < min(MEAN_BOUND, 1.2 * rounding["relative_error_mean"]), (
         figures,
         rounding,

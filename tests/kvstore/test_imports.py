@@ -24,5 +24,5 @@ def test_imports_stay_small(modules: list[str], forbidden: set[str]) -> None:
     command = [sys.executable, "-c", PROBE, *(f"kvstore.{module}" for module in modules)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
-    assert loaded >= {"kvstore", "common"}
+    assert "kvstore" in loaded
     assert not loaded & forbidden

@@ -25,7 +25,7 @@ def test_a_block_is_found_shared_and_cached() -> None:
     assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 2)
     pool.release(blocks)
     assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 2, 2)
-    assert set(pool.cached_keys()) == set(KEYS[:2])
+    assert set(pool.keys()) == set(KEYS[:2])
     pool.check_integrity()
 
 
@@ -95,22 +95,9 @@ def test_events_are_net() -> None:
     pool.allocate(1)
     assert pool.take_events() == ([], [KEYS[0]])
     pool.publish(block_id, KEYS[0])
-    pool.clear_cache()
+    pool.release([block_id])
+    pool.allocate(1)
     assert pool.take_events() == ([], [])
-
-
-def test_clear_cache_keeps_used_blocks_used_but_findable_no_more() -> None:
-    pool = BlockPool(2)
-    used, cached = pool.allocate(2)
-    pool.publish(used, KEYS[0])
-    pool.publish(cached, KEYS[1])
-    pool.release([cached])
-    pool.clear_cache()
-    assert (pool.num_used, pool.num_cached, pool.num_free) == (1, 0, 1)
-    assert pool.keys() == []
-    pool.release([used])
-    assert pool.num_free == 2
-    pool.check_integrity()
 
 
 def test_without_prefix_cache_nothing_is_findable() -> None:
@@ -198,10 +185,6 @@ class PoolMachine(RuleBasedStateMachine):
     def evictions(self) -> None:
         evicted = self.pool.take_evicted()
         assert len({block_id for block_id, _ in evicted}) == len(evicted)
-
-    @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
 
     @invariant()
     def references_match(self) -> None:

@@ -14,8 +14,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from cli.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
-from common.rpc import free_port
 from kvstore.config import AgentConfig
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.agent_client import AgentHostTier
@@ -48,7 +48,7 @@ class Agent:
 
     def __init__(self, folder: Path, num_regions: int = 1) -> None:
         self.socket = str(folder / "agent.sock")
-        self.port, self.metrics_port = free_port(), free_port()
+        self.port, self.metrics_port = free_ports(2)
         gb = NUM_SLOTS * BLOCK_BYTES / 2**30
         tier_gb = num_regions * gb
         command = [sys.executable, "-m", "kvstore", f"--port={self.port}", f"--socket={self.socket}"]

@@ -1,0 +1,82 @@
+"""What the benchmarks of an engine share: arguments, prompts, steps and lines of figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.engine import Engine
+from engine.request import Request, RequestOutput, SamplingParams
+
+Clock = Callable[[], float]
+
+
+def int_list(text: str) -> list[int]:
+    """The type of an argument like `1,8,64`."""
+    return [int(part) for part in text.split(",") if part]
+
+
+def add_cpu_time_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, its processor time: for busy machines")
+
+
+def choose_clock(options: argparse.Namespace) -> Clock:
+    if not options.cpu_time:
+        return time.perf_counter
+    torch.set_num_threads(1)
+    return time.process_time
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def num_output_tokens(requests: Iterable[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)
+
+
+def prefill(engine: Engine, requests: Sequence[Request], num_tokens: int = 1) -> None:
+    """Step until every request has its first tokens."""
+    while any(len(request.output_token_ids) < num_tokens for request in requests):
+        engine.step()
+
+
+def drain(engine: Engine, on_step: Callable[[], object] = lambda: None) -> list[RequestOutput]:
+    """Step until there is no more work; all outputs. Raises RuntimeError for a request that failed."""
+    outputs: list[RequestOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+        on_step()
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(output.error)
+    return outputs
+
+
+def transformers_generate(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    """Decode exactly `num_tokens` greedily with transformers' `generate`."""
+    token_ids = torch.tensor(prompts, device=model.device)
+    model.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+
+
+def report(figures: Mapping[str, Any], as_json: bool = True, line: str = "") -> None:
+    """Print one JSON object, or the line for a person: by default all figures beside their names."""
+    line = line or "  ".join(f"{name} {value}" for name, value in figures.items())
+    print(json.dumps(figures) if as_json else line, flush=True)
