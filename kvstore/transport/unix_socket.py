@@ -130,7 +130,7 @@ def pack(message: Any) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def unpack(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
+def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
     """Raises TransferError for bytes that are not one msgpack value of the decoder's type."""
     try:
         return decoder.decode(body)
@@ -138,7 +138,7 @@ def unpack(body: bytes, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any
         raise TransferError("malformed frame") from error
 
 
-def body_size(header: bytes, max_bytes: int) -> int:
+def body_size(header: bytes | bytearray, max_bytes: int) -> int:
     """Raises TransferError for more than `max_bytes`."""
     (size,) = HEADER.unpack(header)
     if size > max_bytes:
