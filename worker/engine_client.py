@@ -89,8 +89,8 @@ class EngineClient:
         while True:
             try:
                 message = await read_message(self._reader)
-            except (EOFError, TransferError):
-                raise UnavailableError("the engine process is gone") from None
+            except (EOFError, TransferError) as error:
+                raise UnavailableError("the engine process is gone") from error
             if isinstance(message, Failed):
                 raise UnavailableError(f"the engine process ends: {message.reason}")
             assert isinstance(message, StepReport)

@@ -30,22 +30,22 @@ OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the def
 
 
 def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> Submit:
-    """What the engine needs of a Submit. Raises InvalidRequestError for bad sampling parameters."""
+    """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
-        request_id,
-        list(submit.prompt_token_ids),
-        list(submit.output_token_ids),
-        sampling_params(submit.sampling),
-        submit.priority,
-        submit.cache_salt,
-        prefill_only,
-        submit.deadline_seconds,
-        handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
+        request_id=request_id,
+        prompt_token_ids=list(submit.prompt_token_ids),
+        output_token_ids=list(submit.output_token_ids),
+        params=sampling_params(submit.sampling),
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        prefill_only=prefill_only,
+        deadline_seconds=submit.deadline_seconds,
+        handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
     )
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequestError."""
+    """Convert by the names of the fields. Raises InvalidRequestError."""
     fields = _fields(message)
     for name in OFF_WHEN_ZERO:
         if not fields[name]:
