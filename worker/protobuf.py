@@ -7,8 +7,10 @@ nothing here.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message as Protobuf
 from msgspec import to_builtins
 from msgspec.structs import asdict as struct_fields
@@ -26,6 +28,7 @@ FINISH_REASONS = {
     FinishReason.PREFILLED: pb.FINISH_REASON_PREFILLED,
 }
 FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
+SCALARS = (int, float, str, bytes)  # bool is an int
 OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
@@ -58,19 +61,23 @@ def handle_of(message: pb.KvHandle) -> KvHandle:
     return KvHandle(**_fields(message))
 
 
+@cache
+def _names(kind: Descriptor) -> list[tuple[str, bool]]:
+    """Its fields, and whether each can be unset."""
+    return [(field.name, field.has_presence) for field in kind.fields]
+
+
 def _fields(message: Protobuf) -> dict[str, Any]:
     """Plain values by the names of their fields; an optional one that is unset is None."""
     return {
-        field.name: None
-        if field.has_presence and not message.HasField(field.name)
-        else _plain(getattr(message, field.name))
-        for field in message.DESCRIPTOR.fields
+        name: None if optional and not message.HasField(name) else _plain(getattr(message, name))
+        for name, optional in _names(message.DESCRIPTOR)
     }
 
 
 def _plain(value: Any) -> Any:
     """Numbers and texts as they are, the rest as tuples; a message with a single field as that field."""
-    if isinstance(value, bool | int | float | str | bytes):
+    if isinstance(value, SCALARS):
         return value
     if not isinstance(value, Protobuf):
         return tuple(map(_plain, value))
