@@ -10,23 +10,23 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.errors import ConfigError, MiniInferError
 from common.logging import setup_logging
-from engine.assembly import assemble
-from engine.config import EngineConfig
+from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
-from engine.gpu.config import GpuConfig
 from kvstore.pool.block_hash import HASH_VERSION
 from kvstore.transport.handle import HandleWriter
 from worker.cores import SharedCores
 from worker.engine_process import EngineProcess
-from worker.frames import Event, FrameSocket
+from worker.frames import FrameSocket
 from worker.heartbeat import BeatingAttention, Heartbeat
+from worker.kv_exporter import KvLeases
+from worker.kv_loads import KvLoads
 from worker.kv_puller import KvPuller
+from worker.messages import EngineInfo, Failed, Ready, Start
 from worker.shared_pool import SharedPoolMemory
 
 logger = logging.getLogger("engine")
@@ -44,33 +44,30 @@ def main(argv: list[str] | None = None) -> int:
     heartbeat = Heartbeat(args.heartbeat_fd)
     os.close(args.heartbeat_fd)
     try:
-        [[_, start]] = link.receive(60.0)
-        setup_logging("engine", start["log_level"])
+        [start] = link.receive(60.0)
+        assert isinstance(start, Start)  # the front sends it first, and waits
+        setup_logging("engine", start.worker.log_level)
         process = _start(link, start, heartbeat)
         process.run()
     except ConnectionError:
         logger.warning("the worker's front is gone: exiting")
     except MiniInferError as error:
-        link.send([Event.FAILED, str(error)])
+        link.send(Failed(str(error)))
         return 1
     except DeviceLostError as error:
         logger.exception("the engine cannot go on")
-        link.send([Event.FAILED, str(error)])
+        link.send(Failed(str(error)))
         os._exit(1)  # an orderly end would wait for what is lost
     return 0
 
 
-def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> EngineProcess:
-    config = EngineConfig(**start["engine"])
+def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
+    config, worker = start.engine, start.worker
     memory = SharedPoolMemory(
-        start["worker_id"],
-        start["run_dir"],
-        start["agent_socket"],
-        int(start["kv_staging_gb"] * 1e9),
-        start["kv_transport"],
+        worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
     )
-    cores = None if config.num_threads or config.tp > 1 else _shared_cores(start["run_dir"])
-    parts = assemble(config, memory, GpuConfig(**start["gpu"]))
+    cores = None if config.num_threads or config.tp > 1 else _shared_cores(worker.run_dir)
+    parts = assemble(config, memory, start.gpu)
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
@@ -78,40 +75,38 @@ def _start(link: FrameSocket, start: dict[str, Any], heartbeat: Heartbeat) -> En
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
-    geometry = parts.geometry
-    exporter = memory.exporter(parts.engine.scheduler.kv.pool)
-    puller = KvPuller(memory.clients(start["cluster_token"]), link.wake)
+    scheduler = parts.engine.scheduler
+    exporter = memory.exporter(scheduler.kv.pool)
+    puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
     memory.serve()
-    lease_seconds = start["kv_lease_seconds"]
-    handles = HandleWriter(start["worker_id"], memory.shards(start["kv_address"]), lease_seconds)
-    link.send(
-        [
-            Event.READY,
-            {
-                "epoch": memory.epoch,
-                "shm_sockets": memory.socket_paths,
-                "needs_staging": memory.needs_staging,
-                "transports": memory.transports,
-                "model": parts.files.name,
-                "model_fingerprint": geometry.fingerprint,
-                "vocab_size": parts.model_config.vocab_size,
-                "max_model_len": parts.engine.scheduler.max_model_len,
-                "eos_token_ids": sorted(parts.engine.eos_token_ids),
-                "block_size": geometry.block_size,
-                "hash_version": HASH_VERSION,
-                "kv_dtype": geometry.dtype,
-                "num_blocks": geometry.num_blocks,
-                "block_bytes": geometry.block_bytes,
-                "kv_layout": str(geometry.layout),
-                "quantization": parts.quantization,
-                "device": parts.device,
-                "max_num_seqs": parts.max_num_seqs,
-                "cuda_graphs": parts.cuda_graphs,
-                "pid": os.getpid(),
-            },
-        ]
+    handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
+    leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
+    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
+    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging))
+    return EngineProcess(link, parts, leases, loads, heartbeat, cores)
+
+
+def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
+    geometry = parts.geometry
+    return EngineInfo(
+        epoch=memory.epoch,
+        model=parts.files.name,
+        model_fingerprint=geometry.fingerprint,
+        vocab_size=parts.model_config.vocab_size,
+        max_model_len=parts.engine.scheduler.max_model_len,
+        eos_token_ids=sorted(parts.engine.eos_token_ids),
+        block_size=geometry.block_size,
+        hash_version=HASH_VERSION,
+        kv_dtype=geometry.dtype,
+        num_blocks=geometry.num_blocks,
+        block_bytes=geometry.block_bytes,
+        transports=list(memory.transports),
+        quantization=parts.quantization,
+        device=parts.device,
+        cuda_graphs=parts.cuda_graphs,
+        max_num_seqs=parts.max_num_seqs,
+        kv_layout=str(geometry.layout),
     )
-    return EngineProcess(link, parts, memory.epoch, exporter, puller, handles, lease_seconds, heartbeat, cores)
 
 
 def _shared_cores(run_dir: str) -> SharedCores:

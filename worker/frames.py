@@ -1,7 +1,6 @@
-"""Messages between a worker's front and its engine: a 4-byte length and msgpack, over a Unix socket pair.
+"""Frames of messages between a worker's front and its engine process, over a Unix socket pair.
 
-A message is a list whose first entry names it; `Op` and `Event` list the names. Both ends are processes of one
-worker, so a malformed frame is a bug and ends the connection.
+Both ends are processes of one worker, so a malformed frame is a bug and ends the connection.
 """
 
 from __future__ import annotations
@@ -10,39 +9,16 @@ import asyncio
 import os
 import select
 import socket
-import struct
-from typing import Any
 
-import msgpack
+import msgspec
 
-HEADER = struct.Struct("<I")
+from kvstore.transport.unix_socket import HEADER, body_size, pack, read_frame, unpack
+from worker.messages import Message, ToEngine, ToFront
+
 MAX_FRAME_BYTES = 256 << 20
 SOCKET_BUFFER_BYTES = 4 << 20  # a step's frame fits, so that the engine need not wait for the front
-
-
-class Op:
-    """Front -> engine process."""
-
-    START = "start"  # settings of the engine
-    SUBMIT = "submit"  # id, fields of a request
-    CANCEL = "cancel"  # id
-    RENEW = "renew"  # lease id, epoch, seconds
-    RELEASE = "release"  # lease id, epoch
-    STAGE = "stage"  # lease id
-    STOP = "stop"
-
-
-class Event:
-    """Engine process -> front."""
-
-    READY = "ready"  # what the engine holds
-    FAILED = "failed"  # it cannot start: message
-    STEP = "step"  # everything that one turn of the loop did
-
-
-def pack(message: list[Any]) -> bytes:
-    body: bytes = msgpack.packb(message, use_bin_type=True)
-    return HEADER.pack(len(body)) + body
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+_TO_FRONT = msgspec.msgpack.Decoder(ToFront)
 
 
 class FrameSocket:
@@ -61,19 +37,15 @@ class FrameSocket:
         """End a `receive` that waits. Safe to call from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
-    def close(self) -> None:
-        self._sock.close()
-        os.close(self._wake_fd)
-
-    def send(self, message: list[Any]) -> None:
+    def send(self, message: Message) -> None:
         self._sock.sendall(pack(message))
 
-    def receive(self, timeout_seconds: float) -> list[list[Any]]:
+    def receive(self, timeout_seconds: float) -> list[ToEngine]:
         """All complete messages that are here. With none, waits for bytes or `wake` at most so long.
 
-        Raises ConnectionError when the front is gone.
+        Raises ConnectionError when the front is gone, TransferError for what it cannot have sent.
         """
-        messages: list[list[Any]] = []
+        messages: list[ToEngine] = []
         wait_ms = timeout_seconds * 1000
         while ready := dict(self._poll.poll(wait_ms)):
             wait_ms = 0
@@ -87,25 +59,19 @@ class FrameSocket:
                 messages.extend(self._take_complete())
         return messages
 
-    def _take_complete(self) -> list[list[Any]]:
+    def _take_complete(self) -> list[ToEngine]:
         messages, start = [], 0
-        while len(self._buffer) - start >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer, start)
-            if size > MAX_FRAME_BYTES:
-                raise ConnectionError(f"frame of {size} bytes")
-            end = start + HEADER.size + size
-            if len(self._buffer) < end:
+        while (body := start + HEADER.size) <= len(self._buffer):
+            end = body + body_size(self._buffer[start:body], MAX_FRAME_BYTES)
+            if end > len(self._buffer):
                 break
-            messages.append(msgpack.unpackb(bytes(self._buffer[start + HEADER.size : end])))
+            messages.append(unpack(self._buffer[body:end], _TO_ENGINE))
             start = end
         del self._buffer[:start]
         return messages
 
 
-async def read_frame(reader: asyncio.StreamReader) -> list[Any]:
-    """The front's end: one message. Raises asyncio.IncompleteReadError when the engine is gone."""
-    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-    if size > MAX_FRAME_BYTES:
-        raise ConnectionError(f"frame of {size} bytes")
-    message: list[Any] = msgpack.unpackb(await reader.readexactly(size))
+async def read_message(reader: asyncio.StreamReader) -> ToFront:
+    """The front's end: one message. Raises EOFError or TransferError when the engine process is gone."""
+    message: ToFront = await read_frame(reader, MAX_FRAME_BYTES, _TO_FRONT)
     return message

@@ -1,7 +1,7 @@
-"""A worker's front: routers' Attach streams on one side, the engine's socket on the other. No torch, no scheduling.
+"""A worker's front: routers' Attach streams on one side, the engine process on the other. No torch, no scheduling.
 
-Gives each request a name of its own (a router's id is only a label), turns one frame of the engine process into one
-StepReport per router, mirrors leases for `KvTransfer`, and watches that process: when it dies, every stream ends.
+Gives each request a name of its own (a router's id is only a label), turns one report of the engine process into
+one per router, mirrors leases for `KvTransfer`, and watches that process: when it dies, every stream ends.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
 
-from common.errors import UnavailableError
+from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError
 from common.logging import RateLimit
+from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport.staging import StagingTable
+from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
+from worker.drain import Drain
 from worker.engine_client import EngineClient
-from worker.protobuf import failure, submit_fields, token_delta
+from worker.messages import Abandon, Cancel, EngineLoad, Failure, Release, StepReport
+from worker.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
 from worker.sessions import Session, kv_handles
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
-ReportListener = Callable[[dict[str, Any]], None]
+ReportListener = Callable[[StepReport], None]
 
 
 class WorkerFront:
@@ -42,16 +45,14 @@ class WorkerFront:
     ) -> None:
         self.info = info
         self._staging = staging
-        self.draining = False
-        self.is_stopping = False  # draining, and nothing can undo it
-        self._drain_deadline = 0.0
+        self.drain = Drain()
         self._out_of_service = ""  # the reason, while streams are refused
         self.leases = leases
-        self.load: dict[str, Any] = {}
+        self._load: EngineLoad | None = None  # None: the engine process has not reported yet
         self._engine = engine
         self._events = EventLog()
         self._sessions: set[Session] = set()
-        self._owner: dict[str, tuple[Session, str]] = {}  # the engine's name -> (session, router's id)
+        self._owner: dict[RequestId, tuple[Session, str]] = {}  # the engine's id -> (session, router's id)
         self._names = itertools.count()
         self._listeners: list[ReportListener] = []
 
@@ -60,7 +61,7 @@ class WorkerFront:
         return len(self._owner)
 
     def add_listener(self, listener: ReportListener) -> None:
-        """Call `listener` with each frame of the engine (metrics)."""
+        """Call `listener` with each report of the engine process (metrics)."""
         self._listeners.append(listener)
 
     # -- the router's side -----------------------------------------------------------------------------------
@@ -89,28 +90,37 @@ class WorkerFront:
             elif command.HasField("cancel"):
                 self._cancel(session, command.cancel.request_id)
             elif command.HasField("release"):
-                self._engine.release(command.release.lease_id, command.release.epoch)
+                self._release([command.release])
         session.close("")  # the router has said goodbye
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
-        if self.draining:
-            refusal = failure(submit.request_id, "UNAVAILABLE", "this worker is draining")
-            session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
+        if self.drain.is_active:
+            self._refuse(session, submit, UnavailableError("this worker is draining"))
             return
         if submit.request_id in session.names:
-            refusal = failure(submit.request_id, "INTERNAL", "this request id is in use")
-            session.send(pb.StepReport(failures=[refusal]))
+            self._refuse(session, submit, EngineError("this request id is in use"))
             return
-        name = f"{submit.request_id[:64]}.{next(self._names)}"
+        name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
+        try:
+            message = submit_of(submit, name, prefill_only)
+        except InvalidRequestError as error:
+            self._refuse(session, submit, error)
+            if submit.HasField("kv_handle"):
+                self._engine.send(Abandon(handle_of(submit.kv_handle)))
+            return
         session.names[submit.request_id] = name
         self._owner[name] = (session, submit.request_id)
-        self._engine.submit(name, submit_fields(submit, prefill_only))
+        self._engine.send(message)
+
+    def _refuse(self, session: Session, submit: pb.Submit, error: MiniInferError) -> None:
+        refusal = failure_of(Failure.of(RequestId(submit.request_id), error), submit.request_id)
+        session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
 
     def _cancel(self, session: Session, request_id: str) -> None:
         name = session.names.pop(request_id, None)
         if name is not None:
             del self._owner[name]
-            self._engine.cancel(name)
+            self._engine.send(Cancel(name))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)
@@ -118,40 +128,23 @@ class WorkerFront:
             self._cancel(session, request_id)
         self._release(session.unsent_handles())
 
-    def _release(self, handles: Iterable[pb.KvHandle]) -> None:
-        """Free KV that its router will not hear of, or not in time."""
-        for handle in handles:
-            self._engine.release(handle.lease_id, handle.epoch)
+    def _release(self, leases: Iterable[pb.KvHandle | pb.Release]) -> None:
+        """Free KV that nobody will read, for example because its router will not hear of it."""
+        for lease in leases:
+            self._engine.send(Release(LeaseId(lease.lease_id), Epoch(lease.epoch)))
 
     # -- in and out of service -------------------------------------------------------------------------------
 
     @property
     def is_serving(self) -> bool:
         """Whether new requests are welcome."""
-        return not (self.draining or self._out_of_service)
+        return not (self.drain.is_active or self._out_of_service)
 
-    def drain(self, grace_seconds: float) -> None:
-        """Take no more requests; the worker ends when the open ones have, at the latest after `grace_seconds`."""
-        if not self.is_stopping:
-            self.draining = True
-            self._drain_deadline = time.monotonic() + grace_seconds
-            logger.info("draining: %d requests, %d leases", self.num_open_requests, self.leases.num_leases)
-
-    def stop(self, grace_seconds: float) -> None:
-        """Drain for good."""
-        self.drain(grace_seconds)
-        self.is_stopping = True
-
-    def undrain(self) -> None:
-        """Take requests again. Raises UnavailableError when the worker is about to stop."""
-        if self.is_stopping:
-            raise UnavailableError("the worker is stopping")
-        self.draining = False
-
-    def is_drained(self, now: float) -> bool:
-        """Whether a draining worker has nothing left to finish, or no time left for it."""
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing keeps a draining worker from ending."""
         is_idle = not (self.num_open_requests or self.leases.num_leases)
-        return self.draining and (is_idle or now >= self._drain_deadline)
+        return self.drain.is_over(is_idle, time.monotonic())
 
     def set_trouble(self, reason: str | None) -> None:
         """What keeps the engine from getting on, if anything does: out of service until that is over."""
@@ -173,47 +166,50 @@ class WorkerFront:
     # -- the engine's side -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Apply the engine's frames until it is gone. Raises UnavailableError then."""
+        """Apply what the engine process reports until it is gone. Raises UnavailableError then."""
         try:
-            async for frame in self._engine.frames():
-                self._apply(frame)
+            async for report in self._engine.reports():
+                self._apply(report)
         finally:
             self.leave_service("the worker's engine stopped")
 
-    def _apply(self, frame: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self.load = frame["load"]
-        for lease_id, block_ids, deadline in frame["granted"]:
-            self.leases.grant(lease_id, block_ids, deadline)
-        for lease_id in frame["ended_leases"]:
-            self.leases.end(lease_id)
-        if self._staging is not None:
-            for lease_id, rows in frame["staged"]:
-                self._staging.answer(lease_id, rows)
-            for lease_id in frame["ended_leases"]:
-                self._staging.end(lease_id)
+    def _apply(self, report: StepReport) -> None:
+        self._load = report.load
+        self._mirror_leases(report)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
-        for fields in frame["deltas"]:
-            owner = self._owner.get(fields[0])
+        for delta in report.deltas:
+            owner = self._owner.get(delta.request_id)
             if owner is None:  # cancelled while the step ran
-                if fields[6] is not None:  # a KV handle
-                    self._engine.release(fields[6]["lease_id"], fields[6]["epoch"])
+                if delta.handle is not None:
+                    self._engine.send(Release(delta.handle.lease_id, delta.handle.epoch))
                 continue
             session, request_id = owner
-            reports[session].deltas.append(token_delta(fields, request_id))
-            if fields[2] is not None:
-                self._forget(fields[0])
-        for name, *fields in frame["failures"]:
-            owner = self._owner.get(name)
+            reports[session].deltas.append(token_delta(delta, request_id))
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        for failure in report.failures:
+            owner = self._owner.get(failure.request_id)
             if owner is not None:
-                reports[owner[0]].failures.append(failure(owner[1], *fields))
-                self._forget(name)
-        events = self._events.append(frame["stored"], frame["removed"])
-        self._send(reports, [to_proto(event) for event in events], now)
+                session, request_id = owner
+                reports[session].failures.append(failure_of(failure, request_id))
+                self._forget(failure.request_id)
+        events = self._events.append(report.stored, report.removed)
+        self._send(reports, [to_proto(event) for event in events], time.monotonic())
         for listener in self._listeners:
-            listener(frame)
+            listener(report)
 
-    def _forget(self, name: str) -> None:
+    def _mirror_leases(self, report: StepReport) -> None:
+        for lease in report.granted:
+            self.leases.grant(lease.lease_id, lease.block_ids, lease.deadline)
+        for lease_id in report.ended_leases:
+            self.leases.end(lease_id)
+        if self._staging is not None:
+            for lease_id, rows in report.staged:
+                self._staging.answer(lease_id, rows)
+            for lease_id in report.ended_leases:
+                self._staging.end(lease_id)
+
+    def _forget(self, name: RequestId) -> None:
         session, request_id = self._owner.pop(name)
         session.names.pop(request_id, None)
 
@@ -223,7 +219,7 @@ class WorkerFront:
             if session not in reports and not events and now - session.last_report_time < LOAD_INTERVAL_SECONDS:
                 continue
             report = reports[session]
-            report.step = self.load["num_steps"]
+            report.step = load.num_steps
             report.load.CopyFrom(load)
             report.kv_events.extend(events)
             session.last_report_time = now
@@ -235,8 +231,8 @@ class WorkerFront:
 
     def heartbeat(self) -> None:
         """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
-        if self.load and not self._out_of_service:
+        if self._load is not None and not self._out_of_service:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
-        return pb.LoadReport(**self.load, draining=self.draining)
+        return load_report(self._load or EngineLoad(), self.drain.is_active)

@@ -1,4 +1,4 @@
-"""What others may read of the pool: nothing to do where the pool is shared memory, digests and staging on a GPU.
+"""What others may read of the pool: blocks under leases; nothing to do for it on a CPU, digests and staging on a GPU.
 
 A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
 memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
@@ -7,6 +7,7 @@ not. Called from the engine's loop only, except `HostRows`, which pulls share.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
-from kvstore.pool.leases import Lease
-from kvstore.types import BlockId, LeaseId
+from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.transport.handle import HandleWriter, KvHandle
+from kvstore.types import BlockId, Epoch, LeaseId
 from worker.device_pool import DevicePool
 
+logger = logging.getLogger("engine")
 Blocks = npt.NDArray[np.uint8]
 
 
@@ -122,3 +125,52 @@ class DeviceExporter:
 
     def fence(self) -> None:
         self._device_pool.fence()
+
+
+class KvLeases:
+    """The table of leases, and what is done to blocks when one is granted, read or over."""
+
+    def __init__(self, epoch: Epoch, exporter: KvExporter, handles: HandleWriter, lease_seconds: float) -> None:
+        self._table = LeaseTable(epoch)
+        self._exporter = exporter
+        self._handles = handles
+        self._lease_seconds = lease_seconds
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def grant(self, block_ids: Sequence[BlockId], num_tokens: int, now: float) -> tuple[Lease, KvHandle]:
+        """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
+        digests = self._exporter.digests(block_ids)
+        lease = self._table.grant(block_ids, now, self._lease_seconds)
+        return lease, self._handles.write(lease, num_tokens, digests)
+
+    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> None:
+        self._table.renew(lease_id, epoch, now, lease_seconds)
+
+    def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
+        """End a lease. False: there is none, for example because it was released before."""
+        lease = self._table.release(lease_id, epoch)
+        if lease is not None:
+            self._exporter.end_export(lease)
+        return lease is not None
+
+    def expire(self, now: float) -> list[LeaseId]:
+        """End the leases whose deadline has come."""
+        expired = self._table.expire(now)
+        for lease in expired:
+            logger.warning(
+                "lease %s expired: nobody read the KV of %d blocks", lease.lease_id[:8], len(lease.block_ids)
+            )
+            self._exporter.end_export(lease)
+        return [lease.lease_id for lease in expired]
+
+    def stage(self, lease_id: LeaseId) -> list[BlockId] | None:
+        """Rows of the shared memory that hold the lease's blocks; None without room or such a lease."""
+        lease = self._table.get(lease_id)
+        if lease is None:
+            return None
+        rows = self._exporter.stage(lease)
+        if rows is None:
+            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids))
+        return rows

@@ -13,29 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from common.errors import MiniInferError, TransferError
 from engine.request import RequestId
 from kvstore.transport.client import KvClient
 from kvstore.transport.handle import PeerLease
 from kvstore.types import BlockId, LeaseId
+from worker.messages import Pull
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # one copies while another waits for a peer
 RENEW_INTERVAL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """How one job ended. error: why it failed."""
-
-    request_id: RequestId
-    ok: bool
-    error: str = ""
-    transport: str = ""
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 class KvPuller:
@@ -46,7 +34,7 @@ class KvPuller:
         self._clients = clients
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
-        self._results: deque[LoadResult] = deque()
+        self._results: deque[Pull] = deque()
         self._kept_alive: dict[LeaseId, PeerLease] = {}  # their loads have not ended
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -71,7 +59,7 @@ class KvPuller:
         """Release a lease that nobody here needs any more."""
         self._executor.submit(self._let_go, lease.lease_id)
 
-    def take_results(self) -> list[LoadResult]:
+    def take_results(self) -> list[Pull]:
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -87,7 +75,7 @@ class KvPuller:
     # -- threads ---------------------------------------------------------------------------------------------
 
     def _load(self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId]) -> None:
-        result = LoadResult(request_id, False, "a bug")
+        result = Pull(request_id, False, "a bug")
         try:
             with self._lock:
                 lease = self._kept_alive.get(lease_id)
@@ -95,9 +83,9 @@ class KvPuller:
                 raise TransferError("the lease was released for another request that had the same handle")
             pulled = [client.pull(lease, positions, block_ids) for client in self._clients]
             num_bytes, seconds = sum(one.num_bytes for one in pulled), sum(one.seconds for one in pulled)
-            result = LoadResult(request_id, True, "", pulled[0].transport, num_bytes, seconds)
+            result = Pull(request_id, True, "", pulled[0].transport, num_bytes, seconds)
         except MiniInferError as error:
-            result = LoadResult(request_id, False, str(error))
+            result = Pull(request_id, False, str(error))
         except Exception:  # nobody else looks at a thread's exception
             logger.exception("KV pull failed")
         finally:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from common.rpc import RpcServer
 from kvstore.pool.leases import LeaseMirror
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
-from kvstore.types import Epoch
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from worker.engine_client import EngineClient
+from worker.messages import Release, Renew, Stage
 
 SERVICE_NAME = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
-@dataclass(frozen=True)
-class KvService:
-    """What the front keeps of its engine's KV."""
-
-    leases: LeaseMirror
-    staging: StagingTable | None
-    servicer: KvTransferService
-
-    def register(self, server: RpcServer) -> None:
-        server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, self.servicer, SERVICE_NAME)
-
-
-def open_kv_service(engine: EngineClient) -> KvService:
-    """Map the engine's pools. Raises UnavailableError, TransferError."""
-
-    leases = LeaseMirror(Epoch(engine.ready["epoch"]))
-    staging = StagingTable(engine.stage) if engine.ready["needs_staging"] else None
-    views = [PoolView(path, staging) for path in engine.ready["shm_sockets"]]
-    servicer = KvTransferService(views, leases, engine.renew, engine.release)
-    return KvService(leases, staging, servicer)
+def add_kv_service(server: RpcServer, engine: EngineClient) -> tuple[LeaseMirror, StagingTable | None]:
+    """Serve the engine's pools; returns what the front keeps current. Raises UnavailableError, TransferError."""
+    leases, ready = LeaseMirror(engine.ready.info.epoch), engine.ready
+    staging = StagingTable(lambda lease_id: engine.send(Stage(lease_id))) if ready.needs_staging else None
+    servicer = KvTransferService(
+        [PoolView(path, staging) for path in ready.shm_sockets],
+        leases,
+        on_renew=lambda *lease: engine.send(Renew(*lease)),
+        on_release=lambda *lease: engine.send(Release(*lease)),
+    )
+    server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, SERVICE_NAME)
+    return leases, staging

@@ -1,91 +1,115 @@
-"""The front's conversions: protobuf messages of routers to and from the fields that its engine understands."""
+"""The front's conversions: protobuf messages of routers to and from the messages of its engine process.
+
+Sampling parameters are converted by their names: a field that the protobuf message and the dataclass both have needs
+nothing here.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import cache
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message as Protobuf
+from msgspec import to_builtins
+from msgspec.structs import asdict as struct_fields
+
+from engine.request import FinishReason, RequestId, SamplingParams
+from kvstore.transport.handle import KvHandle
 from protos import types_pb2 as pb
+from worker.messages import Delta, EngineLoad, Failure, Submit
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "cancelled": pb.FINISH_REASON_CANCELLED,
-    "prefilled": pb.FINISH_REASON_PREFILLED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.PREFILLED: pb.FINISH_REASON_PREFILLED,
 }
 FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
+SCALARS = (int, float, str, bytes)  # bool is an int
+OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
-def submit_fields(submit: pb.Submit, prefill_only: bool) -> dict[str, Any]:
-    """What the engine needs of a Submit."""
-    s = submit.sampling
-    return {
-        "prompt": list(submit.prompt_token_ids),
-        "output": list(submit.output_token_ids),
-        "sampling": {
-            "max_tokens": s.max_tokens,
-            "min_tokens": s.min_tokens,
-            "temperature": s.temperature,
-            "top_p": s.top_p or 1.0,
-            "top_k": max(s.top_k, 0),
-            "min_p": s.min_p,
-            "presence_penalty": s.presence_penalty,
-            "frequency_penalty": s.frequency_penalty,
-            "repetition_penalty": s.repetition_penalty or 1.0,
-            "seed": s.seed,
-            "stop_token_ids": list(s.stop_token_ids),
-            "ignore_eos": s.ignore_eos,
-            "logit_bias": [[b.token_id, b.bias] for b in s.logit_bias],
-            "allowed_token_ids": list(s.allowed_token_ids),
-            "bad_words": [list(word.token_ids) for word in s.bad_words],
-            "logprobs": s.logprobs if s.HasField("logprobs") else None,
-            "prompt_logprobs": s.prompt_logprobs if s.HasField("prompt_logprobs") else None,
-        },
-        "priority": submit.priority,
-        "cache_salt": submit.cache_salt,
-        "prefill_only": prefill_only,
-        "deadline_seconds": submit.deadline_seconds,
-        "handle": handle_fields(submit.kv_handle) if submit.HasField("kv_handle") else None,
-    }
-
-
-def handle_fields(handle: pb.KvHandle) -> dict[str, Any]:
-    """A KvHandle as frames carry it: by the names of its fields, shards unread."""
-    return {
-        "lease_id": handle.lease_id,
-        "worker_id": handle.worker_id,
-        "epoch": handle.epoch,
-        "num_tokens": handle.num_tokens,
-        "lease_seconds": handle.lease_seconds,
-        "shards": list(handle.shards),
-    }
-
-
-def token_delta(fields: list[Any], request_id: str) -> pb.TokenDelta:
-    """An engine's delta as protobuf."""
-    _, token_ids, finish, stop_token_id, logprobs, prompt_logprobs, handle, times = fields
-    delta = pb.TokenDelta(request_id=request_id, token_ids=token_ids, finish_reason=FINISH_REASONS[finish])
-    if stop_token_id is not None:
-        delta.stop_token_id = stop_token_id
-    if logprobs:
-        delta.logprobs.extend(map(_logprobs, logprobs))
-    if prompt_logprobs:
-        delta.prompt_logprobs.extend(map(_logprobs, prompt_logprobs))
-    if handle is not None:
-        delta.kv_handle.CopyFrom(pb.KvHandle(**handle))
-    if times is not None:
-        delta.times.CopyFrom(pb.RequestTimes(**times))
-    return delta
-
-
-def _logprobs(fields: list[Any]) -> pb.TokenLogprobs:
-    token_id, logprob, rank, top_token_ids, top_logprobs = fields
-    return pb.TokenLogprobs(
-        token_id=token_id, logprob=logprob, rank=rank, top_token_ids=top_token_ids, top_logprobs=top_logprobs
+def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> Submit:
+    """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
+    return Submit(
+        request_id=request_id,
+        prompt_token_ids=list(submit.prompt_token_ids),
+        output_token_ids=list(submit.output_token_ids),
+        params=sampling_params(submit.sampling),
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        prefill_only=prefill_only,
+        deadline_seconds=submit.deadline_seconds,
+        handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
     )
 
 
-def failure(request_id: str, status: str, message: str, param: str = "", error_code: str = "") -> pb.Failure:
-    """`status` is a name of the exception table; one that Failure does not have is internal."""
-    code = FAILURE_CODES.get(status, pb.FAILURE_CODE_INTERNAL)
-    return pb.Failure(request_id=request_id, code=code, message=message, param=param, error_code=error_code)
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Convert by the names of the fields. Raises InvalidRequestError."""
+    fields = _fields(message)
+    for name in OFF_WHEN_ZERO:
+        if not fields[name]:
+            del fields[name]
+    return SamplingParams(**fields)
+
+
+def handle_of(message: pb.KvHandle) -> KvHandle:
+    """Shards stay unread."""
+    return KvHandle(**_fields(message))
+
+
+@cache
+def _names(kind: Descriptor) -> list[tuple[str, bool]]:
+    """Its fields, and whether each can be unset."""
+    return [(field.name, field.has_presence) for field in kind.fields]
+
+
+def _fields(message: Protobuf) -> dict[str, Any]:
+    """Plain values by the names of their fields; an optional one that is unset is None."""
+    return {
+        name: None if optional and not message.HasField(name) else _plain(getattr(message, name))
+        for name, optional in _names(message.DESCRIPTOR)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts as they are, the rest as tuples; a message with a single field as that field."""
+    if isinstance(value, SCALARS):
+        return value
+    if not isinstance(value, Protobuf):
+        return tuple(map(_plain, value))
+    fields = tuple(_fields(value).values())
+    return fields[0] if len(fields) == 1 else fields
+
+
+def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
+    """`request_id`: the router's."""
+    message = pb.TokenDelta(
+        request_id=request_id, token_ids=delta.token_ids, finish_reason=FINISH_REASONS[delta.finish_reason]
+    )
+    if delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
+    if delta.logprobs:
+        message.logprobs.extend(pb.TokenLogprobs(**to_builtins(entry)) for entry in delta.logprobs)
+    if delta.prompt_logprobs:
+        message.prompt_logprobs.extend(pb.TokenLogprobs(**to_builtins(entry)) for entry in delta.prompt_logprobs)
+    if delta.handle is not None:
+        message.kv_handle.CopyFrom(pb.KvHandle(**asdict(delta.handle)))
+    if delta.times is not None:
+        message.times.CopyFrom(pb.RequestTimes(**struct_fields(delta.times)))
+    return message
+
+
+def failure_of(failure: Failure, request_id: str) -> pb.Failure:
+    """`request_id`: the router's. A status that protobuf's Failure does not have is internal."""
+    code = FAILURE_CODES.get(failure.status, pb.FAILURE_CODE_INTERNAL)
+    return pb.Failure(
+        request_id=request_id, code=code, message=failure.message, param=failure.param, error_code=failure.error_code
+    )
+
+
+def load_report(load: EngineLoad, draining: bool) -> pb.LoadReport:
+    return pb.LoadReport(**struct_fields(load), draining=draining)

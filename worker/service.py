@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
@@ -29,8 +30,9 @@ from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.engine_client import EngineClient
 from worker.front import WorkerFront
-from worker.kv_service import open_kv_service
+from worker.kv_service import add_kv_service
 from worker.liveness import ProgressWatch, sample_process
+from worker.messages import EngineInfo, Start
 from worker.metrics import WorkerMetrics
 from worker.servicer import register
 
@@ -40,22 +42,13 @@ IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until th
 HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """The settings classes of one command line."""
-
-    worker: WorkerConfig
-    engine: EngineConfig
-    gpu: GpuConfig
-
-
-def parse_settings(role: str, argv: list[str] | None = None) -> WorkerSettings:
+def parse_settings(role: str, argv: list[str] | None = None) -> Start:
     parser = argparse.ArgumentParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
     add_arguments(parser.add_argument_group("worker"), WorkerConfig)
     add_arguments(parser.add_argument_group("engine"), EngineConfig)
     add_arguments(parser.add_argument_group("GPU"), GpuConfig)
     namespace = parser.parse_args(argv)
-    return WorkerSettings(
+    return Start(
         from_namespace(WorkerConfig, namespace),
         from_namespace(EngineConfig, namespace),
         from_namespace(GpuConfig, namespace),
@@ -73,50 +66,50 @@ def run_worker(role: str, argv: list[str] | None = None) -> int:
         return 1
 
 
-async def _serve(role: str, settings: WorkerSettings) -> int:
-    worker, logger = settings.worker, logging.getLogger(role)
+async def _serve(role: str, settings: Start) -> int:
+    logger = logging.getLogger(role)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = RpcServer(worker.host, worker.port, worker.cluster_token)
-    worker_id = worker.worker_id or f"{role}-{server.port}"
-    run_dir = worker.run_dir or tempfile.mkdtemp(prefix="mini-infer-")
+    given = settings.worker
+    server = RpcServer(given.host, given.port, given.cluster_token)
+    worker = dataclasses.replace(
+        given,
+        worker_id=given.worker_id or f"{role}-{server.port}",
+        run_dir=given.run_dir or tempfile.mkdtemp(prefix="mini-infer-"),
+    )
     began = time.monotonic()
     try:
         address = f"{worker.advertise_host or worker.host}:{server.port}"
-        engine = await _start_engine(settings, worker_id, address, run_dir, stopping)
+        engine = await _start_engine(replace(settings, worker=worker, kv_address=address), stopping)
         if engine is None:
             logger.info("stopped while loading")
             return 0
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
-            info = worker_info(role, worker_id, address, engine.ready, tokenizer.tokenizer_hash())
-            kv = open_kv_service(engine)
-            front = WorkerFront(engine, kv.leases, info, kv.staging)
+            info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
+            leases, staging = add_kv_service(server, engine)
+            front = WorkerFront(engine, leases, info, staging)
             metrics = WorkerMetrics(front)
             if worker.metrics_port:
                 metrics.serve(worker.host, worker.metrics_port)
-            kv.register(server)
             register(role, server, front)
             await server.start()
             await server.set_serving(True)
-            logger.info("%s ready on %s in %.1f s", worker_id, server.address, time.monotonic() - began)
+            logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
             status = await _watch(server, front, engine, worker, stopping, logger)
         finally:
             await engine.stop()
         await server.stop(1.0)
         return status
     finally:
-        if not worker.run_dir:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        if not given.run_dir:
+            shutil.rmtree(worker.run_dir, ignore_errors=True)
 
 
-async def _start_engine(
-    settings: WorkerSettings, worker_id: str, kv_address: str, run_dir: str, stopping: asyncio.Event
-) -> EngineClient | None:
+async def _start_engine(message: Start, stopping: asyncio.Event) -> EngineClient | None:
     """The engine with its model loaded; None when `stopping` came first. Raises ConfigError."""
-    client = EngineClient.start(settings.worker, settings.engine, settings.gpu, worker_id, kv_address, run_dir)
-    start = asyncio.create_task(client)
+    start = asyncio.create_task(EngineClient.start(message))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
     if start.done():
@@ -136,21 +129,22 @@ async def _watch(
     logger: logging.Logger,
 ) -> int:
     """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
-    frames = asyncio.create_task(front.run())
+    running = asyncio.create_task(front.run())
     progress = ProgressWatch(worker.stall_seconds)
     serving, silent_seconds, hung_seconds, last = True, 0.0, 0.0, time.monotonic()
     while True:
-        await asyncio.wait([frames], timeout=DRAIN_INTERVAL_SECONDS if front.draining else WATCH_INTERVAL_SECONDS)
+        interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
+        await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
         elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # while this process slept, nobody watched
-        if frames.done():
+        if running.done():
             await server.set_serving(False)
             # UnavailableError, by contract; streams are closed already
-            logger.error("this worker ends: %s", frames.exception())
+            logger.error("this worker ends: %s", running.exception())
             return 1
-        if stopping.is_set() and not front.is_stopping:
-            front.stop(worker.drain_grace_seconds)
-        if front.is_drained(now):
+        if stopping.is_set() and not front.drain.is_final:
+            front.drain.start(worker.drain_grace_seconds, now, is_final=True)
+        if front.is_drained:
             break
         trouble = None
         silent_seconds = 0.0 if progress.has_beaten(engine.heartbeat.read()) else silent_seconds + elapsed
@@ -168,20 +162,17 @@ async def _watch(
     await server.set_serving(False)
     front.leave_service("the worker has stopped")
     await asyncio.sleep(0.1)  # let the last reports leave
-    frames.cancel()
+    running.cancel()
     return 0
 
 
-def worker_info(
-    role: str, worker_id: str, kv_address: str, ready: dict[str, Any], tokenizer_hash: str
-) -> pb.WorkerInfo:
-    """What Describe answers: what the engine said when it was ready, and where this worker is."""
-    known = {name: value for name, value in ready.items() if name in pb.WorkerInfo.DESCRIPTOR.fields_by_name}
+def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo, tokenizer_hash: str) -> pb.WorkerInfo:
+    """What Describe answers: what the engine process said when it was ready, and where this worker is."""
     return pb.WorkerInfo(
         worker_id=worker_id,
         role=role,
         version=VERSION,
         kv_address=kv_address,
         tokenizer_hash=tokenizer_hash,
-        **known,
+        **asdict(engine),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 from common.errors import MiniInferError
@@ -29,12 +30,12 @@ class WorkerServicer:
             await abort_with(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
-        self._front.drain(request.grace_seconds)
+        self._front.drain.start(request.grace_seconds, time.monotonic())
         return pb.DrainReply(num_open_requests=self._front.num_open_requests)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainReply:
         try:
-            self._front.undrain()
+            self._front.drain.undo()
         except MiniInferError as error:
             await abort_with(context, error)
         return pb.UndrainReply()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from engine.request import RequestId
 from protos import types_pb2 as pb
 
 MAX_WAITING_REPORTS = 4096  # a router that is so far behind is gone or broken; its stream ends
@@ -15,7 +16,7 @@ class Session:
     """Reports go out in order; None in the queue ends the stream."""
 
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
-    names: dict[str, str] = field(default_factory=dict)  # the router's request id -> the engine's
+    names: dict[str, RequestId] = field(default_factory=dict)  # the router's request id -> the engine's
     last_report_time: float = 0.0
     closed_reason: str = ""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 
 from common.errors import HandshakeError, TransferError
@@ -129,8 +129,7 @@ def pack_shard(
     geometry: PoolGeometry, address: ShardAddress, block_ids: Sequence[BlockId], digests: Sequence[int]
 ) -> bytes:
     ids, sums = np.array(block_ids, "<u4").tobytes(), np.array(digests, "<u8").tobytes()
-    packed: bytes = msgpack.packb([FORMAT, geometry_to_wire(geometry), astuple(address), ids, sums])
-    return packed
+    return msgspec.msgpack.encode([FORMAT, geometry_to_wire(geometry), astuple(address), ids, sums])
 
 
 def open_handle(handle: KvHandle) -> PeerLease:
@@ -156,8 +155,8 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
     if len(data) > MAX_SHARD_BYTES:
         raise TransferError("a KV handle of impossible size")
     try:
-        value: Any = msgpack.unpackb(data)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        value: Any = msgspec.msgpack.decode(data)
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed KV handle") from error
     match value:
         case [int() as number, *_] if number != FORMAT:

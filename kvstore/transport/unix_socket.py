@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 from common.errors import ConfigError, TransferError, UnavailableError
 
 HEADER = struct.Struct("<I")
+ANYTHING = msgspec.msgpack.Decoder()
 MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
 
 
@@ -93,7 +94,7 @@ def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[A
             if not data or flags & socket.MSG_CTRUNC:
                 raise TransferError("the peer closed the connection" if not data else "too many descriptors")
             header += data
-        size = _checked_size(header, max_bytes)
+        size = body_size(header, max_bytes)
         body = bytearray()
         while len(body) < size:
             data = sock.recv(min(size - len(body), 1 << 20))
@@ -109,11 +110,13 @@ def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[A
         raise
 
 
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> Any:
-    """One frame without descriptors. Raises TransferError; EOFError at the end between two frames."""
+async def read_frame(
+    reader: asyncio.StreamReader, max_bytes: int, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING
+) -> Any:
+    """Read one frame without descriptors. Raises TransferError; EOFError at the end between two frames."""
     try:
-        size = _checked_size(await reader.readexactly(HEADER.size), max_bytes)
-        return unpack(await reader.readexactly(size))
+        size = body_size(await reader.readexactly(HEADER.size), max_bytes)
+        return unpack(await reader.readexactly(size), decoder)
     except asyncio.IncompleteReadError as error:
         if not error.partial and error.expected == HEADER.size:
             raise EOFError from None
@@ -123,19 +126,20 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> Any:
 
 
 def pack(message: Any) -> bytes:
-    body: bytes = msgpack.packb(message)
+    body = msgspec.msgpack.encode(message)
     return HEADER.pack(len(body)) + body
 
 
-def unpack(body: bytes) -> Any:
-    """Raises TransferError for bytes that are not one msgpack value."""
+def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
+    """Raises TransferError for bytes that are not one msgpack value of the decoder's type."""
     try:
-        return msgpack.unpackb(body)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        return decoder.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed frame") from error
 
 
-def _checked_size(header: bytes, max_bytes: int) -> int:
+def body_size(header: bytes | bytearray, max_bytes: int) -> int:
+    """Raises TransferError for more than `max_bytes`."""
     (size,) = HEADER.unpack(header)
     if size > max_bytes:
         raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")

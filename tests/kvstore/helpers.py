@@ -6,10 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import msgpack
+import msgspec
 import numpy as np
 
 from kvstore.layout import PoolGeometry, full_attention
@@ -86,11 +86,11 @@ def as_handle(lease: PeerLease) -> KvHandle:
 
 def handle_to_hex(handle: KvHandle) -> str:
     """For the standard output of an owner's process."""
-    return bytes(msgpack.packb(asdict(handle))).hex()
+    return msgspec.msgpack.encode(handle).hex()
 
 
 def lease_from_hex(text: str) -> PeerLease:
-    return open_handle(KvHandle(**msgpack.unpackb(bytes.fromhex(text))))
+    return open_handle(msgspec.msgpack.decode(bytes.fromhex(text), type=KvHandle))
 
 
 def num_descriptors_of(fd: int) -> int:

@@ -15,7 +15,7 @@ PURE = [
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        (PURE, {"numpy", "google", "grpc", "msgpack", "torch"}),
+        (PURE, {"numpy", "google", "grpc", "msgspec", "torch"}),
         (["pool.events"], {"numpy", "grpc", "torch"}),
         (["tier.agent", "transport.client", "transport.service", "tier.agent_client", "config"], {"torch", "engine"}),
     ],

@@ -16,12 +16,12 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.rpc import open_channel
-from kvstore.transport.handle import KvHandle, PeerLease, open_handle
+from kvstore.transport.handle import PeerLease, open_handle
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from tests.cluster.harness import Service, free_ports
 from tests.kvstore.helpers import as_handle, with_address
-from worker.protobuf import handle_fields
+from worker.protobuf import handle_of
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2")
@@ -136,7 +136,7 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
 
 def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
     """The handle with other content. Only engine processes and this test read its shards."""
-    lease = open_handle(KvHandle(**handle_fields(handle)))
+    lease = open_handle(handle_of(handle))
     return pb.KvHandle(**asdict(as_handle(edit(lease))))
 
 

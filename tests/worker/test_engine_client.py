@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
+from kvstore.transport.unix_socket import pack
 from worker.config import WorkerConfig
 from worker.engine_client import EngineClient
-from worker.frames import Event, pack
+from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from worker.frames import Event, pack
     ],
 )
 async def test_an_engine_that_ends_while_loading_is_explained(
-    program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = asyncio.create_subprocess_exec
 
@@ -34,13 +34,25 @@ async def test_an_engine_that_ends_while_loading_is_explained(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
     with pytest.raises(ConfigError, match=message):
-        await EngineClient.start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), "w", "", str(tmp_path))
+        await EngineClient.start(Start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), ""))
 
 
 async def test_an_engine_that_ends_later_is_heard() -> None:
     reader = asyncio.StreamReader()
-    reader.feed_data(pack([Event.STEP, {"load": 1}]) + pack([Event.FAILED, "told to fail"]))
-    frames = EngineClient(cast(Any, None), reader, cast(Any, None), cast(Any, None)).frames()
-    assert await anext(frames) == {"load": 1}
+    report = StepReport(load=EngineLoad(num_steps=1))
+    reader.feed_data(pack(report) + pack(Failed("told to fail")))
+    missing: Any = None
+    reports = EngineClient(missing, reader, missing, missing, missing).reports()
+    assert await anext(reports) == report
     with pytest.raises(UnavailableError, match="told to fail"):
-        await anext(frames)
+        await anext(reports)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05\0\0\0", pack(["StepReport", "no list"]), pack(Stop())])
+async def test_an_engine_that_sends_nonsense_is_gone(data: bytes) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    missing: Any = None
+    with pytest.raises(UnavailableError, match="gone"):
+        await anext(EngineClient(missing, reader, missing, missing, missing).reports())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
 
 import pytest
 
-from worker.frames import HEADER, MAX_FRAME_BYTES, FrameSocket, pack, read_frame
+from common.errors import TransferError
+from engine.request import RequestId, SamplingParams
+from kvstore.transport.unix_socket import HEADER, pack
+from kvstore.types import BlockKey
+from worker.frames import MAX_FRAME_BYTES, FrameSocket, read_message
+from worker.messages import Cancel, StepReport, Stop, Submit, ToEngine
 
 
 def test_messages_survive_any_cut() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link = FrameSocket(ours)
-        messages: list[list[Any]] = [["submit", "a", {"prompt": list(range(500))}], ["cancel", "a"], ["stop"]]
+        request_id, params = RequestId("a"), SamplingParams(logit_bias=((3, 0.5),), seed=2**64 - 1)
+        submit = Submit(request_id, list(range(500)), [], params, 0, "", False, 0.0, None)
+        messages: list[ToEngine] = [submit, Cancel(request_id), Stop()]
         data = b"".join(pack(message) for message in messages)
         received = []
         for start in range(0, len(data), 7):
@@ -29,7 +35,7 @@ def test_receive_waits_no_longer_than_asked() -> None:
     with ours, theirs:
         link = FrameSocket(ours)
         assert link.receive(0.0) == []
-        theirs.sendall(pack(["stop"])[:3])  # half a frame is not a message
+        theirs.sendall(pack(Stop())[:3])  # half a frame is not a message
         assert link.receive(0.01) == []
 
 
@@ -45,7 +51,16 @@ def test_a_frame_beyond_the_bound_ends_the_link() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(HEADER.pack(MAX_FRAME_BYTES + 1))
-        with pytest.raises(ConnectionError, match="frame of"):
+        with pytest.raises(TransferError, match="frame of"):
+            FrameSocket(ours).receive(1.0)
+
+
+@pytest.mark.parametrize("message", [["Sumbit"], ["Cancel", 1], ["Cancel"], {}, StepReport()])
+def test_what_the_front_never_sends_ends_the_link(message: object) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(pack(message))
+        with pytest.raises(TransferError, match="malformed"):
             FrameSocket(ours).receive(1.0)
 
 
@@ -53,8 +68,9 @@ async def test_the_front_reads_what_the_engine_sends() -> None:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     with theirs:
-        FrameSocket(theirs).send(["step", {"stored": [b"\x00" * 32]}])
-        assert await read_frame(reader) == ["step", {"stored": [b"\x00" * 32]}]
-    with pytest.raises(asyncio.IncompleteReadError):
-        await read_frame(reader)
+        report = StepReport(stored=[BlockKey(b"\x00" * 32)])
+        FrameSocket(theirs).send(report)
+        assert await read_message(reader) == report
+    with pytest.raises(EOFError):
+        await read_message(reader)
     writer.close()

@@ -4,50 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from common.errors import UnavailableError
+from engine.request import FinishReason, RequestId
 from kvstore.pool.leases import LeaseMirror
-from kvstore.types import Epoch
+from kvstore.transport.handle import KvHandle
+from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
 from worker import sessions
 from worker.front import WorkerFront
+from worker.messages import Abandon, Cancel, Delta, EngineLoad, Release, StepReport, Submit, ToEngine
 
-HANDLE = {
-    "lease_id": "lease", "worker_id": "w", "epoch": 7, "num_tokens": 3, "lease_seconds": 10.0, "shards": [b"unread"]
-}  # fmt: skip
+HANDLE = KvHandle(LeaseId("lease"), WorkerId("w"), Epoch(7), 3, 10.0, (b"unread",))
+PROTO_HANDLE = pb.KvHandle(**asdict(HANDLE))
+RELEASE = Release(HANDLE.lease_id, HANDLE.epoch)
+SAMPLING = pb.SamplingParams(max_tokens=1)
 
 
 class EngineProcess:
-    """Writes down what it is told; frames come from the test."""
+    """Writes down what it is told; reports come from the test."""
 
     def __init__(self) -> None:
-        self.submitted: asyncio.Queue[str] = asyncio.Queue()
-        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
-        self.released: list[tuple[str, int]] = []
-        self.to_front: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
+        self.others: list[ToEngine] = []
+        self.to_front: asyncio.Queue[StepReport] = asyncio.Queue()
 
-    def submit(self, name: str, fields: dict[str, Any]) -> None:
-        self.submitted.put_nowait(name)
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self.submitted.put_nowait(message)
+        else:
+            self.others.append(message)
 
-    def cancel(self, name: str) -> None:
-        self.cancelled.put_nowait(name)
-
-    def release(self, lease_id: str, epoch: int) -> None:
-        self.released.append((lease_id, epoch))
-
-    async def frames(self) -> AsyncIterator[dict[str, Any]]:
+    async def reports(self) -> AsyncIterator[StepReport]:
         while True:
             yield await self.to_front.get()
 
-    def prefilled(self, name: str) -> None:
-        """A frame with the first token and the handle."""
-        names = ("deltas", "failures", "granted", "ended_leases", "staged", "pulls", "stored", "removed")
-        frame: dict[str, Any] = {part: [] for part in names}
-        frame["deltas"] = [[name, [5], "prefilled", None, [], [], HANDLE, None]]
-        self.to_front.put_nowait({**frame, "load": {"num_steps": 1}, "counters": {}})
+    def prefilled(self, request_id: RequestId) -> None:
+        """Report the first token and the handle."""
+        delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE)
+        self.to_front.put_nowait(StepReport([delta], load=EngineLoad(num_steps=1)))
+
+    async def until_sent(self, *messages: ToEngine) -> None:
+        async with asyncio.timeout(10):
+            while len(self.others) < len(messages):
+                await asyncio.sleep(0.001)
+        assert self.others == list(messages)
 
 
 class Attached:
@@ -64,17 +69,14 @@ class Attached:
         while True:
             yield await self.commands.get()
 
-    async def submit(self) -> str:
-        """The name under which the engine knows the request."""
-        self.commands.put_nowait(pb.Command(submit=pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3])))
+    async def submit(self) -> RequestId:
+        """The id under which the engine knows the request."""
+        self.command(submit=pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SAMPLING))
         await anext(self.reports)  # the snapshot
-        return await asyncio.wait_for(self.engine.submitted.get(), 10)
+        return (await asyncio.wait_for(self.engine.submitted.get(), 10)).request_id
 
-    async def until_released(self) -> None:
-        async with asyncio.timeout(10):
-            while not self.engine.released:
-                await asyncio.sleep(0.001)
-        assert self.engine.released == [("lease", 7)]
+    def command(self, **kind: Any) -> None:
+        self.commands.put_nowait(pb.Command(**kind))
 
 
 @pytest.fixture
@@ -86,20 +88,20 @@ async def attached() -> AsyncIterator[Attached]:
 
 
 async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached) -> None:
-    name = await attached.submit()
-    attached.commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id="r")))
-    await asyncio.wait_for(attached.engine.cancelled.get(), 10)
-    attached.engine.prefilled(name)  # the engine had not heard of it
-    await attached.until_released()
+    request_id = await attached.submit()
+    attached.command(cancel=pb.Cancel(request_id="r"))
+    await attached.engine.until_sent(Cancel(request_id))
+    attached.engine.prefilled(request_id)  # the engine had not heard of it
+    await attached.engine.until_sent(Cancel(request_id), RELEASE)
 
 
 async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
     attached.engine.prefilled(await attached.submit())
     while not (report := await asyncio.wait_for(anext(attached.reports), 10)).deltas:
         pass
-    assert report.deltas[0].kv_handle == pb.KvHandle(**HANDLE)  # type: ignore[arg-type]
+    assert report.deltas[0].kv_handle == PROTO_HANDLE
     await attached.reports.aclose()  # type: ignore[attr-defined]
-    assert attached.engine.released == []
+    assert attached.engine.others == []
 
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
@@ -108,15 +110,28 @@ async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) 
         while attached.front.num_open_requests:  # the report waits for the stream to be read
             await asyncio.sleep(0.001)
     await attached.reports.aclose()  # type: ignore[attr-defined]
-    await attached.until_released()
+    await attached.engine.until_sent(RELEASE)
 
 
 async def test_a_router_that_does_not_keep_up_loses_its_stream(
     attached: Attached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = await attached.submit()
+    request_id = await attached.submit()
     monkeypatch.setattr(sessions, "MAX_WAITING_REPORTS", 0)
-    attached.engine.prefilled(name)
-    await attached.until_released()
+    attached.engine.prefilled(request_id)
+    await attached.engine.until_sent(RELEASE)
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 10)
+
+
+async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(attached: Attached) -> None:
+    sampling = pb.SamplingParams(max_tokens=1, temperature=-1.0)
+    submit = pb.Submit(request_id="r", prompt_token_ids=[1], sampling=sampling, kv_handle=PROTO_HANDLE)
+    attached.command(submit=submit)
+    await anext(attached.reports)  # the snapshot
+    [failure] = (await asyncio.wait_for(anext(attached.reports), 10)).failures
+    assert (failure.request_id, failure.code) == ("r", pb.FAILURE_CODE_INVALID_ARGUMENT)
+    assert failure.param == "temperature"
+    await attached.engine.until_sent(Abandon(HANDLE))
+    assert attached.engine.submitted.empty()
+    assert attached.front.num_open_requests == 0

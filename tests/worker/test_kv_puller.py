@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -15,8 +14,7 @@ from kvstore.transport.client import KvClient, PullResult
 from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
-from worker.engine_process import EngineProcess
-from worker.kv_puller import KvPuller, LoadResult
+from worker.kv_puller import KvPuller
 
 NAME = (LeaseId("lease"), WorkerId("w"), Epoch(1))
 SHARD = PeerShard(*NAME, GEOMETRY, ShardAddress(), (BlockId(3),), (7,))
@@ -76,24 +74,6 @@ def test_every_load_has_a_result_and_ends_its_lease(
     assert puller.num_open == 0
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
-
-
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
-    is_open: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    entry = SimpleNamespace(started=1.0, pulled_tokens=16)
-    counted: list[LoadResult] = []
-    ended: list[tuple[str, bool]] = []
-    process: Any = SimpleNamespace(
-        _open={"r": entry} if is_open else {},
-        _report_next=SimpleNamespace(add_pull=counted.append),
-        _engine=SimpleNamespace(scheduler=SimpleNamespace(finish_load=lambda *result: ended.append(result))),
-    )
-    EngineProcess._apply_load(process, result := LoadResult(RequestId("r"), False, "told to fail"), 2.0)
-    assert ended == [("r", False)]  # its blocks are given back either way
-    assert counted == [result] * is_open
-    assert ("told to fail" in caplog.text) == is_open
 
 
 def test_a_bug_in_a_pull_is_logged(

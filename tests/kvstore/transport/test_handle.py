@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def shard_of(rank: int, size: int, **changes: Any) -> bytes:
 def test_a_handle_survives_its_way() -> None:
     lease = LeaseTable(Epoch(2**64 - 1)).grant(BLOCKS, 0.0, 30.0)
     handle = HandleWriter("w", [HandleShard(GEOMETRY, ADDRESS)], 30.0).write(lease, 12, [DIGESTS])
-    arrived = KvHandle(**msgpack.unpackb(msgpack.packb(asdict(handle))))
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=KvHandle)
     read = open_handle(arrived)
     assert (read.lease_id, read.worker_id, read.epoch) == (lease.lease_id, "w", 2**64 - 1)
     assert (read.num_tokens, read.lease_seconds, read.num_blocks, read.kv_address) == (12, 30.0, 3, "host:1")
@@ -72,10 +72,10 @@ def test_shards_that_do_not_belong_together(shards: list[bytes]) -> None:
     ],
 )  # fmt: skip
 def test_a_malformed_shard_is_the_peers_error(place: int, value: object) -> None:
-    wire = msgpack.unpackb(SHARD)
+    wire = msgspec.msgpack.decode(SHARD)
     wire[place] = value
     with pytest.raises((TransferError, HandshakeError)):
-        open_handle(replace(GOOD, shards=[msgpack.packb(wire)]))
+        open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)]))
 
 
 @given(st.binary(max_size=200), st.integers(0, len(SHARD)))
@@ -93,3 +93,5 @@ def test_a_handle_without_a_lease_is_refused() -> None:
         open_handle(replace(GOOD, lease_id=LeaseId("")))
     with pytest.raises(TransferError, match="size"):
         open_handle(replace(GOOD, shards=[bytes(17 << 20)]))
+    with pytest.raises(TransferError, match="malformed"):
+        open_handle(replace(GOOD, shards=[b"\x91" * 100_000]))

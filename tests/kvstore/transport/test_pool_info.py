@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +25,11 @@ from kvstore.types import Epoch, WorkerId
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE
 
 INFO = PoolInfo(WorkerId("w"), Epoch(2**64 - 1), replace(GEOMETRY, shard=Shard(1, 2)))
-GOOD: list[Any] = msgpack.unpackb(msgpack.packb(geometry_to_wire(GEOMETRY)))
+GOOD: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(geometry_to_wire(GEOMETRY)))
 
 
 def test_a_description_survives_the_wire() -> None:
-    assert info_from_wire(msgpack.unpackb(msgpack.packb(info_to_wire(INFO)))) == INFO
+    assert info_from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(info_to_wire(INFO)))) == INFO
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import socket
 from pathlib import Path
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from kvstore.transport.unix_socket import (
     read_frame,
     recv_frame,
     send_frame,
+    unpack,
 )
 from tests.kvstore.helpers import num_descriptors_of
 
@@ -64,6 +65,17 @@ def test_descriptors_of_a_refused_frame_are_closed() -> None:
         assert num_descriptors_of(a.fileno()) == 1
 
 
+NESTED = b"\x91" * 100_000
+HUGE_LIST, HUGE_MAP, HUGE_BYTES = b"\xdd" + b"\xff" * 4, b"\xdf" + b"\xff" * 4, b"\xc6" + b"\xff" * 4
+NO_TEXT, NO_KEY, TWO_VALUES, NOTHING = b"\xa1\xff", b"\x81\x80\x01", b"\x01\x01", b""
+
+
+@pytest.mark.parametrize("body", [NESTED, HUGE_LIST, HUGE_MAP, HUGE_BYTES, NO_TEXT, NO_KEY, TWO_VALUES, NOTHING])
+def test_bytes_that_are_not_one_value_are_the_peers_error(body: bytes) -> None:
+    with pytest.raises(TransferError, match="malformed"):
+        unpack(body)
+
+
 @given(st.binary(max_size=64))
 def test_random_bytes_end_in_a_value_or_a_transfer_error(data: bytes) -> None:
     a, b = socket.socketpair()
@@ -90,7 +102,7 @@ async def test_the_asynchronous_reader_agrees(data: bytes) -> None:
         assert data
     else:
         (size,) = HEADER.unpack(data[: HEADER.size])
-        assert value == msgpack.unpackb(data[HEADER.size : HEADER.size + size])
+        assert value == msgspec.msgpack.decode(data[HEADER.size : HEADER.size + size])
 
 
 def test_a_listener_is_private_and_removes_its_file(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Whether a worker takes new requests, and when a draining one may end. Pure; times are monotonic."""
+
+from __future__ import annotations
+
+import logging
+
+from common.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class Drain:
+    """Started by an operator, who may undo it, or by the end of the process."""
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.is_final = False  # the process ends: nothing can undo it
+        self._deadline = 0.0
+
+    def start(self, grace_seconds: float, now: float, is_final: bool = False) -> None:
+        """Take no more requests; the worker ends when the open ones have, at the latest after `grace_seconds`."""
+        if not self.is_final:
+            self.is_active, self.is_final, self._deadline = True, is_final, now + grace_seconds
+            logger.info("draining for at most %.0f s", grace_seconds)
+
+    def undo(self) -> None:
+        """Take requests again. Raises UnavailableError when the worker is about to stop."""
+        if self.is_final:
+            raise UnavailableError("the worker is stopping")
+        self.is_active = False
+
+    def is_over(self, is_idle: bool, now: float) -> bool:
+        """Whether a draining worker has nothing left to finish, or no time left for it."""
+        return self.is_active and (is_idle or now >= self._deadline)

@@ -1,0 +1,93 @@
+"""Requests whose KV a peer has: their leases are kept alive, read into blocks that the scheduler names, and let go.
+
+Called from the engine process's loop only; the copying is done by the threads of `KvPuller`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from common.errors import MiniInferError
+from engine.request import RequestId
+from engine.scheduler import Scheduler
+from kvstore.transport.handle import KvHandle, PeerLease, open_handle
+from worker.kv_exporter import KvExporter
+from worker.kv_puller import KvPuller
+from worker.messages import Pull
+from worker.open_request import OpenRequest
+
+logger = logging.getLogger("engine")
+
+
+class KvLoads:
+    """Between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
+
+    def __init__(self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int) -> None:
+        self._scheduler = scheduler
+        self._puller = puller
+        self._exporter = exporter
+        self._block_size = block_size
+
+    @property
+    def num_open(self) -> int:
+        return self._puller.num_open
+
+    def accept(self, handle: KvHandle, num_tokens: int) -> PeerLease | None:
+        """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
+        lease = self._open(handle)
+        if lease is None:
+            return None
+        if lease.num_tokens != num_tokens or lease.num_blocks != -(-num_tokens // self._block_size):
+            logger.warning("a KV handle does not cover its request: computing the prompt here")
+            self.abandon(lease)
+            return None
+        return lease
+
+    def refuse(self, handle: KvHandle) -> None:
+        """Release the lease of a handle whose request was refused."""
+        self.abandon(self._open(handle))
+
+    def abandon(self, source: object | None) -> None:
+        """Release the lease, if there is one, that a request does not need any more."""
+        if source is not None:
+            assert isinstance(source, PeerLease)
+            self._puller.abandon(source)
+
+    def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
+        """Pull what the scheduler has reserved blocks for since the last call."""
+        jobs = self._scheduler.take_load_jobs()
+        if jobs:
+            self._exporter.fence()
+        for job in jobs:
+            if not job.positions:
+                self.abandon(job.source)
+                continue
+            lease, request_id = job.source, job.request.request_id
+            assert isinstance(lease, PeerLease)
+            if request_id in requests:
+                requests[request_id].start_pull(lease.num_tokens - job.positions[0] * self._block_size, now)
+            self._puller.load(request_id, lease, job.positions, job.block_ids)
+
+    def finish(self, requests: Mapping[RequestId, OpenRequest], now: float) -> list[Pull]:
+        """Tell the scheduler of the pulls that have ended, and return those that count."""
+        pulls = []
+        for pull in self._puller.take_results():
+            self._scheduler.finish_load(pull.request_id, pull.ok)
+            entry = requests.get(pull.request_id)
+            if entry is not None:
+                entry.finish_pull(pull, now)
+                if not pull.ok:
+                    logger.warning("KV pull failed, computing the prompt here: %s", pull.error)
+            if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
+                pulls.append(pull)
+        return pulls
+
+    def _open(self, handle: KvHandle) -> PeerLease | None:
+        try:
+            lease = open_handle(handle)
+        except MiniInferError as error:
+            logger.warning("%s: computing the prompt here", error)
+            return None
+        self._puller.keep_alive(lease)
+        return lease

@@ -1,0 +1,220 @@
+"""Messages between a worker's front and its engine process: typed, and lists in msgpack.
+
+Types of other modules travel as they are: settings, sampling parameters, log-probabilities, KV handles and leases.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from engine.request import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs
+from kvstore.pool.leases import Lease
+from kvstore.transport.handle import KvHandle
+from kvstore.types import BlockId, BlockKey, Epoch, LeaseId
+from worker.config import WorkerConfig
+
+
+class Row(msgspec.Struct, array_like=True, gc=False):
+    """What a message holds many of: without field names, so that a step of 256 requests costs little."""
+
+
+class Message(Row, tag=True):
+    """One frame. The first entry of its list is the name of its class."""
+
+
+# -- front -> engine process ---------------------------------------------------------------------------------
+
+
+class Start(Message):
+    """The first message: all settings of a worker, `worker_id` and `run_dir` filled in."""
+
+    worker: WorkerConfig
+    engine: EngineConfig
+    gpu: GpuConfig
+    kv_address: str = ""  # where peers reach the front's KvTransfer service
+
+
+class Submit(Message):
+    request_id: RequestId
+    prompt_token_ids: list[TokenId]
+    output_token_ids: list[TokenId]  # generated before; a migration replays them
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    prefill_only: bool
+    deadline_seconds: float  # from now; 0: none
+    handle: KvHandle | None
+
+
+class Cancel(Message):
+    request_id: RequestId
+
+
+class Abandon(Message):
+    """The request that came with this handle was refused: release the peer's lease."""
+
+    handle: KvHandle
+
+
+class Renew(Message):
+    lease_id: LeaseId
+    epoch: Epoch
+    lease_seconds: float
+
+
+class Release(Message):
+    lease_id: LeaseId
+    epoch: Epoch
+
+
+class Stage(Message):
+    """A reader that cannot reach GPU memory wants the blocks of this lease."""
+
+    lease_id: LeaseId
+
+
+class Stop(Message):
+    """The last message."""
+
+
+ToEngine = Start | Submit | Cancel | Abandon | Renew | Release | Stage | Stop
+
+
+# -- engine process -> front ---------------------------------------------------------------------------------
+
+
+class EngineInfo(msgspec.Struct):
+    """The engine's part of WorkerInfo; the names are the protobuf message's."""
+
+    epoch: Epoch
+    model: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[TokenId]
+    block_size: int
+    hash_version: int
+    kv_dtype: str
+    num_blocks: int
+    block_bytes: int
+    transports: list[str]
+    quantization: str
+    device: str
+    cuda_graphs: bool
+    max_num_seqs: int
+    kv_layout: str
+
+
+class Ready(Message):
+    """The model is loaded."""
+
+    info: EngineInfo
+    shm_sockets: list[str]  # where descriptors of the pools of all ranks are handed out
+    needs_staging: bool  # leases name blocks that those pools do not hold
+
+
+class Failed(Message):
+    """The engine cannot start, or cannot go on."""
+
+    reason: str
+
+
+class RequestTimes(Row):
+    """Names as in the protobuf message of this name."""
+
+    queue_seconds: float = 0.0
+    kv_pull_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    transport: str = ""
+    kv_pull_failed: bool = False
+
+
+class Delta(Row):
+    """What one step did for one request."""
+
+    request_id: RequestId
+    token_ids: list[TokenId]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    handle: KvHandle | None = None
+    times: RequestTimes | None = None  # with the first delta
+
+
+class Failure(Row):
+    """status: a name of the exception table; param: the field that the client got wrong."""
+
+    request_id: RequestId
+    status: str
+    message: str
+    param: str = ""
+    error_code: str = ""
+
+    @classmethod
+    def of(cls, request_id: RequestId, error: MiniInferError) -> Failure:
+        """What the exception says."""
+        param = error_code = None
+        if isinstance(error, InvalidRequestError):
+            param, error_code = error.param, error.code
+        return cls(request_id, mapping_for(error).grpc_status, public_message(error), param or "", error_code or "")
+
+
+class Pull(Row):
+    """How one pull of KV ended. error: why it failed."""
+
+    request_id: RequestId
+    ok: bool
+    error: str = ""
+    transport: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class EngineLoad(Row):
+    """The engine's part of LoadReport; the names are the protobuf message's."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_loading: int = 0
+    num_leases: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    waiting_prefill_tokens: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0  # 0: no step ran since the last report
+    step_prefill_tokens: int = 0
+    step_decode_tokens: int = 0
+
+
+class StepReport(Message):
+    """All that one turn of the engine process's loop did; the loop fills it in."""
+
+    deltas: list[Delta] = []
+    failures: list[Failure] = []
+    granted: list[Lease] = []
+    ended_leases: list[LeaseId] = []
+    staged: list[tuple[LeaseId, list[BlockId] | None]] = []  # rows of the shared memory, None without room
+    pulls: list[Pull] = []
+    stored: list[BlockKey] = []
+    removed: list[BlockKey] = []
+    load: EngineLoad = msgspec.field(default_factory=EngineLoad)
+    preemptions: int = 0  # this and the next two: totals since the start
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more in it than load and counters."""
+        lists = (self.deltas, self.failures, self.granted, self.ended_leases, self.staged, self.pulls)
+        return any(lists) or bool(self.stored or self.removed)
+
+
+ToFront = Ready | Failed | StepReport
