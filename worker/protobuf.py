@@ -42,6 +42,7 @@ def submit_fields(submit: pb.Submit, prefill_only: bool) -> dict[str, Any]:
             "prompt_logprobs": s.prompt_logprobs if s.HasField("prompt_logprobs") else None,
         },
         "priority": submit.priority,
+        "adapter": submit.adapter,
         "cache_salt": submit.cache_salt,
         "prefill_only": prefill_only,
         "deadline_seconds": submit.deadline_seconds,
