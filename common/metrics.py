@@ -185,7 +185,7 @@ class MetricSet:
 
     def __init__(self, labels: Mapping[str, str], shares: MetricSet | None = None) -> None:
         self._labels = dict(labels)
-        self._registry = shares._registry if shares else CollectorRegistry()
+        self._registry: CollectorRegistry = shares._registry if shares else CollectorRegistry()
         self._made: dict[str, Gauge | Counter | Histogram] = shares._made if shares else {}
         self._step_families: dict[str, _StepFamily] = shares._step_families if shares else {}
 

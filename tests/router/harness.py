@@ -20,6 +20,7 @@ from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app
 from router.http.protocol import bounded_protocol
+from router.served_model import LoadedModel, ServedModel, serve_models
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -36,6 +37,11 @@ class Cluster:
     openai: AsyncOpenAI
     port: int
     tokenizer: Tokenizer = field(default=DRY_RUN)
+
+    @property
+    def model(self) -> ServedModel:
+        """The default one."""
+        return self.gateway.models[0]
 
     async def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "seed": 1, **fields}
@@ -62,12 +68,11 @@ class Cluster:
 
     def is_quiet(self) -> bool:
         """No request is open anywhere."""
-        dispatcher = self.gateway.dispatcher
+        dispatchers = [model.dispatcher for model in self.gateway.models]
         links = self.gateway.workers.links
         sessions = [session for worker in (*self.prefill, *self.decode) for session in worker.sessions]
         return not (
-            dispatcher.num_running
-            or dispatcher.num_waiting
+            any(dispatcher.num_running or dispatcher.num_waiting for dispatcher in dispatchers)
             or any(link.num_open or link.view().queued_prefill_tokens for link in links)
             or any(session.running for session in sessions)
         )
@@ -113,7 +118,9 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    gateway = Gateway(RouterConfig(model="dry-run", **{**addresses, **config}), tokenizer, "dry-run", http)
+    settings = RouterConfig(model="dry-run", **{**addresses, **config})
+    loaded = [LoadedModel(settings.served_model_name, "dry-run", tokenizer)]
+    gateway = Gateway(settings, serve_models(settings, loaded), http)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(
@@ -148,5 +155,5 @@ async def cluster(
 
 
 def _all_usable(gateway: Gateway, num_prefill: int, num_decode: int) -> bool:
-    workers = gateway.workers
-    return len(workers.usable("prefill")) == num_prefill and len(workers.usable("decode")) == num_decode
+    links = [link for link in gateway.workers.links if link.is_usable]
+    return [link.role for link in links].count("prefill") == num_prefill and len(links) == num_prefill + num_decode
