@@ -57,7 +57,8 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
         if not _has_flag(request, "force") and not link.model.has_other(link):
             raise HttpError(
                 409,
-                f"{link.worker_id} is the only {link.role} worker of {link.model.name}: add ?force=true to drain it all the same",
+                f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
+                "add ?force=true to drain it all the same",
             )
         num_open = await link.drain(_grace_seconds(request))
         return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -105,13 +105,21 @@ async def cluster(
     tokenizer: Tokenizer = DRY_RUN,
     wait: bool = True,
     http: HttpConfig | None = None,
+    models: Sequence[LoadedModel] = (),
+    others: Sequence[ScriptedWorker] = (),
+    adapters: Sequence[str] = (),
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """Scripted workers behind a router. Every worker has a copy of `script`."""
+    """Scripted workers behind a router. Every worker has a copy of `script`.
+
+    models: what is served in place of dry-run; others: workers beside those of dry-run; adapters: of the first model.
+    """
     plan = vars(script or Script())
     facts = {"tokenizer_hash": tokenizer.tokenizer_hash(), **(info or {})}
     prefill = [ScriptedWorker("prefill", f"p{i}", Script(**plan), **facts) for i in range(num_prefill)]
     decode = [ScriptedWorker("decode", f"d{i}", Script(**plan), **facts) for i in range(num_decode)]
+    prefill += [worker for worker in others if worker.role == "prefill"]
+    decode += [worker for worker in others if worker.role == "decode"]
     for worker in (*prefill, *decode):
         await worker.start()
     addresses = {
@@ -119,8 +127,10 @@ async def cluster(
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
     settings = RouterConfig(model="dry-run", **{**addresses, **config})
-    loaded = [LoadedModel(settings.served_model_name, "dry-run", tokenizer)]
-    gateway = Gateway(settings, serve_models(settings, loaded), http)
+    served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
+    base = served[0]
+    served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
+    gateway = Gateway(settings, served, http)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(
@@ -141,7 +151,7 @@ async def cluster(
             AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
         ):
             async with asyncio.timeout(60):
-                while not (server.started and (not wait or _all_usable(gateway, num_prefill, num_decode))):
+                while not (server.started and (not wait or _num_usable(gateway) == len(prefill) + len(decode))):
                     assert not serving.done()
                     await asyncio.sleep(0.005)
             yield Cluster(gateway, prefill, decode, client, openai, port, tokenizer)
@@ -154,6 +164,5 @@ async def cluster(
                 await worker.kill()
 
 
-def _all_usable(gateway: Gateway, num_prefill: int, num_decode: int) -> bool:
-    links = [link for link in gateway.workers.links if link.is_usable]
-    return [link.role for link in links].count("prefill") == num_prefill and len(links) == num_prefill + num_decode
+def _num_usable(gateway: Gateway) -> int:
+    return sum(link.is_usable for link in gateway.workers.links)
