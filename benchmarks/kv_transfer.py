@@ -21,10 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import msgpack
+import msgspec
 import torch
 
 from common.rpc import RpcServer
@@ -103,7 +102,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str)
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         handle, seconds = owner.grant(int(line))
-        print(msgpack.packb(asdict(handle)).hex(), seconds, flush=True)
+        print(msgspec.msgpack.encode(handle).hex(), seconds, flush=True)
 
 
 class Reader:
@@ -261,7 +260,7 @@ def main() -> None:
             stdin.write(f"{count}\n")
             stdin.flush()
             handle, seconds = stdout.readline().split()
-            return open_handle(KvHandle(**msgpack.unpackb(bytes.fromhex(handle)))), float(seconds)
+            return open_handle(msgspec.msgpack.decode(bytes.fromhex(handle), type=KvHandle)), float(seconds)
 
         try:
             if stdout.readline() != "ready\n":

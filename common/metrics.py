@@ -137,38 +137,57 @@ SPECS: tuple[MetricSpec, ...] = (
 _BY_NAME = {spec.name: spec for spec in SPECS}
 
 
-class StepHistogram(Collector):
+class StepHistogram:
     """A histogram that is cheap enough for every token: one bisection and two additions per value.
 
     Without labels of its own. Counts are read only on a scrape.
     """
 
-    def __init__(self, spec: MetricSpec, labels: Mapping[str, str]) -> None:
-        self._spec = spec
-        self._labels = dict(labels)
-        self._bounds = spec.buckets
-        self._counts = [0] * (len(spec.buckets) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._spec.name, self._spec.help, labels=list(self._labels))
+    def add_to(self, family: HistogramMetricFamily, label_values: list[str]) -> None:
         names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        family.add_metric(label_values, buckets, self._sum)
+
+
+class _StepFamily(Collector):
+    """The step histograms of one name, by their constant labels."""
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self._spec = spec
+        self._children: dict[tuple[tuple[str, str], ...], StepHistogram] = {}
+
+    def add(self, labels: Mapping[str, str]) -> StepHistogram:
+        child = self._children[tuple(labels.items())] = StepHistogram(self._spec.buckets)
+        return child
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [name for name, _ in next(iter(self._children))]
+        family = HistogramMetricFamily(self._spec.name, self._spec.help, labels=names)
+        for labels, child in self._children.items():
+            child.add_to(family, [value for _, value in labels])
         yield family
 
 
 class MetricSet:
-    """The metrics of one program. `labels` are constant, such as model_name."""
+    """The metrics of one program. `labels` are constant, such as model_name.
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    shares: a set whose `labels` have the same names and other values; `render` of either returns both.
+    """
+
+    def __init__(self, labels: Mapping[str, str], shares: MetricSet | None = None) -> None:
         self._labels = dict(labels)
-        self._registry = CollectorRegistry()
-        self._made: dict[str, Gauge | Counter | Histogram] = {}
+        self._registry: CollectorRegistry = shares._registry if shares else CollectorRegistry()
+        self._made: dict[str, Gauge | Counter | Histogram] = shares._made if shares else {}
+        self._step_families: dict[str, _StepFamily] = shares._step_families if shares else {}
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -196,9 +215,10 @@ class MetricSet:
         spec = _BY_NAME.get(name)
         if spec is None or spec.kind != "histogram" or spec.labels or name in self._made:
             raise ConfigError(f"metric {name} is not a histogram without labels: see common/metrics.py")
-        histogram = StepHistogram(spec, self._labels)
-        self._registry.register(histogram)
-        return histogram
+        if name not in self._step_families:
+            self._step_families[name] = _StepFamily(spec)
+            self._registry.register(self._step_families[name])
+        return self._step_families[name].add(self._labels)
 
     def render(self) -> bytes:
         """All metrics asked for so far, in Prometheus' text format."""

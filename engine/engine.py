@@ -86,6 +86,7 @@ class Engine:
         request_id: RequestId | None = None,
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
+        adapter: str = "",
         cache_salt: str = "",
         prefill_only: bool = False,
         kv_source: object | None = None,
@@ -94,6 +95,8 @@ class Engine:
         """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError."""
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt must hold at least one token", "prompt")
+        if adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
+            raise InvalidRequestError(f"this engine has no adapter {adapter!r}")
         self._check_token_ids(prompt_token_ids, params)
         self._check_in_vocabulary("the output", output_token_ids, None)  # not a field of a client's request
         if params.seed is None:
@@ -105,6 +108,7 @@ class Engine:
             output_token_ids=list(output_token_ids),
             num_replayed_tokens=len(output_token_ids),
             priority=priority,
+            adapter=adapter,
             cache_salt=cache_salt,
             prefill_only=prefill_only,
             eos_token_ids=self.eos_token_ids,

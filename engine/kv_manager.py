@@ -43,7 +43,7 @@ class KVManager:
         self.enable_prefix_cache = enable_prefix_cache
         self.stats = CacheStats()
         self._fingerprint = fingerprint
-        self._roots: dict[str, BlockKey] = {"": root_key(fingerprint)}
+        self._roots: dict[tuple[str, str], BlockKey] = {}  # by adapter and salt
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -132,7 +132,7 @@ class KVManager:
         num_full = request.num_known_tokens // size
         if len(keys) >= num_full:
             return
-        parent = keys[-1] if keys else self._root(request.cache_salt)
+        parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
         for index in range(len(keys), num_full):
             parent = block_key(parent, request.token_ids(index * size, (index + 1) * size))
             keys.append(parent)
@@ -188,12 +188,12 @@ class KVManager:
         if step.copies_in:
             self.host_tier.unpin([slot for slot, _ in step.copies_in])
 
-    def _root(self, salt: str) -> BlockKey:
-        root = self._roots.get(salt)
+    def _root(self, adapter: str, salt: str) -> BlockKey:
+        root = self._roots.get((adapter, salt))
         if root is None:
             if len(self._roots) > 4096:  # salts come from clients: bounded
-                self._roots = {"": self._roots[""]}
-            root = self._roots[salt] = root_key(self._fingerprint, salt=salt)
+                self._roots.clear()
+            root = self._roots[adapter, salt] = root_key(self._fingerprint, adapter, salt)
         return root
 
 

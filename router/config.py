@@ -21,9 +21,12 @@ class RouterConfig:
     decode: str = setting("", "decode workers, host:port separated by commas; a name may stand for several")
     model: str = setting("", "the workers' --model; only its tokenizer is read here")
     served_model_name: str = setting("", "what clients call the model; empty: its own name")
+    models: str = setting(
+        "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
+    )
     policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
-    max_queue: int = setting(256, "requests that may wait for their first token; more get 429")
+    max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
     max_wait_seconds: float = setting(60.0, "a request whose wait is predicted to be longer gets 429 at once")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
     cluster_token: str = setting("", "shared secret of the services")
@@ -46,10 +49,25 @@ class RouterConfig:
             raise ConfigError("--max-retries, --worker-wait-seconds, --local-prefill-tokens must not be negative")
         if min(self.max_wait_seconds, self.request_timeout_seconds, self.worker_timeout_seconds) <= 0:
             raise ConfigError("--max-wait-, --request-timeout- and --worker-timeout-seconds must be positive")
+        if self.models and (self.model or self.served_model_name):
+            raise ConfigError("--models names all models: leave --model and --served-model-name out")
+        self.named_models()
         for role in ("prefill", "decode"):
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")
+
+    def named_models(self) -> list[tuple[str, str]]:
+        """What is served, as (name, model), the default first. An empty name stands for the model's own."""
+        if not self.models:
+            return [(self.served_model_name, self.model)]
+        found = []
+        for item in self.models.split(","):
+            name, equals, model = item.strip().partition("=")
+            if not (model if equals else name):
+                raise ConfigError(f"--models {self.models!r}: expected MODEL or NAME=MODEL, separated by commas")
+            found.append((name, model) if equals else ("", name))
+        return found
 
     def addresses(self, role: str) -> list[tuple[str, int]]:
         """The workers of a role as (host, port), in the order given."""

@@ -1,4 +1,4 @@
-"""What the choices of one router share: admission, which workers are next, the wait for workers, counts.
+"""What the choices of one model share: admission, which workers are next, the wait for workers, counts.
 
 A choice (`router.choice`) asks here before each of its legs. Speaks token ids only.
 """
@@ -15,10 +15,10 @@ from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
+from router.cluster.model_workers import ModelWorkers
 from router.cluster.policy import Decision, choose
 from router.cluster.prediction import EXPECTED_TOKENS, RequestView
 from router.cluster.worker_link import WorkerLink
-from router.cluster.workers import WorkerTable
 from router.config import RouterConfig
 from router.explain import ExplainLog
 from router.journal import Journal
@@ -31,10 +31,10 @@ LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does n
 
 
 class Dispatcher:
-    """One per router. Belongs to the running event loop."""
+    """One per model. Belongs to the running event loop."""
 
     def __init__(
-        self, config: RouterConfig, workers: WorkerTable, metrics: RouterMetrics, explain: ExplainLog
+        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, explain: ExplainLog
     ) -> None:
         self.config = config
         self.metrics = metrics
@@ -66,7 +66,7 @@ class Dispatcher:
         self._turn += 1
         request = RequestView(
             num_tokens=journal.num_tokens,
-            cached_tokens=self._workers.cached_tokens(journal.prompt_token_ids, journal.cache_salt),
+            cached_tokens=self._workers.cached_tokens(journal.prompt_token_ids, journal.adapter, journal.cache_salt),
             expected_tokens=self.answers.expected(journal.sampling.max_tokens, EXPECTED_TOKENS),
             session=journal.session,
             draw=self._random.random(),

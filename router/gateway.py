@@ -1,26 +1,25 @@
-"""The endpoints that use the model: from a validated body to a running generation, and tokenize/detokenize.
+"""The endpoints that use a model: from a validated body to a running generation, and tokenize/detokenize.
 
-Holds what one router process has once: tokenizer, worker table, dispatcher, metrics. `app` puts it behind routes.
+Holds what one router process has once: its models, by every name, and the worker table. `app` puts it behind routes.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
-from common.text.tokenizer import Tokenizer
 from router.api.chat_renderer import ChatRenderer
 from router.api.completion_renderer import CompletionRenderer
 from router.api.message_schemas import Message
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
-from router.api.sampling import ModelLimits, checked_ids, for_choice, sampling_params
+from router.api.sampling import checked_ids, for_choice, sampling_params
 from router.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
@@ -33,39 +32,34 @@ from router.api.text import ChoiceText, StopRules
 from router.choice import Choice
 from router.cluster.workers import WorkerTable
 from router.config import HttpConfig, RouterConfig
-from router.dispatch import Dispatcher
-from router.explain import ExplainLog
 from router.http.answer import GenerationResponse
 from router.http.body import read_json_object
 from router.http.deadline import timeout_seconds
 from router.http.errors import REQUEST_ID, ModelNotFoundError
 from router.http.held_bodies import HeldBodies, HeldBody
 from router.journal import Journal
-from router.metrics import RouterMetrics
 from router.request import GenerationRequest
+from router.served_model import ServedModel
 
-ALIASES = ("mini-infer", "default")  # model names that always mean the one that is served
+ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
+SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
 MAX_LABEL_CHARS = 128
 
 
 class Gateway:
     """One router's state. `start` and `stop` belong to the event loop that serves."""
 
-    def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, model_name: str, http: HttpConfig | None = None
-    ) -> None:
+    def __init__(self, config: RouterConfig, models: Sequence[ServedModel], http: HttpConfig | None = None) -> None:
+        """The first of `models` is the default one. An adapter comes with its base."""
         self.config = config
         http = http or HttpConfig()
         self.cors_origins = http.origins
         self.bodies = HeldBodies(http.max_body_memory_mb << 20)
-        self.tokenizer = tokenizer
-        self.model_name = config.served_model_name or model_name
-        self.model_names = frozenset({self.model_name, model_name, *ALIASES})
-        self.created = int(time.time())
-        self.metrics = RouterMetrics(self.model_name)
-        self.explain = ExplainLog(self.metrics)
-        self.workers = WorkerTable(config, tokenizer.tokenizer_hash())
-        self.dispatcher = Dispatcher(config, self.workers, self.metrics, self.explain)
+        self.models = models
+        self.base_models = [model for model in models if not model.adapter]
+        self.workers = WorkerTable(config, [model.workers for model in self.base_models])
+        self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
+        self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
 
     async def start(self) -> None:
         await self.workers.start()
@@ -73,42 +67,60 @@ class Gateway:
     async def stop(self) -> None:
         await self.workers.stop()
 
-    def limits(self) -> ModelLimits:
-        return self.workers.limits(self.tokenizer.vocab_size)
+    # -- models ------------------------------------------------------------------------------------------------
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model that clients call so. Raises ModelNotFoundError."""
+        model = self._by_name.get(name)
+        if model is None:
+            known = ", ".join(repr(model.name) for model in self.models)
+            raise ModelNotFoundError(f"no model {str(name)[:64]!r}; this server has {known}")
+        return model
+
+    def refused(self, scope: MutableMapping[str, Any], status: int) -> None:
+        """Count a request that was refused; before its model is known, for the first one."""
+        model: ServedModel = scope.get(SERVED_MODEL, self.models[0])
+        model.metrics.refused(status)
+
+    def _model_for(self, http: Request, name: str | None) -> ServedModel:
+        model: ServedModel
+        model = http.scope[SERVED_MODEL] = self.model(name)
+        return model
 
     # -- generation --------------------------------------------------------------------------------------------
 
     async def chat_completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
         body = parse_body(ChatCompletionBody, await read_json_object(http, held))
-        self.check_model(body.model)
-        self.dispatcher.admit()
+        model = self._model_for(http, body.model)
+        model.dispatcher.admit()
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        token_ids = await self._chat_ids(body.messages, add_prompt, bool(body.continue_final_message))
+        token_ids = await self._chat_ids(model, body.messages, add_prompt, bool(body.continue_final_message))
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
-        request = self._request(http, body, prompts, body.n or 1, arrival)
-        options = self._options(request, body, prompts, (), bool(body.logprobs))
-        return self._respond(http, body, request, ChatRenderer(options, self.tokenizer))
+        request = self._request(http, model, body, prompts, body.n or 1, arrival)
+        options = self._options(request, model, body, prompts, (), bool(body.logprobs))
+        return self._respond(http, body, request, ChatRenderer(options, model.tokenizer))
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
         body = parse_body(CompletionBody, await read_json_object(http, held))
-        self.check_model(body.model)
-        self.dispatcher.admit()
-        prompts = await completion_prompts(body, self.tokenizer, self.limits())
+        model = self._model_for(http, body.model)
+        model.dispatcher.admit()
+        prompts = await completion_prompts(body, model.tokenizer, model.limits())
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        request = self._request(http, body, prompts, per_prompt, arrival)
-        texts = tuple(self._echo_texts(body, prompts)) if body.echo else ()
-        options = self._options(request, body, prompts, texts, body.logprobs is not None)
-        return self._respond(http, body, request, CompletionRenderer(options, self.tokenizer, n, per_prompt))
+        request = self._request(http, model, body, prompts, per_prompt, arrival)
+        texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
+        options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
+        return self._respond(http, body, request, CompletionRenderer(options, model.tokenizer, n, per_prompt))
 
     def _request(
         self,
         http: Request,
+        model: ServedModel,
         body: ChatCompletionBody | CompletionBody,
         prompts: Sequence[list[int]],
         per_prompt: int,
@@ -128,7 +140,7 @@ class Gateway:
         skip_special = body.skip_special_tokens is not False
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = sampling_params(body, self.tokenizer, self.limits(), len(token_ids))
+            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids))
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number
@@ -139,16 +151,18 @@ class Gateway:
                     deadline=arrival + timeout,
                     arrival=arrival,
                     priority=body.priority or 0,
+                    adapter=model.adapter,
                     cache_salt=body.cache_salt or "",
                     session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
-                text = ChoiceText(self.tokenizer, rules, continues, has_logprobs, skip_special)
-                choices.append(Choice(index, prompt_index, journal, text, self.dispatcher))
+                text = ChoiceText(model.tokenizer, rules, continues, has_logprobs, skip_special)
+                choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices)
 
     def _options(
         self,
         request: GenerationRequest,
+        model: ServedModel,
         body: GenerationBody,
         prompts: Sequence[list[int]],
         texts: tuple[str, ...],
@@ -157,7 +171,7 @@ class Gateway:
         stream = body.stream_options
         return RenderOptions(
             request_id=request.request_id,
-            model=body.model or self.model_name,
+            model=body.model or model.name,
             created=int(time.time()),
             logprobs=logprobs,
             return_token_ids=bool(body.return_token_ids),
@@ -179,16 +193,18 @@ class Gateway:
         ]
         return GenerationResponse(request, renderer, headers, bool(body.stream))
 
-    def _echo_texts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
+    def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
         return [
             item
             if isinstance(item, str) and body.truncate_prompt_tokens is None
-            else self.tokenizer.decode(token_ids, skip_special=False)
+            else model.tokenizer.decode(token_ids, skip_special=False)
             for item, token_ids in zip(body.prompts, prompts, strict=True)
         ]
 
-    async def _chat_ids(self, messages: Sequence[Message], add_prompt: bool, continue_final: bool) -> list[int]:
-        token_ids = await chat_prompt(messages, self.tokenizer, self.limits(), add_prompt, continue_final)
+    async def _chat_ids(
+        self, model: ServedModel, messages: Sequence[Message], add_prompt: bool, continue_final: bool
+    ) -> list[int]:
+        token_ids = await chat_prompt(messages, model.tokenizer, model.limits(), add_prompt, continue_final)
         if not token_ids:
             raise InvalidRequestError("the messages give an empty prompt", "messages")
         return token_ids
@@ -197,28 +213,24 @@ class Gateway:
 
     async def tokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
         body = parse_body(TokenizeBody, await read_json_object(http, held))
-        self.check_model(body.model)
-        limits = self.limits()
+        model = self._model_for(http, body.model)
+        limits = model.limits()
         if body.messages is not None:
             add_prompt = body.add_generation_prompt and not body.continue_final_message
-            token_ids = await self._chat_ids(body.messages, add_prompt, body.continue_final_message)
+            token_ids = await self._chat_ids(model, body.messages, add_prompt, body.continue_final_message)
         elif body.prompt:
-            token_ids = await text_prompt(body.prompt, self.tokenizer, limits, body.add_special_tokens)
+            token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
         else:
-            token_ids = self.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
+            token_ids = model.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids,
         }  # fmt: skip
         if body.return_token_strs:
-            answer["token_strs"] = [self.tokenizer.token_text(token_id) for token_id in token_ids]
+            answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
         return answer
 
     async def detokenize(self, http: Request, held: HeldBody) -> dict[str, Any]:
         body = parse_body(DetokenizeBody, await read_json_object(http, held))
-        self.check_model(body.model)
-        token_ids = checked_ids(body.tokens, self.tokenizer.vocab_size, "tokens")
-        return {"prompt": self.tokenizer.decode(token_ids, skip_special=False)}
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.model_names:
-            raise ModelNotFoundError(f"no model {name[:64]!r}; this server has {self.model_name!r}")
+        model = self._model_for(http, body.model)
+        token_ids = checked_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        return {"prompt": model.tokenizer.decode(token_ids, skip_special=False)}

@@ -21,6 +21,7 @@ class Journal:
     deadline: float
     arrival: float
     priority: int = 0
+    adapter: str = ""
     cache_salt: str = ""
     session: str = ""
 
@@ -64,6 +65,7 @@ class Journal:
             output_token_ids=self.output_token_ids,
             sampling=self._sampling(),
             priority=self.priority,
+            adapter=self.adapter,
             cache_salt=self.cache_salt,
             kv_handle=self.kv_handle,
             deadline_seconds=max(self.deadline - now, 0.001),

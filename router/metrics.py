@@ -1,12 +1,13 @@
-"""The router's metrics: what it observes per step or per request, and what it reads off the table on a scrape."""
+"""The router's metrics of one model: observed per step or per request, or read off its workers on a scrape."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
 
 from common.metrics import MetricSet
 from kvstore.pool.index import IndexState
-from router.cluster.workers import WorkerTable
+from router.cluster.model_workers import ModelWorkers
 from router.journal import Journal
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -17,8 +18,10 @@ ROLES = ("prefill", "decode")
 class RouterMetrics:
     """Children are looked up once: an observation is one call."""
 
-    def __init__(self, model_name: str) -> None:
-        self._set = metrics = MetricSet({"model_name": model_name})
+    def __init__(self, model_name: str, shares: RouterMetrics | None = None) -> None:
+        """`shares`: the metrics of another model, which are rendered together with these."""
+        metrics = MetricSet({"model_name": model_name}, shares._set if shares else None)
+        self._set: MetricSet = metrics
         self.time_to_first_token = metrics.histogram("vllm:time_to_first_token_seconds")
         self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
@@ -52,11 +55,16 @@ class RouterMetrics:
     def refused(self, status: int) -> None:
         self._set.counter("mini_infer_requests_refused", status=str(status)).inc()
 
-    def render(self, workers: WorkerTable, num_running: int, num_waiting: int) -> bytes:
-        """The text for a scrape; gauges are read off now."""
+    def render(self) -> bytes:
+        """The text for a scrape, of all models whose metrics are shared."""
+        return self._set.render()
+
+    def read_gauges(self, workers: ModelWorkers, num_running: int, num_waiting: int) -> None:
+        """Bring the gauges up to date, before a scrape."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
-        states = Tally((item["role"], item["state"]) for item in workers.describe())
+        now = time.monotonic()
+        states = Tally((link.role, link.state(now)) for link in workers.links)
         for role in ROLES:
             for state in WORKER_STATES:
                 self._set.gauge("mini_infer_workers", role=role, state=state).set(states[(role, state)])
@@ -67,4 +75,3 @@ class RouterMetrics:
         for state_of_index in IndexState:
             gauge = self._set.gauge("mini_infer_index_workers", state=state_of_index.value)
             gauge.set(by_state[state_of_index])
-        return self._set.render()

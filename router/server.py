@@ -1,4 +1,4 @@
-"""Life of the router's process: read the tokenizer, listen, and serve until SIGTERM."""
+"""Life of the router's process: read the tokenizers, listen, and serve until SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import RateLimit, setup_logging
 from common.model_files import resolve_model
-from common.text.tokenizer import Tokenizer, load_tokenizer
+from common.text.tokenizer import load_tokenizer
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app
 from router.http.protocol import BoundedProtocol, bounded_protocol
+from router.served_model import LoadedModel, ServedModel, serve_models
 
 SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024
@@ -61,14 +62,19 @@ def main(argv: list[str] | None = None) -> int:
         setup_logging("router", config.log_level)
         protocol = bounded_protocol(http)
         allow_descriptors(protocol.places.max_open + NUM_OTHER_DESCRIPTORS)
-        files = resolve_model(config.model)
-        gateway_model, tokenizer = files.name, load_tokenizer(files)
+        models = serve_models(config, [load(*named) for named in config.named_models()])
         listener = _listen(config.host, config.port)
     except ConfigError as error:
         print(f"router: {error}", file=sys.stderr)
         return 1
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, protocol, tokenizer, gateway_model, listener))
+        return runner.run(_serve(config, protocol, models, listener))
+
+
+def load(name: str, model: str) -> LoadedModel:
+    """Read what a router needs of the files of `model`. Raises ConfigError."""
+    files = resolve_model(model)
+    return LoadedModel(name, files.name, load_tokenizer(files))
 
 
 def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
@@ -94,13 +100,12 @@ def allow_descriptors(count: int) -> None:
 async def _serve(
     config: RouterConfig,
     protocol: type[BoundedProtocol],
-    tokenizer: Tokenizer,
-    model_name: str,
+    models: list[ServedModel],
     listener: socket.socket,
 ) -> int:
     server = Server(
         uvicorn.Config(
-            create_app(Gateway(config, tokenizer, model_name, protocol.limits)),
+            create_app(Gateway(config, models, protocol.limits)),
             http=protocol,
             ws="none",
             access_log=False,

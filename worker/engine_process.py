@@ -141,6 +141,7 @@ class EngineProcess:
                 request_id=submit.request_id,
                 output_token_ids=submit.output_token_ids,
                 priority=submit.priority,
+                adapter=submit.adapter,
                 cache_salt=submit.cache_salt,
                 prefill_only=submit.prefill_only,
                 kv_source=lease,

@@ -43,6 +43,7 @@ class Submit(Message):
     output_token_ids: list[TokenId]  # generated before; a migration replays them
     params: SamplingParams
     priority: int
+    adapter: str
     cache_salt: str
     prefill_only: bool
     deadline_seconds: float  # from now; 0: none

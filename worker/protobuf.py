@@ -40,6 +40,7 @@ def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> S
         output_token_ids=list(submit.output_token_ids),
         params=sampling_params(submit.sampling),
         priority=submit.priority,
+        adapter=submit.adapter,
         cache_salt=submit.cache_salt,
         prefill_only=prefill_only,
         deadline_seconds=submit.deadline_seconds,

@@ -1,4 +1,4 @@
-"""Do the parts of a cluster fit together? Pure comparison of what workers describe."""
+"""Do the workers of one model fit together? Pure comparison of what they describe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 
 MAX_SHOWN = 64  # characters of a value that differs
+SAME = "start this model's workers with the same "
 # Field of WorkerInfo -> what to do when it differs between workers.
 _MUST_AGREE = {
-    "model_fingerprint": "start all workers with the same --model, --dtype, --quant-mode and --kv-cache-dtype",
-    "tokenizer_hash": "start all services with the same --model",
-    "block_size": "start all workers with the same --block-size",
+    "model_fingerprint": SAME + "--model, --dtype, --quant-mode and --kv-cache-dtype",
+    "tokenizer_hash": "give both the same model",
+    "block_size": SAME + "--block-size",
     "hash_version": "run the same version of mini-infer everywhere",
-    "kv_layout": "start all workers with the same --model, --dtype and --kv-cache-dtype",
-    "kv_dtype": "start all workers with the same --dtype and --kv-cache-dtype",
+    "kv_layout": SAME + "--model, --dtype and --kv-cache-dtype",
+    "kv_dtype": SAME + "--dtype and --kv-cache-dtype",
 }
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
-from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.cluster.breaker import Breaker
@@ -24,6 +22,7 @@ from router.cluster.prediction import WorkerView
 from router.cluster.rates import WorkerRates
 
 if TYPE_CHECKING:
+    from router.cluster.model_workers import ModelWorkers
     from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
@@ -33,12 +32,10 @@ KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as m
 class WorkerLink:
     """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
 
-    def __init__(
-        self, role: str, address: str, index: PrefixIndex, on_usable: Callable[[], object] = lambda: None
-    ) -> None:
-        """`on_usable` is called when requests may come that could not before."""
+    def __init__(self, role: str, address: str, model: ModelWorkers) -> None:
         self.role = role
         self.address = address
+        self.model = model  # whose workers this one belongs to; the first, until it announces another
         self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `_connection`
         self.load = pb.LoadReport()
         self.rates = WorkerRates()
@@ -49,13 +46,11 @@ class WorkerLink:
         self.num_lost = 0  # times the stream ended
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # of life: a report, or an answer about its health
-        self._index = index
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
         self._pending_tokens = 0
         self._num_expected = 0  # choices that will come here when their prompt is computed elsewhere
-        self._on_usable = on_usable
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -70,6 +65,18 @@ class WorkerLink:
     @property
     def is_usable(self) -> bool:
         return self.info is not None and self.is_serving and not self.load.draining and not self.is_leaving
+
+    def state(self, now: float) -> str:
+        """One word for operators."""
+        if self.refused:
+            return "refused"
+        if self.info is None:
+            return "connecting"
+        if self.load.draining:
+            return "draining"
+        if not self.is_serving:
+            return "not_serving"
+        return "suspended" if self.breaker.is_open(now) else "ready"
 
     def view(self) -> WorkerView:
         load = self.load
@@ -138,7 +145,7 @@ class WorkerLink:
     def attached(self, info: pb.WorkerInfo, connection: WorkerConnection) -> None:
         """The stream is open: requests may come."""
         self.info, self._connection = info, connection
-        self._feed = IndexFeed(self._index, self.worker_id, connection.fetch_snapshot)
+        self._feed = IndexFeed(self.model.index, self.worker_id, connection.fetch_snapshot)
         self.last_sign = time.monotonic()
         logger.info("%s worker %s attached (%s)", self.role, info.worker_id, self.address)
         self.set_serving(True)
@@ -147,7 +154,7 @@ class WorkerLink:
         """What the worker says about its health."""
         was_serving, self.is_serving = self.is_serving, is_serving
         if is_serving and not was_serving:
-            self._on_usable()
+            self.model.on_usable()
 
     def lost(self, reason: str) -> None:
         """The stream has ended: forget the worker's state and fail what is open here."""

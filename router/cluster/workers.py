@@ -1,7 +1,7 @@
-"""The table of all workers: which addresses there are, which workers may be used, what they agree on.
+"""The table of all workers: which addresses there are, and whose model each worker serves.
 
 A host name that resolves to several addresses stands for one worker each, and is resolved again every few
-seconds. Owns the links and the prefix index; chooses nothing.
+seconds. Owns the connections; chooses nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Sequence
 from typing import Any
 
-from common.errors import HandshakeError, UnavailableError
-from kvstore.pool.block_hash import block_keys, root_key
-from kvstore.pool.index import PrefixIndex
-from kvstore.types import WorkerId
+from common.errors import HandshakeError
 from protos import types_pb2 as pb
-from router.api.sampling import ModelLimits
-from router.cluster.handshake import check_worker
+from router.cluster.model_workers import ModelWorkers
 from router.cluster.worker_connection import WorkerConnection
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
@@ -33,15 +29,12 @@ ROLES = ("prefill", "decode")
 class WorkerTable:
     """All workers of one router. `start` and `stop` belong to the running event loop."""
 
-    def __init__(self, config: RouterConfig, tokenizer_hash: str) -> None:
-        self.index = PrefixIndex()
-        self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
+    def __init__(self, config: RouterConfig, models: Sequence[ModelWorkers]) -> None:
         self._config = config
-        self._tokenizer_hash = tokenizer_hash
+        self._models = models
         self._links: dict[tuple[str, str], WorkerLink] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
-        self._last_info: pb.WorkerInfo | None = None
 
     async def start(self) -> None:
         await self._resolve()
@@ -59,55 +52,14 @@ class WorkerTable:
     def links(self) -> list[WorkerLink]:
         return list(self._links.values())
 
-    def usable(self, role: str, avoid: Collection[WorkerId] = ()) -> list[WorkerLink]:
-        """Workers that may get a request. Those to avoid, or whose breaker is open, only when there is no other."""
-        now = time.monotonic()
-        links = [link for link in self._links.values() if link.role == role and link.is_usable]
-        closed = [link for link in links if not link.breaker.is_open(now)]
-        preferred = [link for link in closed if link.worker_id not in avoid]
-        return preferred or closed or links
-
-    def seconds_absent(self, role: str, now: float) -> float:
-        """How long no worker of a role has been attached; infinite when none ever was."""
-        links = [link for link in self._links.values() if link.role == role]
-        if any(link.info is not None for link in links):
-            return 0.0
-        return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
-
-    def has_other(self, worker: WorkerLink) -> bool:
-        """Whether its role has another worker that takes requests."""
-        return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
-
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
         return next((link for link in self._links.values() if link.info and link.worker_id == worker_id), None)
 
-    def infos(self) -> list[pb.WorkerInfo]:
-        return [link.info for link in self._links.values() if link.info is not None]
-
-    def limits(self, tokenizer_vocab_size: int) -> ModelLimits:
-        """Bounds that hold on every worker, or on the last one that was. Raises UnavailableError before the first."""
-        infos = self.infos() or ([self._last_info] if self._last_info else [])
-        if not infos:
-            raise UnavailableError("no worker is available")
-        return ModelLimits(
-            max_model_len=min(info.max_model_len for info in infos),
-            vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
-        )
-
-    def cached_tokens(self, token_ids: list[int], salt: str) -> dict[WorkerId, int]:
-        """Leading tokens of a prompt that each worker has in its cache, by the index."""
-        infos = self.infos()
-        if not infos or not self.index.num_keys:
-            return {}
-        info = infos[0]
-        keys = block_keys(token_ids, info.block_size, root_key(info.model_fingerprint, "", salt))
-        return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
-
     def describe(self) -> list[dict[str, Any]]:
         """Every worker for GET /v1/cluster."""
         now = time.monotonic()
-        return [_describe(link, self.index, now) for link in self._links.values()]
+        return [_describe(link, now) for link in self._links.values()]
 
     # -- addresses ---------------------------------------------------------------------------------------------
 
@@ -119,8 +71,20 @@ class WorkerTable:
                     f"{link.address} and {other.address} both call themselves {info.worker_id}: "
                     "give each worker its own --worker-id"
                 )
-        check_worker(info, link.role, self._tokenizer_hash, [other.info for other in others if other.info])
-        self._last_info = info
+        self._model_of(info).accept(link, info)
+
+    def _model_of(self, info: pb.WorkerInfo) -> ModelWorkers:
+        """The model that a worker announces. The only one, whatever it is called there: names of files may differ."""
+        if len(self._models) == 1:
+            return self._models[0]
+        for model in self._models:
+            if info.model in (model.own_name, model.name):
+                return model
+        raise HandshakeError(
+            f"{info.worker_id} serves {info.model!r}, which is none of this router's models "
+            f"({', '.join(model.own_name for model in self._models)}): name it in --models, or start the worker "
+            "with one of these"
+        )
 
     async def _resolve_forever(self) -> None:
         while True:
@@ -143,10 +107,10 @@ class WorkerTable:
             if link.is_leaving and not link.num_open:
                 self._tasks.pop(key).cancel()
                 del self._links[key]
-                self.index.remove_worker(link.worker_id)
+                link.model.remove(link)
 
     def _add(self, role: str, address: str) -> None:
-        link = WorkerLink(role, address, self.index, lambda: self.on_usable())
+        link = self._models[0].add(role, address)
         connection = WorkerConnection(
             link, self._accept, self._config.cluster_token, self._config.worker_timeout_seconds
         )
@@ -176,7 +140,7 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-_SHOWN_INFO = ("model", "device", "quantization", "cuda_graphs", "version")
+_SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")
 _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
 _SHOWN_LOAD = {
     "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
@@ -185,19 +149,20 @@ _SHOWN_LOAD = {
 }  # fmt: skip
 
 
-def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any]:
+def _describe(link: WorkerLink, now: float) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": link.worker_id,
         "role": link.role,
-        "state": _state(link, now),
+        "state": link.state(now),
         "open_requests": link.num_open,
         "times_lost": link.num_lost,
     }
     if link.refused:
         fields["refused"] = link.refused
     if link.info is not None:
-        info = link.info
+        info, index = link.info, link.model.index
         fields |= {
+            "model": link.model.name,
             **{name: getattr(info, name) for name in _SHOWN_INFO},
             "transports": list(info.transports),
             "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
@@ -208,15 +173,3 @@ def _describe(link: WorkerLink, index: PrefixIndex, now: float) -> dict[str, Any
             },
         }
     return fields
-
-
-def _state(link: WorkerLink, now: float) -> str:
-    if link.refused:
-        return "refused"
-    if link.info is None:
-        return "connecting"
-    if link.load.draining:
-        return "draining"
-    if not link.is_serving:
-        return "not_serving"
-    return "suspended" if link.breaker.is_open(now) else "ready"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -21,6 +21,7 @@ from common.errors import MiniInferError
 from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
+from protos import types_pb2 as pb
 from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
@@ -28,6 +29,7 @@ from router.http.errors import HttpError, error_body, error_headers, log_if_inte
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
 from router.http.operator_routes import Handler, add_operator_routes, json_response
+from router.served_model import ServedModel
 
 MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
@@ -82,7 +84,7 @@ def create_app(gateway: Gateway) -> Any:
 def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
     async def known(request: Request, error: Exception) -> Response:
         status = status_of(error)
-        gateway.metrics.refused(status)
+        gateway.refused(request.scope, status)
         headers = {name.decode(): value.decode() for name, value in error_headers(error)}
         if logged_id := log_if_internal(request.scope, error):
             headers["x-request-id"] = logged_id
@@ -132,49 +134,48 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
 
         return handler
 
-    def card() -> dict[str, Any]:
-        infos = gateway.workers.infos()
+    def card(model: ServedModel) -> dict[str, Any]:
         return {
-            "id": gateway.model_name,
+            "id": model.name,
             "object": "model",
-            "created": gateway.created,
+            "created": model.created,
             "owned_by": "mini-infer",
-            "max_model_len": min((info.max_model_len for info in infos), default=None),
+            "max_model_len": min((info.max_model_len for info in model.workers.infos()), default=None),
         }
 
     async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        return json_response({"object": "list", "data": [card(model) for model in gateway.models]})
 
     async def model(request: Request) -> Response:
-        gateway.check_model(request.path_params["name"])
-        return json_response(card())
+        return json_response(card(gateway.model(request.path_params["name"])))
 
     chat, completions = with_body(gateway.chat_completions), with_body(gateway.completions)
     tokenize, detokenize = with_body(gateway.tokenize), with_body(gateway.detokenize)
     routes.add("POST", "/v1/chat/completions", chat, "the answer to a conversation", ChatCompletionBody)
     routes.add("POST", "/v1/completions", completions, "the continuation of a text", CompletionBody)
-    routes.add("GET", "/v1/models", models, "the model that is served")
-    routes.add("GET", "/v1/models/{name:path}", model, "the same, or 404 for another model")
+    routes.add("GET", "/v1/models", models, "the models that are served")
+    routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")
     routes.add("POST", "/tokenize", tokenize, "the token ids of a text or a conversation", TokenizeBody)
     routes.add("POST", "/detokenize", detokenize, "the text of token ids", DetokenizeBody)
 
 
 def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
     async def healthz(_: Request) -> Response:
-        infos = gateway.workers.infos()
-        roles = Counter(info.role for info in infos)
+        first = gateway.models[0]
+        infos = first.workers.infos()
         cuda_graphs = all(info.cuda_graphs for info in infos) if infos else None
         return json_response(
             {
                 "status": "ok",
-                "model": gateway.model_name,
-                "roles": {role: roles[role] for role in ("prefill", "decode")},
+                "model": first.name,
+                "roles": _roles(infos),
                 "quantization": infos[0].quantization if infos else None,
                 "cuda_graphs": cuda_graphs,
                 # The same under the names of the flags.
                 "use_cuda_graph": cuda_graphs,
                 "quant_mode": infos[0].quantization if infos else None,
                 "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
+                "models": {model.name: _roles(model.workers.infos()) for model in gateway.base_models},
             }
         )
 
@@ -182,7 +183,8 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response({"status": "ok"})
 
     async def ready(_: Request) -> Response:
-        if not gateway.workers.usable("decode"):
+        # One model without workers must not take the router, and with it the other models, out of service.
+        if not any(model.workers.usable("decode") for model in gateway.base_models):
             return json_response({"status": "no decode worker is ready"}, 503)
         return json_response({"status": "ok"})
 
@@ -190,13 +192,19 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response({"version": VERSION})
 
     async def metrics(_: Request) -> Response:
-        dispatcher = gateway.dispatcher
-        text = gateway.metrics.render(gateway.workers, dispatcher.num_running, dispatcher.num_waiting)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        for model in gateway.base_models:
+            model.metrics.read_gauges(model.workers, model.dispatcher.num_running, model.dispatcher.num_waiting)
+        return Response(gateway.models[0].metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     routes.add("GET", "/healthz", healthz, "what is served by how many workers")
     routes.add("GET", "/livez", livez, "200 while the router runs")
-    routes.add("GET", "/readyz", ready, "200 while requests can be served")
+    routes.add("GET", "/readyz", ready, "200 while requests for any model can be served")
     routes.add("GET", "/health", ready, "the same")
     routes.add("GET", "/version", version, "the router's version")
     routes.add("GET", "/metrics", metrics, "metrics for Prometheus")
+
+
+def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
+    """How many workers there are of each role."""
+    roles = Counter(info.role for info in infos)
+    return {role: roles[role] for role in ("prefill", "decode")}

@@ -29,30 +29,36 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
     """Call `add` with method, path, handler and what it does, for each."""
 
     async def cluster(_: Request) -> Response:
-        dispatcher = gateway.dispatcher
+        models = {
+            model.name: {"running": model.dispatcher.num_running, "waiting": model.dispatcher.num_waiting}
+            for model in gateway.base_models
+        }
         return json_response(
             {
-                "model": gateway.model_name,
+                "model": gateway.models[0].name,
                 "policy": gateway.config.policy,
-                "running": dispatcher.num_running,
-                "waiting": dispatcher.num_waiting,
+                "running": sum(counts["running"] for counts in models.values()),
+                "waiting": sum(counts["waiting"] for counts in models.values()),
+                "models": models,
                 "workers": gateway.workers.describe(),
             }
         )
 
     async def explain(request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        choices = gateway.explain.find(request_id, time.monotonic())
-        if not choices:
-            raise NotFoundError("this request is not known, or was too long ago")
-        return json_response({"id": request_id, "choices": choices})
+        for model in gateway.base_models:
+            if choices := model.explain.find(request_id, time.monotonic()):
+                return json_response({"id": request_id, "model": model.name, "choices": choices})
+        raise NotFoundError("this request is not known, or was too long ago")
 
     async def drain(request: Request) -> Response:
         _check_operator(request, gateway)
         link = _worker(request, gateway)
-        if not _has_flag(request, "force") and not gateway.workers.has_other(link):
+        if not _has_flag(request, "force") and not link.model.has_other(link):
             raise HttpError(
-                409, f"{link.worker_id} is the only {link.role} worker: add ?force=true to drain it all the same"
+                409,
+                f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
+                "add ?force=true to drain it all the same",
             )
         num_open = await link.drain(_grace_seconds(request))
         return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})

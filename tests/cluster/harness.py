@@ -149,9 +149,13 @@ def running_cluster(
     worker_args: Sequence[str] = (),
     router_args: Sequence[str] = (),
     role_args: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    models: Mapping[str, str] = MappingProxyType({}),
     with_agent: bool = False,
 ) -> Iterator[Cluster]:
-    """Start everything, wait until it is ready, and end everything."""
+    """Start everything, wait until it is ready, and end everything.
+
+    models: workers that serve another --model than that of `engine_args`, by name.
+    """
     with tempfile.TemporaryDirectory(prefix="mini-infer-test-") as name:
         folder = Path(name)
         run_dir = folder / "run"
@@ -175,9 +179,11 @@ def running_cluster(
             argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
             if with_agent:
                 argv.append(f"--agent-socket={socket_path}")
-            add(worker, [*argv, *engine_args, *worker_args, *role_args.get(role, ())])
+            other = [f"--model={models[worker]}"] if worker in models else []
+            add(worker, [*argv, *engine_args, *other, *worker_args, *role_args.get(role, ())])
         addresses = dict(zip(names, (f"127.0.0.1:{port}" for port in ports), strict=True))
-        argv = ["-m", "router", f"--port={router_port}", f"--model={model}"]
+        served = ",".join(dict.fromkeys([model, *models.values()]))
+        argv = ["-m", "router", f"--port={router_port}", f"--models={served}" if models else f"--model={model}"]
         for role in ("prefill", "decode"):
             listed = ",".join(address for worker, address in addresses.items() if worker.startswith(role))
             argv.append(f"--{role}={listed}")

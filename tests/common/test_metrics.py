@@ -60,3 +60,20 @@ def test_a_step_histogram_counts_like_the_library() -> None:
     assert fast.render().decode().splitlines() == shown
     with pytest.raises(ConfigError):
         fast.step_histogram("vllm:unheard_of")
+
+
+def test_sets_that_share_are_one_text() -> None:
+    first = MetricSet({"model_name": "a"})
+    second = MetricSet({"model_name": "b"}, first)
+    for metrics, count in ((first, 1), (second, 2)):
+        metrics.counter("vllm:prompt_tokens").inc(count)
+        steps = metrics.step_histogram("vllm:inter_token_latency_seconds")
+        for _ in range(count):
+            steps.observe(0.001)
+    text = second.render().decode()
+    assert text == first.render().decode()
+    families = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(families)) == len(families)  # a scrape with a name twice is refused as a whole
+    for name in ("vllm:prompt_tokens_total", "vllm:inter_token_latency_seconds_count"):
+        assert f'{name}{{model_name="a"}} 1.0' in text
+        assert f'{name}{{model_name="b"}} 2.0' in text

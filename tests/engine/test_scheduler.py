@@ -10,11 +10,13 @@ from common.errors import ContextLengthError, InvalidRequestError
 from engine.engine import DeviceLostError, Engine
 from engine.kv_manager import KVManager
 from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
-from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
 from examples.scheduling_policy import ShortestPromptFirst
+from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTierAllocator
+from kvstore.types import BlockKey
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 
 BLOCK = 4
@@ -120,6 +122,27 @@ def test_salt_separates_caches() -> None:
     other = engine.add_request(prompt, SamplingParams(max_tokens=1), cache_salt="b")
     run_all(engine)
     assert other.num_cached_tokens == 0
+
+
+def test_adapters_share_no_kv() -> None:
+    prompt = list(range(1, 18))
+    kv = KVManager(BlockPool(8), 4, "fingerprint")
+
+    def keys(adapter: str, salt: str) -> list[BlockKey]:
+        request = Request(RequestId("r"), prompt, SamplingParams(), adapter=adapter, cache_salt=salt)
+        kv.extend_keys(request)
+        return request.block_keys
+
+    for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("a", "")):
+        assert keys(adapter, salt) == block_keys(prompt, 4, root_key("fingerprint", adapter, salt))
+
+
+def test_an_adapter_that_the_engine_lacks_is_refused() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequestError, match="no adapter 'poet'") as refused:
+        engine.add_request([1, 2], SamplingParams(max_tokens=1), adapter="poet")
+    assert refused.value.param is None  # clients name models: this is the cluster's mistake
+    assert not engine.has_work()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -20,6 +20,7 @@ from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app
 from router.http.protocol import bounded_protocol
+from router.served_model import LoadedModel, ServedModel, serve_models
 from tests.router.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -36,6 +37,11 @@ class Cluster:
     openai: AsyncOpenAI
     port: int
     tokenizer: Tokenizer = field(default=DRY_RUN)
+
+    @property
+    def model(self) -> ServedModel:
+        """The default one."""
+        return self.gateway.models[0]
 
     async def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "seed": 1, **fields}
@@ -62,12 +68,11 @@ class Cluster:
 
     def is_quiet(self) -> bool:
         """No request is open anywhere."""
-        dispatcher = self.gateway.dispatcher
+        dispatchers = [model.dispatcher for model in self.gateway.models]
         links = self.gateway.workers.links
         sessions = [session for worker in (*self.prefill, *self.decode) for session in worker.sessions]
         return not (
-            dispatcher.num_running
-            or dispatcher.num_waiting
+            any(dispatcher.num_running or dispatcher.num_waiting for dispatcher in dispatchers)
             or any(link.num_open or link.view().queued_prefill_tokens for link in links)
             or any(session.running for session in sessions)
         )
@@ -100,20 +105,32 @@ async def cluster(
     tokenizer: Tokenizer = DRY_RUN,
     wait: bool = True,
     http: HttpConfig | None = None,
+    models: Sequence[LoadedModel] = (),
+    others: Sequence[ScriptedWorker] = (),
+    adapters: Sequence[str] = (),
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """Scripted workers behind a router. Every worker has a copy of `script`."""
+    """Scripted workers behind a router. Every worker has a copy of `script`.
+
+    models: what is served in place of dry-run; others: workers beside those of dry-run; adapters: of the first model.
+    """
     plan = vars(script or Script())
     facts = {"tokenizer_hash": tokenizer.tokenizer_hash(), **(info or {})}
     prefill = [ScriptedWorker("prefill", f"p{i}", Script(**plan), **facts) for i in range(num_prefill)]
     decode = [ScriptedWorker("decode", f"d{i}", Script(**plan), **facts) for i in range(num_decode)]
+    prefill += [worker for worker in others if worker.role == "prefill"]
+    decode += [worker for worker in others if worker.role == "decode"]
     for worker in (*prefill, *decode):
         await worker.start()
     addresses = {
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    gateway = Gateway(RouterConfig(model="dry-run", **{**addresses, **config}), tokenizer, "dry-run", http)
+    settings = RouterConfig(model="dry-run", **{**addresses, **config})
+    served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
+    base = served[0]
+    served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
+    gateway = Gateway(settings, served, http)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(
@@ -134,7 +151,7 @@ async def cluster(
             AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
         ):
             async with asyncio.timeout(60):
-                while not (server.started and (not wait or _all_usable(gateway, num_prefill, num_decode))):
+                while not (server.started and (not wait or _num_usable(gateway) == len(prefill) + len(decode))):
                     assert not serving.done()
                     await asyncio.sleep(0.005)
             yield Cluster(gateway, prefill, decode, client, openai, port, tokenizer)
@@ -147,6 +164,5 @@ async def cluster(
                 await worker.kill()
 
 
-def _all_usable(gateway: Gateway, num_prefill: int, num_decode: int) -> bool:
-    workers = gateway.workers
-    return len(workers.usable("prefill")) == num_prefill and len(workers.usable("decode")) == num_decode
+def _num_usable(gateway: Gateway) -> int:
+    return sum(link.is_usable for link in gateway.workers.links)

@@ -265,11 +265,9 @@ class ScriptedWorker:
 
     def _store(self, running: Running, report: pb.StepReport) -> None:
         """The prompt's blocks are in the prefix cache now."""
-        salt = running.submit.cache_salt
-        root = root_key(self._info["model_fingerprint"], "", salt)
-        new = [
-            key for key in block_keys(list(running.submit.prompt_token_ids), BLOCK_SIZE, root) if key not in self.keys
-        ]
+        submit = running.submit
+        root = root_key(self._info["model_fingerprint"], submit.adapter, submit.cache_salt)
+        new = [key for key in block_keys(list(submit.prompt_token_ids), BLOCK_SIZE, root) if key not in self.keys]
         if new:
             self.keys.update(new)
             self.sequence += 1

@@ -16,8 +16,7 @@ from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, StopRules, Update
 from router.choice import Choice, State
-from router.cluster.worker_link import WorkerLink
-from router.cluster.workers import WorkerTable
+from router.cluster.model_workers import ModelWorkers
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.explain import ExplainLog
@@ -32,10 +31,9 @@ HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
 class Worker:
     """A link whose commands stay here, and which reports what a test says."""
 
-    def __init__(self, table: WorkerTable, role: str, name: str) -> None:
+    def __init__(self, workers: ModelWorkers, role: str, name: str) -> None:
         self.commands: list[pb.Command] = []
-        self.link = WorkerLink(role, name, table.index, lambda: table.on_usable())
-        table._links[(role, name)] = self.link
+        self.link = workers.add(role, name)
         self.info = pb.WorkerInfo(
             worker_id=name, role=role, epoch=1, block_size=16, hash_version=HASH_VERSION, max_num_seqs=8,
             max_model_len=100, vocab_size=320,
@@ -101,12 +99,12 @@ class Router:
 
     def __init__(self, prefill: int = 0, decode: int = 1, **config: Any) -> None:
         settings = RouterConfig(model="dry-run", decode="127.0.0.1:1", **{"local_prefill_tokens": 0, **config})
-        self.table = WorkerTable(settings, "")
+        self.workers = ModelWorkers("dry-run", "dry-run", "")
         self.metrics = RouterMetrics("dry-run")
         self.num_requests = 0
-        self.dispatcher = Dispatcher(settings, self.table, self.metrics, ExplainLog(self.metrics))
-        self.prefill = [Worker(self.table, "prefill", f"p{number}") for number in range(prefill)]
-        self.decode = [Worker(self.table, "decode", f"d{number}") for number in range(decode)]
+        self.dispatcher = Dispatcher(settings, self.workers, self.metrics, ExplainLog(self.metrics))
+        self.prefill = [Worker(self.workers, "prefill", f"p{number}") for number in range(prefill)]
+        self.decode = [Worker(self.workers, "decode", f"d{number}") for number in range(decode)]
 
     def request(
         self, num_choices: int = 1, num_prompts: int = 1, seconds: float = 60.0, stops: tuple[str, ...] = ()
@@ -126,7 +124,7 @@ class Router:
         return request, sink
 
     def is_quiet(self) -> bool:
-        links = self.table.links
+        links = self.workers.links
         return not (
             self.dispatcher.num_running
             or self.dispatcher.num_waiting

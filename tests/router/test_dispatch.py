@@ -219,7 +219,7 @@ async def test_a_stream_waits_for_its_only_worker_and_goes_on(monkeypatch: pytes
                     await c.decode[0].kill()
                     newcomer = asyncio.create_task(c.chat(max_tokens=4))  # waits, too
                 if newcomer is not None and sse.KEEP_ALIVE in raw and not came_back:
-                    assert c.gateway.workers.usable("decode") == []
+                    assert c.model.workers.usable("decode") == []
                     assert not newcomer.done()
                     came_back = True
                     await c.decode[0].start()
@@ -233,7 +233,7 @@ async def test_a_stream_waits_for_its_only_worker_and_goes_on(monkeypatch: pytes
 async def test_a_request_that_waits_for_a_worker_keeps_its_deadline() -> None:
     async with cluster(request_timeout_seconds=0.5) as c:
         await c.decode[0].kill()
-        await c.until(lambda: not c.gateway.workers.usable("decode"))
+        await c.until(lambda: not c.model.workers.usable("decode"))
         assert (await c.chat()).status_code == 504
         assert c.is_quiet()
 
@@ -265,11 +265,11 @@ async def test_retries_have_a_limit() -> None:
 async def test_a_worker_that_comes_back_is_used_again() -> None:
     async with cluster() as c:
         await c.decode[0].kill()
-        await c.until(lambda: not c.gateway.workers.usable("decode"))
+        await c.until(lambda: not c.model.workers.usable("decode"))
         assert (await c.http.get("/readyz")).status_code == 503
         assert (await c.http.get("/healthz")).status_code == 200
         await c.decode[0].start()
-        await c.until(lambda: bool(c.gateway.workers.usable("decode")))
+        await c.until(lambda: bool(c.model.workers.usable("decode")))
         assert (await c.chat()).status_code == 200
 
 
@@ -359,9 +359,9 @@ async def test_at_the_deadline_held_back_text_is_shown_and_every_choice_ends() -
 async def test_too_many_waiting_requests_get_429_at_once() -> None:
     async with cluster(script=Script(is_silent=True), max_queue=3) as c:
         waiting = [asyncio.create_task(c.chat()) for _ in range(3)]
-        await c.until(lambda: c.gateway.dispatcher.num_waiting == 3)
+        await c.until(lambda: c.model.dispatcher.num_waiting == 3)
         refused = await c.chat()
-        assert c.gateway.dispatcher.num_waiting == 3  # nothing had to end first
+        assert c.model.dispatcher.num_waiting == 3  # nothing had to end first
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -394,12 +394,12 @@ async def test_prefix_index_sends_a_repeated_prompt_to_the_cache() -> None:
         prompt = "a shared beginning that is long enough for several blocks " * 3
         await c.chat(prompt)
         first = next(worker for worker in c.decode if worker.submits)
-        await c.until(lambda: c.gateway.workers.index.num_keys > 0)
+        await c.until(lambda: c.model.workers.index.num_keys > 0)
         for _ in range(4):
             await c.chat(prompt)
         assert len(first.submits) == 5
         await c.chat(prompt, cache_salt="other tenant")  # nothing of it is shared
-        shown = c.gateway.workers.cached_tokens(list(first.submits[0].prompt_token_ids), "third")
+        shown = c.model.workers.cached_tokens(list(first.submits[0].prompt_token_ids), "", "third")
         assert shown == {}
 
 
@@ -428,16 +428,16 @@ async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         async with cluster(decode=address, worker_timeout_seconds=1.0, wait=False) as c:
-            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1)
+            await c.until(lambda: len(c.model.workers.usable("decode")) == 1)
             request = asyncio.create_task(c.chat(max_tokens=40))
-            await c.until(lambda: c.gateway.dispatcher.num_running == 1)
+            await c.until(lambda: c.model.dispatcher.num_running == 1)
             process.send_signal(signal.SIGSTOP)
             c.gateway.workers._add("decode", c.decode[0].address)
             assert (await request).json()["choices"] == control["choices"]
             assert Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T"
             assert c.decode[0].submits[0].output_token_ids
             process.send_signal(signal.SIGCONT)
-            await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
+            await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
     finally:
         process.kill()
         await process.wait()

@@ -281,6 +281,7 @@ async def test_models_tokenize_version_and_health() -> None:
         assert health == {
             "status": "ok", "model": "dry-run", "roles": {"prefill": 1, "decode": 1}, "quantization": "none",
             "cuda_graphs": False, "use_cuda_graph": False, "quant_mode": "none", "dry": True,
+            "models": {"dry-run": {"prefill": 1, "decode": 1}},
         }  # fmt: skip
         for name in ("dry-run", "mini-infer", "default"):
             assert (await c.chat(model=name, max_tokens=1)).status_code == 200
@@ -347,17 +348,17 @@ async def test_drain_takes_a_worker_out_of_rotation() -> None:
         assert (await c.http.post("/v1/workers/d0/drain")).json() == {
             "id": "d0", "draining": True, "open_requests": 0,
         }  # fmt: skip
-        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1)
+        await c.until(lambda: len(c.model.workers.usable("decode")) == 1)
         await c.chat()
         assert not c.decode[0].submits
         assert (await c.http.post("/v1/workers/nobody/drain")).status_code == 404
         refused = await c.http.post("/v1/workers/d1/drain")
         assert refused.status_code == 409
-        assert "d1 is the only decode worker: add ?force=true" in refused.json()["error"]["message"]
+        assert "d1 is the only decode worker of dry-run: add ?force=true" in refused.json()["error"]["message"]
         assert (await c.http.post("/v1/workers/d1/drain?force=maybe")).status_code == 400
         assert (await c.http.post("/v1/workers/d1/drain", headers={"Origin": "http://page"})).status_code == 401
         assert (await c.http.post("/v1/workers/d0/undrain")).json() == {"id": "d0", "draining": False}
-        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
+        await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
         assert (await c.http.post("/v1/workers/d1/drain?force=true")).status_code == 200
         await c.chat()
         assert c.decode[0].submits

@@ -10,6 +10,7 @@ import torch
 
 from common.errors import ConfigError, TransferError
 from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.tier.agent_client import AgentHostTier
 from kvstore.transport import cuda_memory
 from kvstore.types import BlockId
 from tests.kvstore.helpers import GEOMETRY, Owner, with_address
@@ -57,13 +58,9 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
 
 def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
     agent = Agent(tmp_path, num_regions=2)
-    memory = SharedPoolMemory("w", str(tmp_path), agent.socket, 1 << 20)
     try:
-        tiers = []
-        for rank in range(4):  # of two heads
-            tier = memory.open_host_tier(replace(GEOMETRY, shard=Shard(rank, 4)), 0)
-            assert tier is not None
-            tiers.append(tier)
+        geometries = [replace(GEOMETRY, shard=Shard(rank, 4)) for rank in range(4)]  # of two heads
+        tiers = [AgentHostTier(agent.socket, one.content_name, one.block_bytes) for one in geometries]
         slots = tiers[0].reserve(KEYS[:2])
         assert slots is not None
         tiers[0].commit(slots)
@@ -72,7 +69,6 @@ def test_ranks_share_host_slots_only_of_the_same_heads(tmp_path: Path) -> None:
             tier.close()
     finally:
         agent.stop()
-        memory.close()
 
 
 def test_blocks_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ async def behind_a_link(script: Script, **config: Any) -> AsyncIterator[tuple[Cl
         try:
             async with cluster(num_decode=0, decode=f"127.0.0.1:{link.port}", wait=False, **config) as c:
                 c.decode = hidden.decode
-                await c.until(lambda: len(c.gateway.workers.usable("decode")) == 1)
+                await c.until(lambda: len(c.model.workers.usable("decode")) == 1)
                 yield c, link
                 c.decode = []
         finally:
@@ -91,7 +91,7 @@ async def test_a_stream_goes_on_when_its_link_fails(fault: str) -> None:
         stream = asyncio.create_task(c.events(max_tokens=60))
         await c.until(lambda: c.decode[0].num_tokens > 5)
         c.gateway.workers._add("decode", c.decode[1].address)
-        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
+        await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
         if fault == "reset":
             assert link.break_all() > 0
         else:
@@ -101,7 +101,7 @@ async def test_a_stream_goes_on_when_its_link_fails(fault: str) -> None:
         assert text_of(events) == control
         assert events.count("[DONE]") == 1
         link.passes.set()
-        await c.until(lambda: len(c.gateway.workers.usable("decode")) == 2)
+        await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
         await c.until(lambda: not any(session.running for session in c.decode[0].sessions))  # nothing is left there
 
 
@@ -230,7 +230,7 @@ async def test_nonsense_from_a_worker_harms_its_request_at_most(spoil: Callable[
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
             assert answer.status_code in (500, 503)
         c.decode[0].script.spoil = None
-        await c.until(lambda: bool(c.gateway.workers.usable("decode")))
+        await c.until(lambda: bool(c.model.workers.usable("decode")))
         assert (await c.chat(**fields)).json()["choices"] == control["choices"]
         await c.until(c.is_quiet)
         assert (await c.http.get("/v1/cluster")).status_code == 200

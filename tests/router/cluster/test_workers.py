@@ -26,7 +26,7 @@ def lose_events(worker: ScriptedWorker) -> None:
 
 
 def knows_all(c: Cluster) -> bool:
-    index = c.gateway.workers.index
+    index = c.model.workers.index
     return index.state(D0) is IndexState.EXACT and index.num_worker_keys(D0) == len(c.decode[0].keys)
 
 
@@ -38,12 +38,12 @@ async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -
         stream = asyncio.create_task(c.events(max_tokens=150))
         await c.until(lambda: worker.num_tokens > 5)
         lose_events(worker)
-        assert c.gateway.workers.cached_tokens(HIDDEN, "") == {}
+        assert c.model.workers.cached_tokens(HIDDEN, "", "") == {}
         await c.chat("a prompt that is stored", max_tokens=1)  # the event after the gap
         await c.until(lambda: knows_all(c))
         assert not stream.done()
         assert worker.num_streams == 2
-        assert c.gateway.workers.cached_tokens(HIDDEN, "") == {D0: len(HIDDEN)}
+        assert c.model.workers.cached_tokens(HIDDEN, "", "") == {D0: len(HIDDEN)}
         await c.until(lambda: len(worker.sessions) == 1)  # the second stream was for the snapshot only
         assert text_of(await stream) == control
         assert len(worker.submits) == 2
@@ -60,7 +60,7 @@ async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
         worker.script.refuse_streams = 1
         assert (await c.chat("a prompt that is stored")).status_code == 200
         await c.until(lambda: worker.num_streams == 2)
-        index = c.gateway.workers.index
+        index = c.model.workers.index
         assert index.state(D0) is IndexState.DEGRADED
         cluster_state = (await c.http.get("/v1/cluster")).json()["workers"][0]
         assert (cluster_state["state"], cluster_state["index"]["state"]) == ("ready", "degraded")
@@ -75,9 +75,9 @@ async def test_a_worker_that_dies_while_a_snapshot_is_fetched_leaves_nothing_in_
         lose_events(worker)
         await c.chat("a prompt that is stored")
         await worker.kill()
-        await c.until(lambda: not c.gateway.workers.usable("decode"))
-        await c.until(lambda: c.gateway.workers.index.num_keys == 0)
-        assert not c.gateway.workers.index._workers
+        await c.until(lambda: not c.model.workers.usable("decode"))
+        await c.until(lambda: c.model.workers.index.num_keys == 0)
+        assert not c.model.workers.index._workers
 
 
 class Names:
@@ -107,7 +107,7 @@ async def test_workers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
     await second.start()
     try:
         async with cluster(num_decode=0, decode=f"decode.test:{first.port}", wait=False) as c:
-            workers = c.gateway.workers
+            workers = c.model.workers
             await c.until(lambda: [link.worker_id for link in workers.usable("decode")] == ["first"])
             stream = asyncio.create_task(c.events(max_tokens=150))
             await c.until(lambda: first.num_tokens > 5)

@@ -41,7 +41,7 @@ async def test_a_bug_in_a_route_shows_nothing(monkeypatch: pytest.MonkeyPatch) -
         def broken(*_: Any) -> None:
             raise ZeroDivisionError("secret /path")
 
-        monkeypatch.setattr(c.gateway.dispatcher, "admit", broken)
+        monkeypatch.setattr(c.model.dispatcher, "admit", broken)
         answer = await c.chat()
         assert answer.status_code == 500
         assert answer.json() == {

@@ -1,0 +1,69 @@
+"""What a request's `model` field chooses: everything that a router has once per model.
+
+Behind the gateway nothing asks for the model again: a choice has its model's dispatcher, and that has its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import ConfigError
+from common.text.tokenizer import Tokenizer
+from router.api.sampling import ModelLimits
+from router.cluster.model_workers import ModelWorkers
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.explain import ExplainLog
+from router.metrics import RouterMetrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """A model, or an adapter of one: that has another name, and everything but `adapter` in common with its base."""
+
+    name: str
+    aliases: tuple[str, ...]
+    tokenizer: Tokenizer  # and chat template
+    workers: ModelWorkers  # and prefix index
+    dispatcher: Dispatcher  # and queue, metrics, explain log
+    adapter: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def metrics(self) -> RouterMetrics:
+        return self.dispatcher.metrics
+
+    @property
+    def explain(self) -> ExplainLog:
+        return self.dispatcher.explain
+
+    def limits(self) -> ModelLimits:
+        return self.workers.limits(self.tokenizer.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a router reads of a model's files, and what clients shall call it; empty: `own_name`."""
+
+    name: str
+    own_name: str
+    tokenizer: Tokenizer
+
+
+def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[ServedModel]:
+    """The models of one router, in the same order. Raises ConfigError when two have a name in common."""
+    models: list[ServedModel] = []
+    taken: set[str] = set()
+    for item in loaded:
+        name = item.name or item.own_name
+        names = {name, item.own_name}
+        if clash := taken & names:
+            raise ConfigError(f"two models are called {min(clash)!r}: workers announce their model by that name")
+        taken |= names
+        workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
+        metrics = RouterMetrics(name, models[0].metrics if models else None)
+        dispatcher = Dispatcher(config, workers, metrics, ExplainLog(metrics))
+        models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
+    return models

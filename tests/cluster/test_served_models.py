@@ -1,0 +1,73 @@
+"""Two models behind one router, as real processes: each answers as one engine with that model does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from common.model_files import resolve_model
+from common.text.tokenizer import load_tokenizer
+from engine import LLM, SamplingParams
+from tests.cluster.harness import Cluster, running_cluster
+from tests.engine.tiny_models import TinyModel
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+SETTINGS = {"num_gpu_blocks": 512, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the bytes of dry-run as tokens and another end of sequence."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    TinyModel("Llama", {"vocab_size": 320, "max_position_embeddings": 512}).save(folder)
+    tokenizer = load_tokenizer(resolve_model("dry-run"))
+    (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.token_text(258)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny: Path) -> Iterator[Cluster]:
+    models = {"prefill-1": str(tiny), "decode-1": str(tiny)}
+    with running_cluster(2, 2, models=models, router_args=("--worker-wait-seconds=0",)) as running:
+        yield running
+
+
+def complete(cluster: Cluster, model: str) -> str:
+    answer = cluster.client().completions.create(
+        model=model, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+    return answer.choices[0].text
+
+
+def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) -> None:
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    expected = {
+        name: LLM(model, **SETTINGS).generate([PROMPT], params)[0].text  # type: ignore[arg-type]
+        for name, model in (("dry-run", "dry-run"), ("tiny", str(tiny)))
+    }
+    assert expected["dry-run"] != expected["tiny"]
+    for _ in range(2):  # the second time from the prefix caches
+        assert {name: complete(cluster, name) for name in expected} == expected
+    assert {worker["id"]: worker["model"] for worker in cluster.wait_quiet()} == {
+        "prefill-0": "dry-run", "decode-0": "dry-run", "prefill-1": "tiny", "decode-1": "tiny",
+    }  # fmt: skip
+
+
+def test_a_model_without_workers_leaves_the_other_one_alone(cluster: Cluster) -> None:
+    expected = complete(cluster, "dry-run")
+    cluster.services["decode-1"].kill()
+    while cluster.get("/healthz")["models"]["tiny"]["decode"]:
+        time.sleep(0.05)
+    with pytest.raises(openai.InternalServerError, match="no decode worker") as refused:
+        complete(cluster, "tiny")
+    assert refused.value.status_code == 503
+    assert complete(cluster, "dry-run") == expected
+    cluster.start_service("decode-1")
+    cluster.wait_ready(4)
+    assert complete(cluster, "tiny")
