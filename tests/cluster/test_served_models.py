@@ -39,9 +39,10 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
 
 
 def complete(cluster: Cluster, model: str) -> str:
-    answer = cluster.client().completions.create(
-        model=model, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
-    )
+    with cluster.client() as client:
+        answer = client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=16, temperature=0.0, extra_body={"ignore_eos": True}
+        )
     return answer.choices[0].text
 
 
