@@ -32,7 +32,7 @@ class ScheduledRow(msgspec.Struct, gc=False):
     start: int  # tokens of the request that are in the KV cache when the step begins
     num_tokens: int
     samples: bool  # the row reaches the last token there is, so the step samples the next one
-    new_block_ids: list[BlockId] = msgspec.field(default_factory=list)  # behind those that earlier rows brought
+    new_block_ids: tuple[BlockId, ...] = ()  # behind those that earlier rows brought; mostly none, and no object then
 
     @property
     def stop(self) -> int:

@@ -39,7 +39,7 @@ class ScheduledStep:
                 num_planned = 0
             num_blocks = len(request.block_ids)
             if num_blocks > num_planned:
-                row.new_block_ids = request.block_ids[num_planned:]
+                row.new_block_ids = tuple(request.block_ids[num_planned:])
                 num_planned = num_blocks
             request.num_planned_blocks = num_planned
 

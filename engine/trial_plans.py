@@ -19,7 +19,7 @@ def trial_plan(
     for index, (start, num_tokens) in enumerate(shares):
         length = start + num_tokens
         request_id = RequestId(f"trial-{index}")
-        block_ids = [BlockId(i % num_blocks) for i in range(-(-length // block_size))]
+        block_ids = tuple(BlockId(i % num_blocks) for i in range(-(-length // block_size)))
         plan.new.append(NewRequest(request_id, [0] * length, length, params))
         plan.rows.append(ScheduledRow(request_id, start, num_tokens, True, block_ids))
     return plan

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(
 def test_a_plan_equals_what_its_bytes_give() -> None:
     plan = StepPlan(
         new=[NewRequest(RequestId("a"), [1, 2, 3], 2, PARAMS, frozenset([7]))],
-        rows=[ScheduledRow(RequestId("a"), 0, 3, True, [BlockId(4)])],
+        rows=[ScheduledRow(RequestId("a"), 0, 3, True, (BlockId(4),))],
         finished=[RequestId("b")],
         copies_out=[(BlockId(1), HostSlot(2))],
         copies_in=[(HostSlot(3), BlockId(5))],
@@ -98,10 +98,10 @@ def test_a_recorded_run_replayed_gives_the_same_tokens(preemption: str, monkeypa
 
 def test_a_runner_keeps_what_plans_said() -> None:
     states = RequestStates()
-    rows = [ScheduledRow(RequestId("a"), 0, 2, True, [BlockId(4)])]
+    rows = [ScheduledRow(RequestId("a"), 0, 2, True, (BlockId(4),))]
     (first,) = states.apply(StepPlan([NewRequest(RequestId("a"), [1, 2], 2, PARAMS)], rows))
     first.put_token(2, 9)
-    (again,) = states.apply(StepPlan(rows=[ScheduledRow(RequestId("a"), 2, 1, True, [BlockId(7)])]))
+    (again,) = states.apply(StepPlan(rows=[ScheduledRow(RequestId("a"), 2, 1, True, (BlockId(7),))]))
     assert again is first
     assert (again.token_ids, again.output_token_ids, again.block_ids) == ([1, 2, 9], [9], [4, 7])
     again.put_token(2, 5)  # the row was computed again
