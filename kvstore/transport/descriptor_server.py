@@ -90,6 +90,7 @@ class DescriptorServer:
             if _has_gone(other):
                 self._held.remove(other)
                 other.close()
+        client.setblocking(False)  # with a timeout `_has_gone` would wait for it, and take its end for the client's
         self._held.append(client)
         if len(self._held) > MAX_HELD:
             self._held.popleft().close()
