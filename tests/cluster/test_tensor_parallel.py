@@ -39,7 +39,15 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
 
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "transport"),
-    [(2, 2, "shm"), (2, 2, "tcp"), (2, 1, "shm"), (2, 1, "tcp"), (1, 2, "shm"), (1, 2, "tcp"), (4, 2, "shm")],
+    [
+        (2, 2, "shm"),
+        (2, 1, "tcp"),
+        (1, 2, "shm"),
+        (4, 2, "tcp"),
+        pytest.param(2, 2, "tcp", marks=pytest.mark.soak),
+        pytest.param(2, 1, "shm", marks=pytest.mark.soak),
+        pytest.param(1, 2, "tcp", marks=pytest.mark.soak),
+    ],
     ids=str,
 )
 def test_tokens_equal_those_of_one_rank(reference: LLM, prefill_tp: int, decode_tp: int, transport: str) -> None:
