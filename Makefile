@@ -21,7 +21,7 @@ chat: setup      ## talk to a running cluster
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # These start no clusters of processes: two at a time, one core each.
-LIGHT := $(addprefix tests/,common compile engine kvstore router)
+LIGHT := $(addprefix tests/,common compile deploy engine kvstore router test_repository.py)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
