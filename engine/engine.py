@@ -156,7 +156,7 @@ class Engine:
             self._in_flight.append((step, self._runner.launch(step.plan)))
         except DeviceLostError:
             raise
-        except Exception:
+        except Exception:  # whatever it was, the rows that do not cause it go on
             self.num_failed_steps += 1
             logger.exception("step of %d rows failed; running them one by one", len(step.rows))
             outputs = self._finish_all(step)

@@ -1,7 +1,7 @@
 """Draws tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
 
-Keeps each row's parameters on the device. Rows that change their logits or ask for log-probabilities need
-`engine.sampler`, which draws the same tokens from the same seeds.
+Keeps each row's parameters on the device. Rows that change their logits need `engine.sampler`, which draws the same
+tokens from the same seeds.
 """
 
 from __future__ import annotations

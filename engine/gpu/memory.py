@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.gpu.config import GpuConfig
-from engine.gpu.rows import bucket_sizes
+from engine.gpu.rows import PROMPT_BUCKETS, bucket_sizes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
@@ -80,9 +80,16 @@ def prefill_trials(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
 
 
 def decode_trial(config: EngineConfig) -> StepPlan:
-    """The largest step that a graph is captured for."""
+    """The largest decode step that a graph is captured for."""
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
     return trial_plan([(1, 1)] * config.max_num_seqs, config.block_size, params, TRIAL_BLOCKS)
+
+
+def prompt_graph_trial(config: EngineConfig, max_model_len: int) -> StepPlan:
+    """The largest step with a prompt that a graph is captured for."""
+    num_tokens = min(PROMPT_BUCKETS[-1], config.max_num_batched_tokens, max_model_len - 1)
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
+    return trial_plan([(0, num_tokens)], config.block_size, params, TRIAL_BLOCKS)
 
 
 def kv_cache_gb(
@@ -105,7 +112,8 @@ def measure(
     pool = allocate_pool(replace(geometry, num_blocks=TRIAL_BLOCKS), device)
     # Graphs are not captured here: the step that they would hold is measured instead.
     runner = GpuRunner(loaded, pool, None, config, replace(gpu, use_cuda_graph=False), max_model_len)
-    graph_bytes = _peak_of(runner, decode_trial(config), device) if gpu.use_cuda_graph else 0
+    trials = [decode_trial(config), prompt_graph_trial(config, max_model_len)] if gpu.use_cuda_graph else []
+    graph_bytes = sum(_peak_of(runner, plan, device) for plan in trials)
     for plan in prefill_trials(config, max_model_len):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
@@ -114,7 +122,7 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    num_graphs = len(bucket_sizes(config.max_num_seqs)) if gpu.use_cuda_graph else 0
+    num_graphs = len(bucket_sizes(config.max_num_seqs)) + len(PROMPT_BUCKETS) if gpu.use_cuda_graph else 0
     return MemoryUse(
         total, free, torch.cuda.memory_reserved(device), peak,
         int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES,

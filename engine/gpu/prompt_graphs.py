@@ -21,12 +21,12 @@ from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.draw import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.inputs import step_tokens
+from engine.gpu.rows import PROMPT_BUCKETS
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch
 from kernels.gpu.paged_prefill import SMALL_TILE, prefill_tiles
 
 logger = logging.getLogger(__name__)
-BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # tokens
 MAX_ROWS = 16
 MAX_KEYS = 8192  # of a row: with more, a backend that splits contexts over programs is faster
 TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields
@@ -59,7 +59,7 @@ def prompt_step(
 ) -> Tensor:
     """Run one step. Returns the sampled tokens int64 (num_rows,), -1 where the logits are not finite.
 
-    attended: (max(BUCKETS), num_heads * head_dim), finite, so that padding is.
+    attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
     """
     source = inputs.fields[SOURCE].long()
     known = inputs.fields[TOKEN].long()
@@ -93,13 +93,13 @@ class PromptGraphs:
     ) -> None:
         """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
         attended = torch.zeros(
-            max(BUCKETS), forward.attention_width, dtype=forward.dtype, device=state.last_tokens.device
+            max(PROMPT_BUCKETS), forward.attention_width, dtype=forward.dtype, device=state.last_tokens.device
         )
         self._parts = forward, state, sampler, attended
         self._group = group
         self._tokens_per_tile = max(SMALL_TILE // group, 1)
         self._num_rows = min(MAX_ROWS, sampler.max_rows)
-        self.buckets = [bucket for below, bucket in pairwise((0, *BUCKETS)) if below < max_tokens]
+        self.buckets = [bucket for below, bucket in pairwise((0, *PROMPT_BUCKETS)) if below < max_tokens]
         device = state.last_tokens.device
         size = self._size(max(self.buckets, default=0))
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)

@@ -14,6 +14,9 @@ from heapq import heappop, heappush
 from engine.request import RequestId
 from engine.request_states import RequestState
 
+# Token counts that graphs of steps with prompts are captured for (engine/gpu/prompt_graphs.py).
+PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+
 
 def bucket_sizes(max_rows: int) -> list[int]:
     """Row counts that decode graphs are captured for: few at first, then steps of at most a quarter."""

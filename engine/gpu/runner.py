@@ -1,7 +1,7 @@
 """Executes plans on a GPU: decode steps as graphs, steps with prompts eagerly, results read when they are needed.
 
-`launch` only queues work on the stream; the step that it returns waits for the sampled tokens. Rows whose parameters
-need the host (penalties, log-probabilities, grammars) are sampled by `engine.sampler` from the logits.
+`launch` only queues work on the stream; the step that it returns waits for the sampled tokens. How tokens come from
+logits is `samples.py`'s.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GpuRunner:
         self._samples = StepSamples(self._state, self._max_rows, loaded.config.vocab_size, NUM_BUFFERS)
         self.hooks = self._samples.hooks
         self._graphs: DecodeGraphs | None = None
-        self._prompt_graphs: PromptGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuStep:
@@ -121,8 +121,8 @@ class GpuRunner:
         self._state.upload_blocks(batch.device_rows, requests)
         if all(row.samples and row.num_tokens == 1 for row in rows):
             self._queue_decode(batch, step)
-        elif self._prompt_graphs is not None and self._takes_graph(batch, self._prompt_graphs):
-            self._queue_prompts(batch, self._prompt_graphs, step)
+        elif self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
+            self._queue_prompts(batch, self.prompt_graphs, step)
         else:
             self._queue_mixed(batch, step)
 
@@ -137,7 +137,7 @@ class GpuRunner:
             self._graphs = DecodeGraphs(
                 self._forward, self._state, self._samples.on_device, self._packed, self._buckets
             )
-            self._prompt_graphs = self.open_prompt_graphs()
+            self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         """See PromptGraphs."""

@@ -13,7 +13,15 @@ from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.failures import explained
-from engine.gpu.memory import DRIVER_BYTES, TRIAL_BLOCKS, MemoryUse, decode_trial, kv_bytes, prefill_trials
+from engine.gpu.memory import (
+    DRIVER_BYTES,
+    TRIAL_BLOCKS,
+    MemoryUse,
+    decode_trial,
+    kv_bytes,
+    prefill_trials,
+    prompt_graph_trial,
+)
 
 GB = 1_000_000_000
 ALONE = MemoryUse(total_bytes=100 * GB, free_bytes=83 * GB, process_bytes=16 * GB, peak_bytes=20 * GB, graph_bytes=GB)
@@ -119,6 +127,8 @@ def test_trials_fill_every_bound_of_a_step() -> None:
             assert len(row.new_block_ids) == -(-row.stop // 16)
             assert max(row.new_block_ids) < TRIAL_BLOCKS
     assert [row.num_tokens for row in decode_trial(CONFIG).rows] == [1] * 8
+    assert [row.num_tokens for row in prompt_graph_trial(CONFIG, 1000).rows] == [100]
+    assert [row.num_tokens for row in prompt_graph_trial(CONFIG, 50).rows] == [49]
 
 
 def test_trials_of_short_models_stay_inside_the_model() -> None:

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
-from engine.request import SamplingParams
+from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
 from tests.gpu.models import save_tiny_model
 
@@ -63,6 +63,13 @@ def generate(
     requests = [made.add_request(prompt, each) for prompt, each in zip(prompts, params, strict=False)]
     run(made)
     return [request.output_token_ids for request in requests]
+
+
+def assert_same_logprobs(ours: Sequence[TokenLogprobs], theirs: Sequence[TokenLogprobs]) -> None:
+    for entry, other in zip(ours, theirs, strict=True):
+        assert (entry.token_id, entry.rank, entry.top_token_ids) == (other.token_id, other.rank, other.top_token_ids)
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert entry.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
 
 
 def run(made: Engine) -> None:

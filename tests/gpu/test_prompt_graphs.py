@@ -28,9 +28,9 @@ def open_with_graphs(
     model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[Engine, GpuRunner, list[int]]:
     """And a list of the buckets of the steps that were run."""
-    monkeypatch.setattr(prompt_graphs, "BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(prompt_graphs, "PROMPT_BUCKETS", (4, 16, 64))
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), **settings)
-    graphs = runner._prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
+    graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
     run, buckets = graphs.run, []
 
     def counted(batch: Any, block_size: int, turn: int) -> Any:

@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams, TokenLogprobs
 from tests.gpu.models import save_tiny_model
-from tests.gpu.test_engine import PROMPTS, open_gpu, reference
+from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
 
 
 def prompt_logprobs(made: Engine) -> list[list[TokenLogprobs]]:
@@ -35,11 +35,4 @@ def test_equal_those_of_the_plain_engine(
     found = prompt_logprobs(made)
     assert [len(entries) for entries in found] == [len(PROMPTS[0]) - 1, len(PROMPTS[1]) - 1, len(PROMPTS[2]) - 1, 0]
     for ours, theirs in zip(found, expected, strict=True):
-        for entry, other in zip(ours, theirs, strict=True):
-            assert (entry.token_id, entry.rank, entry.top_token_ids) == (
-                other.token_id,
-                other.rank,
-                other.top_token_ids,
-            )
-            assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
-            assert entry.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
+        assert_same_logprobs(ours, theirs)

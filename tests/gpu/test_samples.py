@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams, TokenLogprobs
 from tests.gpu.models import save_tiny_model
-from tests.gpu.test_engine import PROMPTS, generate, open_gpu, reference
+from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, generate, open_gpu, reference
 
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=3),
@@ -44,15 +44,7 @@ def test_logprobs_of_overlapped_steps_equal_those_of_the_plain_engine(
     made, _ = open_gpu(model, monkeypatch, GpuConfig())
     for (tokens, entries), (other_tokens, others) in zip(run(made), want, strict=True):
         assert tokens == other_tokens
-        assert len(entries) == len(others)
-        for entry, other in zip(entries, others, strict=True):
-            assert (entry.token_id, entry.rank, entry.top_token_ids) == (
-                other.token_id,
-                other.rank,
-                other.top_token_ids,
-            )
-            assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
-            assert entry.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
+        assert_same_logprobs(entries, others)
 
 
 def test_only_rows_with_changed_logits_go_to_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""First token of short and of mostly cached prompts on a GPU, with prompt graphs and without, in turn.
+
+    python -m benchmarks.short_prompts --model benchmarks/configs/qwen3-0.6b --load-format dummy --quant-mode none
+
+Every figure is the median of `--repeats`, eager and graph, twice: prompts alone; 56 tokens behind cached ones; and
+the longest step of 8 decoding rows that a prompt of 56 tokens joins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from common.config import add_arguments, from_namespace
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.gpu.config import GpuConfig
+from engine.request import SamplingParams
+
+LENGTHS = (10, 56, 250, 500, 1016)
+CACHED = (960, 7000)
+NUM_NEW = 56
+NUM_DECODING = 8
+NUM_WARMUP = 3
+
+
+class ShortPrompts:
+    """One engine on a GPU."""
+
+    def __init__(self, config: EngineConfig, gpu: GpuConfig) -> None:
+        parts = assemble(config, gpu=gpu)
+        gc.collect()
+        gc.freeze()  # as an engine process does
+        self.engine, self._runner = parts.engine, parts.runner
+        self._graphs = parts.runner.prompt_graphs
+        self._vocab_size = parts.model_config.vocab_size
+        self._random = random.Random(0)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
+
+    def first_token_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
+        """Of a prompt that nobody has seen, behind `cached`."""
+        prompt = [*cached, *self.prompt(num_new)]
+        began = time.perf_counter()
+        self.engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        while self.engine.has_work():
+            self.engine.step()
+        return (time.perf_counter() - began) * 1e3
+
+    def longest_step_ms(self) -> float:
+        """Of the steps from the arrival of a prompt until its first token, while others decode."""
+        params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+        others = [self.engine.add_request(self.prompt(1000), params) for _ in range(NUM_DECODING)]
+        while any(len(request.output_token_ids) < 5 for request in others):
+            self.engine.step()
+        request = self.engine.add_request(self.prompt(NUM_NEW), SamplingParams(max_tokens=1, temperature=0.0))
+        longest, last = 0.0, time.perf_counter()
+        while not request.output_token_ids:
+            self.engine.step()
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        while self.engine.has_work():
+            self.engine.step()
+        return longest * 1e3
+
+    def compare(self, what: str, measure: Callable[[], float], repeats: int) -> None:
+        medians = []
+        for graphs in (None, self._graphs) * 2:
+            self._runner.prompt_graphs = graphs
+            medians.append(statistics.median([measure() for _ in range(NUM_WARMUP + repeats)][NUM_WARMUP:]))
+        eager, graph = medians[::2], medians[1::2]
+        print(f"{what}, ms: eager {eager[0]:.2f}, {eager[1]:.2f}  graph {graph[0]:.2f}, {graph[1]:.2f}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, EngineConfig)
+    add_arguments(parser, GpuConfig)
+    parser.add_argument("--repeats", type=int, default=22)
+    options = parser.parse_args()
+    bench = ShortPrompts(from_namespace(EngineConfig, options), from_namespace(GpuConfig, options))
+    for length in LENGTHS:
+        bench.compare(f"{length} tokens", partial(bench.first_token_ms, length), options.repeats)
+    for num_cached in CACHED:
+        measure = partial(bench.first_token_ms, NUM_NEW, tuple(bench.prompt(num_cached)))
+        bench.compare(f"{NUM_NEW} behind {num_cached} cached", measure, options.repeats)
+    what = f"longest step of {NUM_DECODING} rows that {NUM_NEW} tokens join"
+    bench.compare(what, bench.longest_step_ms, options.repeats // 2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
