@@ -1,15 +1,23 @@
-"""Changes to one row of logits before a token is drawn: allowed ids, bad words, min_tokens, bias, penalties.
+"""What a request's parameters do to its logits before a token is sampled.
 
-Applied in that order, as the formulas in `SamplingParams`' users' documentation read:
+In this order: minus infinity for tokens that may not come now (`TokenFilter`s), biases, penalties:
 repetition: l > 0 ? l / r : l * r for every token in prompt and output;
 frequency and presence: l -= f * count + p * (count > 0) over the output.
+
+`apply_params` does so for one row of logits anywhere; `engine/gpu/logits_columns.py` for all rows of a step on the
+device, from the same masks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request_states import RequestState
@@ -17,48 +25,129 @@ from engine.request_states import RequestState
 MINUS_INFINITY = float("-inf")
 
 
-def apply_params(row: Tensor, request: RequestState) -> None:
-    """Change `row` (vocab,) float32 in place. All tokens of the request must be known."""
+class TokenFilter(Protocol):
+    """Forbids tokens to one request. `filters_of` lists all kinds; a grammar would be another one.
+
+    A filter that reads the request's tokens needs all of them before `position`: its parameter belongs into
+    `SamplingParams.reads_tokens`, so that a runner waits for them.
+    """
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        """What the filter's answer for `position` depends on: while it is the same, so is the answer."""
+        ...
+
+    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
+        """Set the entries of `blocked`, bool (vocab,), of tokens that may not come at `position`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Only these may come."""
+
+    token_ids: Sequence[int]
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        return None
+
+    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
+        others = np.ones_like(blocked)
+        others[list(self.token_ids)] = False
+        blocked |= others
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """No token that completes one of these sequences."""
+
+    words: Sequence[Sequence[int]]
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        return tuple(self._last_tokens(request, position))
+
+    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
+        blocked[self._last_tokens(request, position)] = True
+
+    def _last_tokens(self, request: RequestState, position: int) -> list[int]:
+        """Those of the words that the request's tokens have begun."""
+        begun = []
+        for *head, last in self.words:
+            if len(head) <= position and request.token_ids[position - len(head) : position] == head:
+                begun.append(last)
+        return begun
+
+
+@dataclass(frozen=True, slots=True)
+class MinTokens:
+    """No token that would end the request too early."""
+
+    min_tokens: int
+    token_ids: Sequence[int]
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        return position - request.num_prompt_tokens < self.min_tokens
+
+    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
+        if self.state(request, position):
+            blocked[list(self.token_ids)] = True
+
+
+def filters_of(request: RequestState) -> list[TokenFilter]:
+    """The filters that the request's parameters ask for."""
     params = request.params
+    filters: list[TokenFilter] = []
     if params.allowed_token_ids:
-        allowed = torch.tensor(params.allowed_token_ids, device=row.device)
-        kept = row[allowed]
-        row.fill_(MINUS_INFINITY)
-        row[allowed] = kept
-    forbidden = forbidden_token_ids(request)
-    if forbidden:
-        row[torch.tensor(forbidden, device=row.device)] = MINUS_INFINITY
+        filters.append(AllowedTokens(params.allowed_token_ids))
+    if params.bad_words:
+        filters.append(BadWords(params.bad_words))
+    if params.min_tokens:
+        ends = () if params.ignore_eos else tuple(request.eos_token_ids)
+        filters.append(MinTokens(params.min_tokens, params.stop_token_ids + ends))
+    return filters
+
+
+class TokenMask:
+    """Which tokens one request may not get next, computed only when its filters say something new."""
+
+    def __init__(self, request: RequestState, vocab_size: int) -> None:
+        self.blocked: NDArray[Any] = np.zeros(vocab_size, dtype=np.bool_)
+        self._request = request
+        self._filters = filters_of(request)
+        self._state: tuple[Hashable, ...] | None = None
+
+    def update(self, position: int) -> bool:
+        """Bring `blocked` to what holds for `position`; whether it is anew."""
+        request, filters = self._request, self._filters
+        state = tuple(each.state(request, position) for each in filters)
+        if state == self._state:
+            return False
+        self._state = state
+        self.blocked[:] = False
+        for each in filters:
+            each.block(self.blocked, request, position)
+        return True
+
+
+def apply_params(row: Tensor, request: RequestState, position: int) -> None:
+    """Change `row` (vocab,) float32 in place for the token at `position`, all tokens before it being known."""
+    params = request.params
+    mask = request.token_mask
+    if mask is None:
+        mask = request.token_mask = TokenMask(request, row.shape[0])
+    mask.update(position)
+    row.masked_fill_(torch.from_numpy(mask.blocked).to(row.device), MINUS_INFINITY)
     if params.logit_bias:
         biased = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
         biases = torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
         row.index_add_(0, biased, biases)
+    known = request.token_ids[:position]
     if params.repetition_penalty != 1.0:
-        _penalize_repetition(row, request)
-    if (params.frequency_penalty or params.presence_penalty) and request.num_output_tokens:
-        counts = Counter(request.output_token_ids)
-        ids = torch.tensor(list(counts), device=row.device)
-        amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
-        row[ids] -= amounts * params.frequency_penalty + params.presence_penalty
-
-
-def forbidden_token_ids(request: RequestState) -> list[int]:
-    """Ids that would complete a bad word now, and those that may not come before `min_tokens`."""
-    params = request.params
-    forbidden: list[int] = []
-    for word in params.bad_words:
-        num_before = len(word) - 1
-        end = len(request.token_ids)
-        if num_before <= end and request.token_ids[end - num_before :] == list(word[:-1]):
-            forbidden.append(word[-1])
-    if request.num_output_tokens < params.min_tokens:
-        forbidden += params.stop_token_ids
-        if not params.ignore_eos:
-            forbidden += request.eos_token_ids
-    return forbidden
-
-
-def _penalize_repetition(row: Tensor, request: RequestState) -> None:
-    ids = torch.tensor(list(set(request.token_ids)), device=row.device)
-    values = row[ids]
-    penalty = request.params.repetition_penalty
-    row[ids] = torch.where(values > 0, values / penalty, values * penalty)
+        ids = torch.tensor(list(set(known)), device=row.device)
+        values = row[ids]
+        row[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        counts = Counter(known[request.num_prompt_tokens :])
+        if counts:
+            ids = torch.tensor(list(counts), device=row.device)
+            amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=row.device)
+            row[ids] -= amounts * params.frequency_penalty + params.presence_penalty

@@ -19,6 +19,7 @@ TokenId = int  # an alias, not a NewType: token lists come from tokenizers, prot
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class SamplingParams:
         require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", "has too many entries")
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
+        require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", "has too many entries")
 
     @property
     def changes_logits(self) -> bool:
@@ -73,12 +75,17 @@ class SamplingParams:
         return bool(
             self.allowed_token_ids
             or self.bad_words
-            or self.min_tokens
+            or (self.min_tokens and (self.stop_token_ids or not self.ignore_eos))
             or self.logit_bias
             or self.repetition_penalty != 1.0
             or self.frequency_penalty
             or self.presence_penalty
         )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the host must know all earlier tokens to say which ones may come next."""
+        return any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.plan import ScheduledRow, StepPlan
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
+
+if TYPE_CHECKING:
+    from engine.logits import TokenMask
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +24,7 @@ class RequestState:
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     block_ids: list[BlockId] = field(default_factory=list)
+    token_mask: TokenMask | None = None  # made when it is first needed
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
 
@@ -48,20 +53,20 @@ class RequestStates:
 
     def __init__(self) -> None:
         self._states: dict[RequestId, RequestState] = {}
-        self._penalized: set[RequestId] = set()  # those whose logits depend on their tokens; mostly none
+        self._reading: set[RequestId] = set()  # those with `SamplingParams.reads_tokens`; mostly none
 
     def apply(self, plan: StepPlan) -> list[RequestState]:
         """Take up what the plan says. Returns the state of each of its rows."""
         states = self._states
         for request_id in plan.finished:
             states.pop(request_id, None)
-            self._penalized.discard(request_id)
+            self._reading.discard(request_id)
         for new in plan.new:
             states[new.request_id] = RequestState(
                 new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids
             )
-            if new.params.changes_logits:
-                self._penalized.add(new.request_id)
+            if new.params.reads_tokens:
+                self._reading.add(new.request_id)
         found = []
         for row in plan.rows:
             state = states[row.request_id]
@@ -71,13 +76,13 @@ class RequestStates:
         return found
 
     def needs_tokens(self, rows: Iterable[ScheduledRow]) -> bool:
-        """Whether a row samples from logits that depend on tokens which are not known here yet."""
-        penalized = self._penalized
-        return bool(penalized) and any(
-            row.samples and row.request_id in penalized and row.stop > len(self._states[row.request_id].token_ids)
+        """Whether the tokens that a row may sample depend on ones that are not known here yet."""
+        reading = self._reading
+        return bool(reading) and any(
+            row.samples and row.request_id in reading and row.stop > len(self._states[row.request_id].token_ids)
             for row in rows
         )
 
     def clear(self) -> None:
         self._states.clear()
-        self._penalized.clear()
+        self._reading.clear()

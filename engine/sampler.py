@@ -21,6 +21,8 @@ from kernels.gumbel import exponential_noise, noise_key
 
 LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
 
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling.py
+NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
 ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
 
@@ -50,7 +52,7 @@ class Sampler:
             best, token_ids = logits.max(dim=-1)
             return _checked(token_ids.tolist(), best.tolist(), logits, params)
         original = logits.float()
-        changed = _changed_logits(original, requests, hooks or {})
+        changed = _changed_logits(original, requests, positions, hooks or {})
         best, greedy = changed.max(dim=-1)
         token_ids = greedy
         random = [index for index, param in enumerate(params) if param.temperature > 0]
@@ -67,7 +69,10 @@ def _is_plain_greedy(params: SamplingParams) -> bool:
 
 
 def _changed_logits(
-    logits: Tensor, requests: Sequence[RequestState], hooks: Mapping[RequestId, LogitsHook]
+    logits: Tensor,
+    requests: Sequence[RequestState],
+    positions: Sequence[int],
+    hooks: Mapping[RequestId, LogitsHook],
 ) -> Tensor:
     """Return a copy with every row's parameters and hook applied, or `logits` when none asks for anything."""
     touched = [
@@ -80,7 +85,8 @@ def _changed_logits(
     changed = logits.clone()
     for index in touched:
         request = requests[index]
-        apply_params(changed[index], request)
+        if request.params.changes_logits:
+            apply_params(changed[index], request, positions[index])
         if request.request_id in hooks:
             hooks[request.request_id](request, changed[index])
     return changed
@@ -93,10 +99,7 @@ def _checked(
     result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
         if not -1e30 < value < 1e30:  # also false for NaN
-            nothing_left = value == float("-inf")
-            result.errors[index] = (
-                "no token is allowed at this position" if nothing_left else "the model's output is not finite"
-            )
+            result.errors[index] = NO_TOKEN[NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE]
             result.token_ids[index] = -1
     asking = [
         index for index, param in enumerate(params) if param.logprobs is not None and index not in result.errors

@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs: forward pass, logits, drawn token, new last token. One graph per bucket.
+"""Whole decode steps as CUDA graphs: forward pass, logits, sampled token, new last token. One graph per bucket.
 
 A graph reads fixed tensors: the rows' packed inputs, block tables and last tokens. All graphs share one memory pool
 and are captured largest first, so that the smaller ones fit into what the largest took.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.gpu.draw import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.state import DeviceState
 
@@ -24,7 +24,7 @@ POSITION, SLOT, LENGTH = range(3)  # rows of the packed inputs
 
 @dataclass(slots=True)
 class DecodeOutput:
-    """Of one bucket. token_ids: int64 (rows,), -1 where the logits are not finite. logits: (rows, vocab)."""
+    """Of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
 
     token_ids: Tensor
     logits: Tensor
@@ -38,7 +38,7 @@ def decode_step(
     last = state.last_tokens[:num_rows]
     inputs = GpuInputs(last, packed[POSITION, :num_rows], packed[SLOT, :num_rows], state.block_tables, lengths)
     logits = forward.logits(forward.hidden(inputs))
-    return DecodeOutput(sampler.draw(logits, slice(num_rows), lengths, last), logits)
+    return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits)
 
 
 class DecodeGraphs:

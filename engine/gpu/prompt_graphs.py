@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.paged import PagedPlan
-from engine.gpu.draw import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.inputs import step_tokens
 from engine.gpu.rows import PROMPT_BUCKETS
@@ -56,8 +56,8 @@ class PromptInputs:
 
 def prompt_step(
     forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor, inputs: PromptInputs
-) -> Tensor:
-    """Run one step. Returns the sampled tokens int64 (num_rows,), -1 where the logits are not finite.
+) -> tuple[Tensor, Tensor]:
+    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and its logits.
 
     attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
     """
@@ -73,9 +73,9 @@ def prompt_step(
     hidden = forward.hidden(step)
     index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
     logits = forward.logits(hidden[index])
-    sampled = sampler.draw(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
+    sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])
     state.last_tokens[rows] = sampled.clamp(min=0)
-    return sampled
+    return sampled, logits
 
 
 class PromptGraphs:
@@ -106,12 +106,12 @@ class PromptGraphs:
         self._staging = [
             torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
         ]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         if captures:
             self._capture()
 
     def takes(self, batch: GpuBatch) -> bool:
-        """Whether there is a graph for the step; all its samples are drawn on the device."""
+        """Whether there is a graph for the step."""
         rows = batch.rows
         return (
             len(rows) <= self._num_rows
@@ -119,19 +119,19 @@ class PromptGraphs:
             and all(row.stop <= MAX_KEYS for row in rows)
         )
 
-    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, list[int]]:
-        """Queue the step. Returns its sampled tokens, and for which rows of the batch they are, in order."""
+    def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
+        """Queue the step. Returns its sampled tokens, their logits, and the rows of the batch that they belong to."""
         num_tokens = sum(row.num_tokens for row in batch.rows)
         bucket = self.buckets[bisect_left(self.buckets, num_tokens)]
         sampling = self._fill(self._inputs(self._staging[turn], bucket), batch, block_size)
         used = self._size(bucket)
         self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)
         if bucket in self._graphs:
-            graph, sampled = self._graphs[bucket]
+            graph, output = self._graphs[bucket]
             graph.replay()
         else:
-            sampled = prompt_step(*self._parts, self._inputs(self._buffer, bucket))
-        return sampled, sampling
+            output = prompt_step(*self._parts, self._inputs(self._buffer, bucket))
+        return *output, sampling
 
     def _fill(self, host: PromptInputs, batch: GpuBatch, block_size: int) -> list[int]:
         """Write the inputs of a step; returns the rows that sample."""
@@ -182,7 +182,7 @@ class PromptGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                sampled = prompt_step(*self._parts, inputs)
-            self._graphs[bucket] = graph, sampled
+                output = prompt_step(*self._parts, inputs)
+            self._graphs[bucket] = graph, output
             self._buffer.zero_()
         logger.info("captured %d prompt graphs in %.1f s", len(self._graphs), time.monotonic() - began)

@@ -95,7 +95,7 @@ class GpuRunner:
         return step
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner: whatever reads a request's own tokens on the host."""
+        """See Runner: hooks, and filters that read a request's own tokens."""
         return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
 
     def check(self) -> None:
@@ -168,15 +168,11 @@ class GpuRunner:
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
-        return (
-            graphs.takes(batch)
-            and self._samples.stay_on_device(batch)
-            and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
-        )
+        return graphs.takes(batch) and not any(wants_prompt_logprobs(row, request) for row, request in pairs)
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        token_ids, sampling = graphs.run(batch, self._block_size, self._turn)
-        self._samples.take(token_ids, None, range(len(sampling)), batch, sampling, self._turn, step)
+        token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
+        self._samples.take(token_ids, logits, range(len(sampling)), batch, sampling, self._turn, step)
         if not sampling:
             step.waits.append(mark(self._device))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.logprobs import LogprobTensors
 from engine.plan import ScheduledRow, StepResult
 from engine.request_states import RequestState
+from engine.sampler import NO_TOKEN
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class GpuStep:
 
     found: StepResult
     waits: list[Callable[[], None]] = field(default_factory=list)
-    tokens: Tensor | None = None  # on the host, valid after the waits; -1: not finite
+    tokens: Tensor | None = None  # on the host, valid after the waits; negative: there is none
     sampled: list[tuple[int, int, RequestState, int]] = field(default_factory=list)
     logprobs: PendingLogprobs | None = None
 
@@ -49,7 +50,7 @@ class GpuStep:
             for index, row, request, position in self.sampled:
                 token_id = values[index]
                 if token_id < 0:
-                    self.found.errors[row] = "the model's output is not finite"
+                    self.found.errors[row] = NO_TOKEN[token_id]
                 else:
                     request.put_token(position, token_id)
                     self.found.token_ids[row].append(token_id)

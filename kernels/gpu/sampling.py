@@ -31,6 +31,8 @@ CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-
 ROW_BLOCK, ROW_WARPS, ROW_STAGES = 4096, 32, 1
 MIN_TEMPERATURE = 1e-5
 HIGHEST = tl.constexpr(1e30)  # logits beyond are as broken as infinite ones
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token
+_NOT_FINITE, _NOTHING_ALLOWED = tl.constexpr(NOT_FINITE), tl.constexpr(NOTHING_ALLOWED)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_B = tl.constexpr(0x94D049BB133111EB)
@@ -223,7 +225,8 @@ def _finish_kernel(
             if not is_kept:
                 place = tl.argmax(best_score, axis=0)
                 winner = tl.sum(tl.where(tl.arange(0, BLOCK) == place, best_id, 0), axis=0)
-    tl.store(token_ids_ptr + row, tl.where(is_valid, winner, -1).to(tl.int64))
+    nothing = tl.where(highest == float("-inf"), _NOTHING_ALLOWED, _NOT_FINITE)  # of a broken row `highest` is NaN
+    tl.store(token_ids_ptr + row, tl.where(is_valid, winner, nothing).to(tl.int64))
     if HAS_LAST:
         is_in_use = tl.load(positions_ptr + row) > 0
         tl.store(last_tokens_ptr + row, winner.to(tl.int64), mask=is_valid & is_in_use)
@@ -244,7 +247,7 @@ def sample(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
     positions: Tensor, workspace: SamplingWorkspace, token_ids: Tensor, last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Draw a token per row into `token_ids` int64 (rows,); -1 where the logits are not finite.
+    """Draw a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
 
     logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
     top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the

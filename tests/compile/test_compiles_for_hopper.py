@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.gpu.attention.paged import PagedAttention
-from engine.gpu.draw import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.quantized import W4A16Linear
 from engine.layers.weights import Partition
@@ -27,6 +27,7 @@ from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
@@ -137,8 +138,11 @@ def test_products_of_4_bits(rows: int, group: int, kernel: str, compiled: list[C
 def test_sampling(compiled: list[Compiled]) -> None:
     sampler = DeviceSampler(MAX_ROWS, 152_064, META)
     logits = torch.empty(64, 152_064, dtype=torch.bfloat16, device=META)
-    sampler.draw(logits, slice(64), ints(64), ints(64, dtype=torch.int64))
-    check(compiled, "_chunk_kernel", "_finish_kernel")
+    sampler.sample(logits, slice(64), ints(64), ints(64, dtype=torch.int64))
+    rules = LogitsRules.empty(MAX_ROWS, 152_064, 1024, META)
+    rows = ints(32, dtype=torch.int64)
+    process_logits(logits, rows, rows, rules, torch.empty(32, 152_064, device=META))
+    check(compiled, "_chunk_kernel", "_finish_kernel", "_process_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:

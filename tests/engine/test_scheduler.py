@@ -450,10 +450,10 @@ def test_any_order_of_events_keeps_every_token(
             family = data.draw(st.integers(0, 2))
             prompt = [family] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
             limit = data.draw(st.integers(1, 8))
-            penalty = data.draw(st.sampled_from([0.0, 0.0, 0.0, 0.5]))  # some need the host between steps
+            bad_words = data.draw(st.sampled_from([(), (), (), ((1, 2),)]))  # some need the host between steps
             request = engine.add_request(
                 prompt,
-                SamplingParams(max_tokens=limit, presence_penalty=penalty),
+                SamplingParams(max_tokens=limit, bad_words=bad_words),
                 priority=data.draw(st.integers(0, 2)),
             )
             live[request.request_id] = (prompt, limit)

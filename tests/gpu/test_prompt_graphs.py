@@ -56,19 +56,19 @@ def test_tokens_equal_those_of_the_eager_way(
     assert made.num_failed_steps == 0
 
 
-def test_seeded_samples_and_rows_that_need_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_logprobs_and_changed_logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [
         SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True),
         SamplingParams(max_tokens=4, temperature=0.8, seed=2, top_k=5, ignore_eos=True),
-        SamplingParams(max_tokens=4, temperature=1.2, seed=4, top_p=0.8, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=1.2, seed=4, top_p=0.8, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=4, temperature=1.0, seed=5, presence_penalty=0.5, ignore_eos=True),
     ]
     want = generate(reference(model), params)
     made, _, buckets = open_with_graphs(model, monkeypatch)
     assert generate(made, params) == want
     assert buckets
     buckets.clear()
-    for change in ({"logprobs": 1}, {"presence_penalty": 0.5}, {"prompt_logprobs": 1}):
-        generate(made, [replace(params[0], **change)], [[*PROMPTS[1], 9, 8]])
+    generate(made, [replace(params[0], prompt_logprobs=1)], [[*PROMPTS[1], 9, 8]])
     assert buckets == []
 
 

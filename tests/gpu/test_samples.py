@@ -1,4 +1,4 @@
-"""Which rows of a step go to the host's sampler, and that log-probabilities come back with a step's tokens."""
+"""Rows whose logits change, and rows that ask for log-probabilities: sampled on the device, without the host."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.engine import Engine
+from engine.gpu import logits_columns
 from engine.gpu.config import GpuConfig
-from engine.request import SamplingParams, TokenLogprobs
+from engine.gpu.logits_columns import LogitsColumns
+from engine.gpu.rows import RowChanges
+from engine.logits import apply_params
+from engine.request import RequestId, SamplingParams, TokenLogprobs
+from engine.request_states import RequestState
 from tests.gpu.models import save_tiny_model
-from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, generate, open_gpu, reference
+from tests.gpu.test_engine import ON_GPU, PROMPTS, assert_same_logprobs, open_gpu, reference
 
+ENDLESS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 PARAMS = [
-    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=3),
-    SamplingParams(max_tokens=5, temperature=1.0, seed=2, ignore_eos=True, logprobs=0),
-    SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True, presence_penalty=0.7, logprobs=2),
-    SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True),
+    SamplingParams(temperature=0.0, logprobs=3, **ENDLESS),
+    SamplingParams(temperature=1.0, seed=2, logprobs=0, repetition_penalty=1.4, **ENDLESS),
+    SamplingParams(temperature=0.9, seed=3, presence_penalty=0.7, frequency_penalty=0.4, logprobs=2, **ENDLESS),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5, logit_bias=((5, 3.0), (9, -50.0), (5, 1.0)), **ENDLESS),
+]
+MASKED = [
+    SamplingParams(temperature=0.0, allowed_token_ids=(3, 8, 40, 96), **ENDLESS),
+    SamplingParams(temperature=1.0, seed=5, bad_words=((7,), (1, 2), (4,)), **ENDLESS),
+    SamplingParams(max_tokens=9, temperature=1.2, seed=6, min_tokens=4, stop_token_ids=tuple(range(0, 97, 2))),
+    SamplingParams(temperature=0.0, frequency_penalty=-2.0, **ENDLESS),
 ]
 
 
@@ -26,9 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def run(made: Engine) -> list[tuple[list[int], list[TokenLogprobs]]]:
+def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], list[TokenLogprobs]]]:
     """Tokens and log-probabilities of each request."""
-    requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    requests = [made.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
     while made.has_work():
         for output in made.step():
@@ -37,24 +50,84 @@ def run(made: Engine) -> list[tuple[list[int], list[TokenLogprobs]]]:
     return [(request.output_token_ids, found[request.request_id]) for request in requests]
 
 
-def test_logprobs_of_overlapped_steps_equal_those_of_the_plain_engine(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("params", [PARAMS, MASKED], ids=["penalties", "masks"])
+@pytest.mark.parametrize("rows_at_once", [32, 1])
+def test_tokens_and_logprobs_equal_those_of_the_plain_engine(
+    params: list[SamplingParams], rows_at_once: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = run(reference(model))
+    monkeypatch.setattr("engine.gpu.samples.ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(logits_columns, "ROWS_AT_ONCE", rows_at_once)
+    want = run(reference(model), params)
     made, _ = open_gpu(model, monkeypatch, GpuConfig())
-    for (tokens, entries), (other_tokens, others) in zip(run(made), want, strict=True):
+    for (tokens, entries), (other_tokens, others) in zip(run(made, params), want, strict=True):
         assert tokens == other_tokens
         assert_same_logprobs(entries, others)
 
 
-def test_only_rows_with_changed_logits_go_to_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_masks_that_follow_tokens_wait_for_the_step_before(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
-    sample, asked = runner._samples._on_host.sample, []
+    needed: dict[bool, set[str]] = {False: set(), True: set()}
+    ask = runner.needs_known_tokens
 
-    def counted(logits: Any, requests: Any, positions: Any, hooks: Any) -> Any:
-        asked.append([request.params for request in requests])
-        return sample(logits, requests, positions, hooks)
+    def asked(plan: Any) -> bool:
+        needs = ask(plan)
+        needed[needs] |= {row.request_id for row in plan.rows}
+        return needs
 
-    monkeypatch.setattr(runner._samples._on_host, "sample", counted)
-    generate(made, PARAMS)
-    assert asked == [[PARAMS[2]]] * PARAMS[2].max_tokens
+    monkeypatch.setattr(runner, "needs_known_tokens", asked)
+    run(made, PARAMS)
+    assert not needed[True]
+    run(made, [*MASKED[:1], SamplingParams(temperature=0.0, bad_words=((7,),), **ENDLESS), *MASKED[2:]])
+    assert not needed[True]
+    run(made, MASKED)
+    assert needed[True]
+
+
+def test_a_row_without_an_allowed_token_fails_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = open_gpu(model, monkeypatch, GpuConfig())
+    nothing = made.add_request(PROMPTS[0], SamplingParams(allowed_token_ids=(4,), bad_words=((4,),), **ENDLESS))
+    other = made.add_request(PROMPTS[1], SamplingParams(temperature=0.0, **ENDLESS))
+    errors = {}
+    while made.has_work():
+        errors |= {output.request: output.error for output in made.step() if output.error}
+    assert errors == {nothing: "no token is allowed at this position"}
+    assert len(other.output_token_ids) == 9
+
+
+def state(name: str, params: SamplingParams, output: list[int]) -> RequestState:
+    return RequestState(RequestId(name), [3, 8, 8, 40, *output], 4, params, frozenset({2}))
+
+
+def test_rules_move_with_their_rows() -> None:
+    """Three rows, whose owners come, move and go; every time as `apply_params` has it."""
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    columns = LogitsColumns(4, 97, device)
+    logits = torch.randn(5, 97, device=device)
+    penalized = state("a", PARAMS[2], [9, 9, 40])
+    masked = state("b", SamplingParams(min_tokens=3, max_tokens=9, repetition_penalty=0.5), [1])
+    plain = state("c", SamplingParams(), [])
+    biased = state("d", PARAMS[3], [5])
+
+    def check(rows: dict[int, RequestState]) -> None:
+        owners = list(rows.values())
+        positions = [len(owner.token_ids) for owner in owners]
+        sources = list(range(len(rows)))[::-1]
+        found = columns.changed(logits, sources, list(rows), owners, positions)
+        for k, owner in enumerate(owners):
+            want = logits[sources[k]].clone()
+            copy = RequestState(owner.request_id, owner.token_ids, 4, owner.params, owner.eos_token_ids)
+            if owner.changes_logits:
+                apply_params(want, copy, positions[k])
+            torch.testing.assert_close(found[k], want, rtol=1e-6, atol=1e-5)
+
+    columns.apply(RowChanges(fresh=[(0, plain), (1, penalized), (3, masked)]))
+    check({1: penalized, 0: plain, 3: masked})
+    columns.count(torch.tensor([1, 3], device=device), torch.tensor([9, 77], device=device))
+    penalized.token_ids.append(9)
+    masked.token_ids.append(77)
+    check({1: penalized, 3: masked})
+    columns.apply(RowChanges(fresh=[(0, biased)], moved=[(3, 2)]))
+    columns.apply(RowChanges(fresh=[(3, plain)]))
+    masked.token_ids.append(50)  # min_tokens is reached now: the mask changes
+    columns.count(torch.tensor([2], device=device), torch.tensor([50], device=device))
+    check({2: masked, 3: plain, 0: biased, 1: penalized})

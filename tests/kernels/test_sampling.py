@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import CHUNK, SamplingWorkspace, sample, sample_reference
+from kernels.gpu.sampling import CHUNK, NOT_FINITE, NOTHING_ALLOWED, SamplingWorkspace, sample, sample_reference
 
 VOCAB = CHUNK + 904
 
@@ -65,13 +65,13 @@ def test_forbidden_tokens_and_broken_rows(device: torch.device) -> None:
     logits[2] = torch.randn(VOCAB)
     logits[2, 17] = float("nan")
     drawn = draw(logits, [(1.0, 4, 0.5, 0.1)] * 3, [1, 2, 3], [1, 2, 3])
-    assert drawn == [VOCAB - 1, -1, -1]
+    assert drawn == [VOCAB - 1, NOTHING_ALLOWED, NOT_FINITE]
 
 
 def test_infinite_logits_are_broken_and_large_ones_are_not(device: torch.device) -> None:
     logits = torch.randn(2, 300, device=device)
     logits[0, 9], logits[1, 8] = float("inf"), 1e20
-    assert draw(logits, [(0.0, 0, 1.0, 0.0)] * 2, [0, 0], [1, 1]) == [-1, 8]
+    assert draw(logits, [(0.0, 0, 1.0, 0.0)] * 2, [0, 0], [1, 1]) == [NOT_FINITE, 8]
 
 
 def test_last_tokens_of_rows_in_use_are_kept(device: torch.device) -> None:

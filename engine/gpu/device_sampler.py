@@ -1,7 +1,6 @@
-"""Draws tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
+"""Samples tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
 
-Keeps each row's parameters on the device. Rows that change their logits need `engine.sampler`, which draws the same
-tokens from the same seeds.
+Keeps each row's parameters on the device. `engine.sampler` samples the same tokens from the same seeds.
 """
 
 from __future__ import annotations
@@ -52,10 +51,11 @@ class DeviceSampler:
             for column, own in zip(self._columns, values, strict=True):
                 column[rows] = upload(own, column.dtype, self._device)
 
-    def draw(
+    def sample(
         self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None
     ) -> Tensor:
-        """logits (n, vocab) of `rows`; positions (n,) of the drawn tokens -> int64 (n,), -1 where not finite.
+        """logits (n, vocab) of `rows`; positions (n,) of the sampled tokens -> int64 (n,), negative where there
+        is none, see `kernels.gpu.sampling.sample`.
 
         last_tokens: int64 (n,), takes the valid tokens of rows in use, those with a position above 0.
         """
