@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -27,7 +28,7 @@ from engine.kv_memory import (
     host_buffer_over,
     pool_geometry,
 )
-from engine.parallel.followers import Followers
+from engine.parallel.followers import FollowerPool, Followers
 from engine.policy import load_policy
 from engine.scheduler import Scheduler
 from kvstore.layout import PoolGeometry, Shard
@@ -51,7 +52,7 @@ class PoolMemory(Protocol):
         ...
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
-        """A descriptor of zeroed memory for the pool of a rank in another process."""
+        """A descriptor of zeroed host memory for the pool of a rank in another process."""
         ...
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
@@ -111,14 +112,15 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
     shard = Shard(0, config.tp)
-    followers = Followers(config) if config.tp > 1 else None
+    followers = _start_followers(config, device, gpu) if config.tp > 1 else None
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
 
-        one_block = pool_geometry(loaded.config, replace(config, num_gpu_blocks=1), loaded.fingerprint, loaded.dtype)
+        one = replace(config, num_gpu_blocks=1)
+        one_block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, shard)
         config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
     max_model_len = context_in_pool(max_model_len, geometry, config)
@@ -130,7 +132,9 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
     if followers is None:
         runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
     else:
-        runner = _make_parallel_runner(loaded, pool, host_buffer, config, memory, geometry, followers)
+        runner = _make_parallel_runner(
+            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers
+        )
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),
         config.block_size,
@@ -177,23 +181,40 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
     )
 
 
+def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers:
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
+        raise ConfigError(f"--tp {config.tp} needs as many GPUs, and {torch.cuda.device_count()} are visible")
+    return Followers(config, device.type, gpu)
+
+
 def _make_parallel_runner(
     loaded: LoadedModel,
     pool: torch.Tensor,
     host_buffer: torch.Tensor | None,
     config: EngineConfig,
+    gpu: GpuConfig,
+    max_model_len: int,
     memory: PoolMemory,
     geometry: PoolGeometry,
     followers: Followers,
 ) -> ParallelRunner:
     """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's."""
-    from engine.cpu.runner import ModelRunner
-    from engine.parallel.group import GlooGroup
     from engine.parallel.runner import ParallelRunner
 
+    num_slots = 0 if host_buffer is None else host_buffer.shape[0]
+    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len)
+    if loaded.device.type == "cuda":
+        from engine.gpu.group import open_group
+        from engine.gpu.runner import GpuRunner
+
+        followers.give_pools(told)
+        devices = open_group(loaded, config, followers.exchange, followers.store)
+        return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
+    from engine.cpu.runner import ModelRunner
+    from engine.parallel.group import GlooGroup
+
     shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
-    fds = [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards]
-    followers.give_pools(fds, geometry.num_blocks, 0 if host_buffer is None else host_buffer.shape[0])
+    followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
     group = GlooGroup(geometry.shard, followers.store)
     return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
 

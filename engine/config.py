@@ -47,7 +47,7 @@ class EngineConfig:
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
     tp: int = setting(
-        1, "processes that share each layer of the model (tensor parallelism); on a CPU so far, weights plain"
+        1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism); weights plain"
     )
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
@@ -79,8 +79,6 @@ class EngineConfig:
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
-        if on_gpu and self.tp > 1:
-            raise ConfigError(f"--tp {self.tp} runs on a CPU so far: use --device cpu, or --tp 1")
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)

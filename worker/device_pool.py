@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
+from engine.gpu.device_memory import tensor_over
 from kvstore.pool.digest import WORD_BYTES, digest_weights
 from kvstore.transport import cuda_memory
 from kvstore.transport.cuda_ipc import RemotePool
@@ -28,20 +29,6 @@ from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId
 
 MASK = (1 << 64) - 1
-
-
-class DeviceMemoryView:
-    """A CUDA mapping as torch.as_tensor takes it: bytes without an owner."""
-
-    def __init__(self, memory: CudaMemory) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (memory.num_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3
-        }  # fmt: skip
-
-
-def tensor_over(memory: CudaMemory, device: torch.device) -> Tensor:
-    """The mapping as uint8 (num_bytes,). Valid until the mapping is closed."""
-    return torch.as_tensor(DeviceMemoryView(memory), device=device)
 
 
 class AttachedPool:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
+from engine.gpu.device_memory import tensor_over
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
@@ -36,7 +37,7 @@ from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import WorkerId
-from worker.device_pool import DevicePool, tensor_over
+from worker.device_pool import DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
 from worker.pinned_staging import StagedTransport
 from worker.rank_pool import RankPool

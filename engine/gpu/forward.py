@@ -13,9 +13,11 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
+from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
+from engine.layers.parallel import gathered
 from engine.models.model import Model
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
 from kernels.gpu.rope import rope_and_write_kv
@@ -47,19 +49,28 @@ class GpuInputs:
 class FusedForward:
     """The model over one pool. Its workspaces serve one stream. `attention` plans and attends for prompts."""
 
-    def __init__(self, model: Model, pool: Tensor, max_rows: int, attention: PrefillAttention) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Tensor,
+        max_rows: int,
+        attention: PrefillAttention,
+        vocab_size: int = 0,
+        group: DeviceGroup | None = None,
+    ) -> None:
+        """group: of the ranks that have the other shards of the model, whose vocabulary has vocab_size tokens."""
         config = model.config
         self._rotary = model.rotary
         self._pool = pool
         self._workspace = DecodeWorkspace(
             max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
         )
-        self._forwards = GpuForwards(model)
+        self._forwards = GpuForwards(model, group)
         self.attention = attention
         self.attention_width = config.num_heads * config.head_dim
         self.dtype = model.embedding.dtype
         self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
-        self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab)
+        self.logits = gathered(model.head, vocab_size, group)  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from functools import cache
 
+from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
+from engine.gpu.ops.tensor_parallel import TensorParallelForm
 from engine.layers.forward import Forward
 from engine.models.model import Model
 
@@ -22,11 +24,16 @@ MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of t
 class GpuForwards:
     """A model's lowered forms, by class of steps."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
+        """group: of the ranks that have the other shards of the model."""
+        self._lowered = cache(self._lower)
+        self._max_quantized_rows = 0
+        if group is not None:
+            self._forms: list[Form] = [TensorParallelForm(model, group)]
+            return
         quantized = QuantizedInputForm(model)
         self._max_quantized_rows = quantized.max_rows
-        self._forms: list[Form] = [quantized, SplitKForm(model), OneRowForm(model), PlainForm(model)]
-        self._lowered = cache(self._lower)
+        self._forms = [quantized, SplitKForm(model), OneRowForm(model), PlainForm(model)]
 
     def choose(self, num_tokens: int, is_decode: bool) -> Forward[GpuStep]:
         """is_decode: no chunks of prompts."""

@@ -104,7 +104,8 @@ def measure(
     loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
 ) -> MemoryUse:
     """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
-    from engine.gpu.runner import GpuRunner  # needs triton
+    from engine.gpu.group import group_bytes  # these need triton
+    from engine.gpu.runner import GpuRunner
 
     device = loaded.device
     torch.cuda.empty_cache()
@@ -125,7 +126,7 @@ def measure(
     num_graphs = len(bucket_sizes(config.max_num_seqs)) + len(PROMPT_BUCKETS) if gpu.use_cuda_graph else 0
     return MemoryUse(
         total, free, torch.cuda.memory_reserved(device), peak,
-        int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES,
+        int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES + group_bytes(loaded, config),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
+from engine.gpu.group import DeviceGroup
 from engine.gpu.inputs import step_tokens, upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
@@ -47,11 +48,15 @@ class GpuRunner:
         config: EngineConfig,
         gpu: GpuConfig,
         max_model_len: int,
+        group: DeviceGroup | None = None,
     ) -> None:
+        """group: of the ranks that have the other shards of the model."""
+        model_config = loaded.model.config  # of this rank's shard
+        vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
         self.max_steps_in_flight = 2 if gpu.overlap else 1
         self._requests = RequestStates()
         self._device = loaded.device
-        self._group = loaded.config.num_heads // loaded.config.num_kv_heads
+        self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
         self._pool = kv_pool
         self._copies = None if host_buffer is None else HostCopies(kv_pool, host_buffer)
         self._block_size = config.block_size
@@ -63,16 +68,16 @@ class GpuRunner:
         max_blocks = -(-max_model_len // config.block_size)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device)
         attention = open_attention(
-            gpu.attention_backend, kv_pool, loaded.config.num_heads, loaded.dtype, self._max_tokens
+            gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
         )
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention)
+        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, vocab_size, group)
         self._packed = torch.zeros(3, self._max_rows, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
         self._staging = [
             torch.zeros(3, self._max_rows, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)
         ]
         self._turn = 0
-        self._samples = StepSamples(self._state, self._max_rows, loaded.config.vocab_size, NUM_BUFFERS)
+        self._samples = StepSamples(self._state, self._max_rows, vocab_size, NUM_BUFFERS)
         self.hooks = self._samples.hooks
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
@@ -142,7 +147,13 @@ class GpuRunner:
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         """See PromptGraphs."""
         return PromptGraphs(
-            self._forward, self._state, self._samples.on_device, self._group, NUM_BUFFERS, self._max_tokens, captures
+            self._forward,
+            self._state,
+            self._samples.on_device,
+            self._queries_per_kv_head,
+            NUM_BUFFERS,
+            self._max_tokens,
+            captures,
         )
 
     # -- steps -----------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def load_model(
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         if shard.size > 1:
             quant_mode = "none"
-            model = _build_shard(source, engine_config, shard)
+            model = _build_shard(source, engine_config, shard, device)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device)
@@ -156,7 +156,7 @@ def load_model(
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
 
 
-def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard) -> Model:
+def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard, device: torch.device) -> Model:
     """One rank's part, in plain weights. Raises ConfigError for what cannot be divided (yet)."""
     if engine_config.quant_mode not in ("auto", "none"):
         raise ConfigError(f"--tp with --quant-mode {engine_config.quant_mode} does not work yet: use none")
@@ -165,9 +165,9 @@ def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard) -> 
     config = source.config.shard(shard.size)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
-    _checked_skeleton(source, torch.device("cpu"))
+    _checked_skeleton(source, device)
     model = source.family.build(config, ShardedWeights(source.weights, whole.shapes, shard))
-    Quantizer("none", None, False).finish(model)
+    Quantizer("none", None, device.type == "cuda").finish(model)
     return model
 
 

@@ -8,9 +8,11 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -19,12 +21,12 @@ from common.errors import MiniInferError
 from common.logging import setup_logging
 from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import pool_geometry, pool_over
-from engine.loader import LoadedModel, load_model
-from engine.parallel.followers import READY, FollowerPool, FollowerStart
+from engine.kv_memory import allocate_pool, pool_geometry, pool_over
+from engine.loader import load_model
+from engine.parallel.followers import READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
 from engine.parallel.plan_ring import LENGTH, RingReader
-from engine.plan import decode_plan
+from engine.plan import PendingStep
 
 T = TypeVar("T")
 
@@ -35,31 +37,61 @@ def main() -> int:
     link = socket.socket(fileno=int(sys.argv[1]))
     start, _ = _receive(link, FollowerStart)
     setup_logging(f"rank {start.shard.rank}", "warning")
-    torch.set_num_threads(start.engine.num_threads)
     try:
-        loaded = load_model(resolve_model(start.engine.model), start.engine, torch.device("cpu"), start.shard)
-        link.sendall(READY)
-        pool, fds = _receive(link, FollowerPool)
-        threading.Thread(target=_end_with_rank_0, args=(link,), daemon=True).start()
-        runner = _make_runner(start, loaded, pool, fds[0])
+        runner = _start(link, start)
     except MiniInferError as error:
         print(f"rank {start.shard.rank}: {error}", file=sys.stderr)
         return 1
-    ring = RingReader(start.ring_fd, start.wake_fd, start.shard.rank - 1, start.shard.size - 1)
-    while True:  # until rank 0 ends
-        runner.launch(decode_plan(ring.read())).result()
+    return _follow(RingReader(start.ring_fd, start.wake_fd, start.shard.rank - 1, start.shard.size - 1), runner)
 
 
-def _make_runner(start: FollowerStart, loaded: LoadedModel, pool: FollowerPool, pool_fd: int) -> ModelRunner:
-    """Join the group, and warm up together with the others."""
+def _follow(ring: RingReader, runner: Any) -> NoReturn:
+    """Until rank 0 ends."""
+    decoder = msgspec.msgpack.Decoder(FollowerStep)
+    in_flight: deque[PendingStep] = deque()
+    num_finished = 0
+    while True:
+        step = decoder.decode(ring.read())
+        while num_finished < step.num_finished:
+            in_flight.popleft().result()
+            num_finished += 1
+        in_flight.append(runner.launch(step.plan))
+
+
+def _start(link: socket.socket, start: FollowerStart) -> Any:
+    """Load this rank's part of the model, join the group, and warm up together with the others."""
+    on_gpu = start.device == "cuda"
+    torch.set_num_threads(start.engine.num_threads)
+    device = torch.device("cuda", start.shard.rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard)
+    link.sendall(READY)
+    pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, start.shard)
-    kv_pool = pool_over(mmap.mmap(pool_fd, geometry.pool_bytes), geometry)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
-    group = GlooGroup(start.shard, Path(start.store))
-    runner = ModelRunner(loaded, kv_pool, slots, config, group)
+    runner: Any
+    if on_gpu:
+        from engine.gpu.group import open_group  # these need triton
+        from engine.gpu.runner import GpuRunner
+
+        group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
+        _watch(link)
+        kv_pool = allocate_pool(geometry, device)
+        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group)
+    else:
+        _watch(link)
+        kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
+        runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
     runner.warmup()
     return runner
+
+
+def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
+    """See Followers.exchange."""
+    socket.send_fds(link, [READY], [fd])
+    return receive_fds(link, size, "rank 0")
 
 
 def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
@@ -75,6 +107,10 @@ def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
             os._exit(1)
         body += piece
     return msgspec.msgpack.decode(body, type=kind), fds
+
+
+def _watch(link: socket.socket) -> None:
+    threading.Thread(target=_end_with_rank_0, args=(link,), daemon=True).start()
 
 
 def _end_with_rank_0(link: socket.socket) -> None:

@@ -19,8 +19,9 @@ import msgspec
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError
+from engine.gpu.config import GpuConfig
 from engine.parallel.plan_ring import LENGTH, RingWriter, ring_bytes
-from engine.plan import StepPlan, encode_plan
+from engine.plan import StepPlan
 from kvstore.layout import Shard
 
 READY = b"\x01"
@@ -32,23 +33,36 @@ class FollowerStart(msgspec.Struct):
     """First message to a follower. The descriptors are inherited under the same numbers."""
 
     shard: Shard
+    device: str  # type of it
     engine: EngineConfig  # resolved
+    gpu: GpuConfig
     store: str  # file of the group's rendezvous
     ring_fd: int
     wake_fd: int
 
 
 class FollowerPool(msgspec.Struct):
-    """Second message, when its weights are there. With it comes the descriptor of its pool's memory."""
+    """Second message, when its weights are there. On a CPU the descriptor of its pool's memory comes with it."""
 
     num_blocks: int
     num_host_slots: int
+    max_model_len: int
+
+
+class FollowerStep(msgspec.Struct):
+    """A plan, and how many of the steps before it rank 0 has read the results of."""
+
+    plan: StepPlan
+    num_finished: int
+
+
+STEP_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Followers:
     """Processes that run the same plans as this one, each on its own shard."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
         """Start the ranks of `config.tp` but the first; returns while they load. config: resolved."""
         num_followers = config.tp - 1
         self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
@@ -69,27 +83,36 @@ class Followers:
                     )
                 )
             self._links.append(ours)
-            start = FollowerStart(Shard(rank, config.tp), config, str(self.store), ring_fd, wake_fd)
+            start = FollowerStart(Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd)
             _send(ours, start, [])
         os.close(ring_fd)
         weakref.finalize(self, _end, self._links, self._processes, self.store.parent)
 
-    def give_pools(self, pool_fds: Sequence[int], num_blocks: int, num_host_slots: int) -> None:
-        """Wait until all have their weights, and give each the memory of its pool.
+    def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
+        """Wait until all have their weights, and tell each of its pool. fds: of the pools' memory, one each or none.
 
         Raises ConfigError when one has ended instead; it has said why.
         """
-        for rank, (link, pool_fd) in enumerate(zip(self._links, pool_fds, strict=True), 1):
+        for rank, link in enumerate(self._links, 1):
             while not select.select([link], [], [], POLL_SECONDS)[0]:
                 continue  # a process that ends closes its link, which is then readable
             if link.recv(1) != READY:
                 raise ConfigError(f"rank {rank} of the model could not start: its message is above")
-            _send(link, FollowerPool(num_blocks, num_host_slots), [pool_fd])
+            _send(link, pool, [*fds[rank - 1 : rank]])
 
-    def send(self, plan: StepPlan) -> None:
-        """Let all launch `plan` next. Raises DeviceLostError when one is gone."""
+    def exchange(self, fd: int) -> list[int]:
+        """Give a descriptor of this rank to all others, for one of each: those of all ranks, to be closed."""
+        fds = [os.dup(fd)]
+        for rank, link in enumerate(self._links, 1):
+            fds += receive_fds(link, 1, f"rank {rank} of the model")
+        for link in self._links:
+            socket.send_fds(link, [READY], fds)
+        return fds
+
+    def send(self, plan: StepPlan, num_finished: int) -> None:
+        """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
         self.check()
-        self._ring.write(encode_plan(plan))
+        self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished)))
 
     def check(self) -> None:
         """Raises DeviceLostError when a process has ended."""
@@ -98,6 +121,14 @@ class Followers:
     def forget_store(self) -> None:
         """All ranks have met: nothing is left behind, however this process ends."""
         shutil.rmtree(self.store.parent, ignore_errors=True)
+
+
+def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
+    """Raises ConfigError when the peer has ended; it has said why."""
+    data, fds, _, _ = socket.recv_fds(link, 1, count)
+    if data != READY or len(fds) != count:
+        raise ConfigError(f"{peer} could not start: its message is above")
+    return fds
 
 
 def _check(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from engine.cpu.pool_attention import AttentionBackend
-from engine.cpu.runner import ModelRunner
 from engine.engine import DeviceLostError
 from engine.parallel.followers import Followers
-from engine.plan import PendingStep, StepPlan
+from engine.plan import PendingStep, StepPlan, StepResult
 
 
 class ParallelRunner:
@@ -17,16 +18,18 @@ class ParallelRunner:
     A step that fails on one rank leaves the others in the middle of a collective: any exception ends the group.
     """
 
-    def __init__(self, local: ModelRunner, followers: Followers) -> None:
+    def __init__(self, local: Any, followers: Followers) -> None:
+        """local: this rank's, for a CPU or a GPU."""
         self.local = local
+        self.num_finished = 0  # steps
         self.max_steps_in_flight = local.max_steps_in_flight
         self._followers = followers
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See Runner. Raises DeviceLostError for whatever happens."""
-        self._followers.send(plan)
+        self._followers.send(plan, self.num_finished)
         try:
-            return self.local.launch(plan)
+            return CountedStep(self.local.launch(plan), self)
         except Exception as error:  # whatever it was, no rank can tell where the others are
             self._followers.check()
             raise DeviceLostError(f"a step failed on rank 0 ({type(error).__name__})") from error
@@ -46,4 +49,18 @@ class ParallelRunner:
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner."""
-        return self.local.needs_known_tokens(plan)
+        needs: bool = self.local.needs_known_tokens(plan)
+        return needs
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStep:
+    """Lets the next plan tell the followers that this step's result has been read."""
+
+    pending: PendingStep
+    runner: ParallelRunner
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        self.runner.num_finished += 1
+        return self.pending.result()

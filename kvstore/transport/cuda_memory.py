@@ -120,8 +120,8 @@ def create(device: int, num_bytes: int) -> tuple[CudaMemory, int]:
     return memory, fd.value
 
 
-def attach(device: int, fd: int, num_bytes: int) -> CudaMemory:
-    """Map memory that another process passed, to be read from `device`. The descriptor stays the caller's to close.
+def attach(device: int, fd: int, num_bytes: int, writable: bool = False) -> CudaMemory:
+    """Map memory that another process passed, to be used from `device`. The descriptor stays the caller's to close.
 
     Raises TransferError when it is no such memory, is shorter than `num_bytes`, or out of the device's reach.
     """
@@ -129,7 +129,7 @@ def attach(device: int, fd: int, num_bytes: int) -> CudaMemory:
     try:
         _call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), c_int(POSIX_FD))
         try:
-            return CudaMemory(device, num_bytes, handle.value, READ)
+            return CudaMemory(device, num_bytes, handle.value, READ_WRITE if writable else READ)
         finally:
             _call("cuMemRelease", handle)
     except CudaError as error:

@@ -27,6 +27,7 @@ from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.peer_exchange import GATHER_CHUNK, PeerSegments, gather_columns, sum_add_rms_norm
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -143,6 +144,16 @@ def test_sampling(compiled: list[Compiled]) -> None:
     rows = ints(32, dtype=torch.int64)
     process_logits(logits, rows, rows, rules, torch.empty(32, 152_064, device=META))
     check(compiled, "_chunk_kernel", "_finish_kernel", "_process_kernel")
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
+    sums = PeerSegments(ints(size, dtype=torch.int64), ints(512), 1, size, 512, 8192, torch.bfloat16)
+    x = torch.empty(64, 8192, dtype=torch.bfloat16, device=META)
+    sum_add_rms_norm(x, torch.empty_like(x), x[0], 1e-5, sums)
+    gathers = PeerSegments(ints(size, dtype=torch.int64), ints(9728), 0, size, 9728, GATHER_CHUNK, torch.bfloat16)
+    gather_columns(torch.empty(256, 76032, dtype=torch.bfloat16, device=META), gathers)
+    check(compiled, "_sum_norm_kernel", "_gather_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:

@@ -39,12 +39,16 @@ class PlainForm(Form):
     def takes(self, target: Target) -> bool:
         return True
 
-    def lower(self, target: Target) -> Forward[GpuStep]:
-        model, rows, workspace = self.model, target.num_rows, self._workspace
-        bodies = [
+    def bodies(self, num_rows: int) -> list[GpuBody]:
+        """Of all blocks."""
+        rows, workspace = num_rows, self._workspace
+        return [
             by_kind(block, lambda block: attention(block, rows, workspace), lambda block: mlp(block, rows, workspace))
-            for block in model.blocks
+            for block in self.model.blocks
         ]
+
+    def lower(self, target: Target) -> Forward[GpuStep]:
+        model, bodies = self.model, self.bodies(target.num_rows)
         pairs = zip(model.blocks[1:], bodies[1:], strict=True)
         ops = [Op(add_norm(block.norm, block.eps), body) for block, body in pairs]
         return Forward(embed_then(model, bodies[0]), ops, final_norm(model), model.head)

@@ -1,0 +1,139 @@
+"""Collectives of a tensor-parallel group on the GPUs of one host (docs/decisions/0155).
+
+Few rows go through memory that the ranks map of each other; long prompts' sums go through NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.gpu.device_memory import tensor_over
+from engine.loader import LoadedModel
+from kernels.gpu.peer_exchange import (
+    GATHER_CHUNK,
+    PeerSegments,
+    gather_columns,
+    segment_bytes,
+    sum_add_rms_norm,
+)
+from kernels.gpu.rms_norm import add_rms_norm
+from kvstore.layout import Shard
+from kvstore.transport import cuda_memory
+
+MAX_SUM_ROWS = 512  # with more, NCCL's bandwidth counts
+NCCL_BYTES = 1_000_000_000  # buffers of its channels, generously
+NCCL_TIMEOUT = timedelta(minutes=2)
+Exchange = Callable[[int], Sequence[int]]
+"""Gives this rank's descriptor to all ranks; returns theirs, in the order of ranks, to be closed by the caller."""
+
+
+class DeviceGroup:
+    """A `Group` of one GPU per rank. Any failure is final: ranks may be at different places after it."""
+
+    def __init__(
+        self, shard: Shard, device: torch.device, widths: tuple[int, int], dtype: torch.dtype, max_rows: int,
+        exchange: Exchange, store: Path,
+    ) -> None:  # fmt: skip
+        """Wait until all ranks have come.
+
+        widths: of a hidden state and of a rank's logits. max_rows: whose logits are gathered at once. store: a file
+        that does not exist yet, the same for all ranks.
+        """
+        self.rank, self.size, self._max_rows = shard.rank, shard.size, max_rows
+        hidden, vocab = widths
+        num_chunks = max_rows * -(-vocab // GATHER_CHUNK)
+        sums, gathers = _segments(self.size, widths, dtype, max_rows)
+        self._memory, addresses = _map_all(device, self.rank, sums + gathers, exchange)
+        self._sums = PeerSegments(
+            torch.tensor(addresses, device=device), _zeros(MAX_SUM_ROWS, device), self.rank, self.size,
+            MAX_SUM_ROWS, hidden, dtype,
+        )  # fmt: skip
+        self._gathers = PeerSegments(
+            torch.tensor([address + sums for address in addresses], device=device), _zeros(num_chunks, device),
+            self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
+        )  # fmt: skip
+        self._nccl = _open_nccl(store, self.rank, self.size)
+
+    def sum_add_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add all ranks' pending outputs to the residual, in place; the norm of that."""
+        if pending.shape[0] <= MAX_SUM_ROWS:
+            return sum_add_rms_norm(pending, residual, weight, eps, self._sums)
+        self._nccl.allreduce([pending]).wait()
+        return add_rms_norm(pending, residual, weight, eps)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Group. Through NCCL, in the type of x."""
+        self._nccl.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See Group."""
+        if x.shape[0] <= self._max_rows:
+            return gather_columns(x, self._gathers)
+        return torch.cat([gather_columns(part, self._gathers) for part in torch.split(x, self._max_rows)])
+
+
+def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, store: Path) -> DeviceGroup:
+    """The group of a rank's model. Waits until all ranks have come."""
+    widths = loaded.model.config.hidden_size, loaded.model.config.vocab_size
+    return DeviceGroup(loaded.shard, loaded.device, widths, loaded.dtype, config.max_num_seqs, exchange, store)
+
+
+def group_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Memory that the group of a rank's model takes on its GPU; 0 without one."""
+    size, shape = loaded.shard.size, loaded.model.config
+    if size == 1:
+        return 0
+    segments = _segments(size, (shape.hidden_size, shape.vocab_size), loaded.dtype, config.max_num_seqs)
+    gathered = config.max_num_seqs * size * shape.vocab_size * loaded.dtype.itemsize
+    return sum(segments) + gathered + NCCL_BYTES
+
+
+def _segments(size: int, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> tuple[int, int]:
+    """Bytes of each rank's segments, for sums and for gathering."""
+    hidden, vocab = widths
+    num_chunks = max_rows * -(-vocab // GATHER_CHUNK)
+    return (
+        segment_bytes(size, MAX_SUM_ROWS, hidden, dtype),
+        segment_bytes(size, num_chunks, GATHER_CHUNK, dtype),
+    )
+
+
+def _map_all(
+    device: torch.device, rank: int, num_bytes: int, exchange: Exchange
+) -> tuple[list[cuda_memory.CudaMemory], list[int]]:
+    """Zeroed memory of this rank and that of all others, and their addresses here."""
+    index = device.index or 0
+    own, own_fd = cuda_memory.create(index, num_bytes)
+    tensor_over(own, device).zero_()
+    torch.cuda.synchronize(device)  # before anybody writes into it
+    mapped, fds = [], exchange(own_fd)
+    for peer, fd in enumerate(fds):
+        if peer == rank:
+            mapped.append(own)
+        else:
+            mapped.append(cuda_memory.attach(index, fd, num_bytes, writable=True))
+        os.close(fd)
+    os.close(own_fd)
+    return mapped, [memory.address for memory in mapped]
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _open_nccl(store: Path, rank: int, size: int) -> Any:
+    """The process group; its communicator comes with the first collective."""
+    dist: Any = torch.distributed  # its process groups have no annotations
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    return dist.ProcessGroupNCCL(dist.FileStore(str(store), size), rank, size, options)
