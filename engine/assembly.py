@@ -55,17 +55,29 @@ class PoolMemory(Protocol):
         """A descriptor of zeroed host memory for the pool of a rank in another process."""
         ...
 
+    shares_device_pools: bool
+    """Whether pools of other ranks' GPUs are allocated so that this process can map them, and are given to it."""
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
+        ...
+
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
 
 
 class PrivatePoolMemory:
     """Memory of this process alone."""
 
+    shares_device_pools = False
+
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
         return allocate_pool(geometry, device)
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         return create_memfd("mini-infer-kv", geometry.pool_bytes)
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        raise AssertionError("ranks keep their pools to themselves")
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         num_slots = host_tier_bytes // geometry.block_bytes
@@ -202,18 +214,21 @@ def _make_parallel_runner(
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
-    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len)
+    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools)
+    shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
 
         followers.give_pools(told)
+        if told.is_shared:
+            for shard, fd in zip(shards, followers.receive(), strict=True):
+                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", shard.rank), fd)
         devices = open_group(loaded, config, followers.exchange, followers.store)
         return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
     from engine.cpu.runner import ModelRunner
     from engine.parallel.group import GlooGroup
 
-    shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
     followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
     group = GlooGroup(geometry.shard, followers.store)
     return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)

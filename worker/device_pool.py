@@ -63,9 +63,15 @@ class DevicePool:
     def block_bytes(self) -> int:
         return self._words.shape[1] * WORD_BYTES
 
-    def fence(self) -> None:
-        """Called by the step loop after it has launched a step and before loads get their blocks."""
-        if self._on_gpu:
+    def fence(self, of: DevicePool | None = None) -> None:
+        """Called by the step loop after it has launched a step and before loads get their blocks.
+
+        of: rank 0's pool, for that of another rank, whose steps this process does not launch. They have written their
+        KV before rank 0's last sum over ranks ends.
+        """
+        if of is not None:
+            self._fence = of._fence
+        elif self._on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
             self._fence = event

@@ -75,11 +75,12 @@ class HostRows:
     blocks: uint8 [num_rows, block_bytes]; memory: the same bytes as a tensor.
     """
 
-    def __init__(self, blocks: Blocks, memory: Tensor) -> None:
+    def __init__(self, blocks: Blocks, memory: Tensor, beside: HostRows | None = None) -> None:
+        """beside: rows of another rank, as many: a row is then free or taken in both."""
         self.blocks = blocks
         self.memory = memory
-        self._rows = BlockPool(len(blocks), enable_prefix_cache=False)
-        self._lock = threading.Lock()
+        self._rows: BlockPool = beside._rows if beside else BlockPool(len(blocks), enable_prefix_cache=False)
+        self._lock: threading.Lock = beside._lock if beside else threading.Lock()
 
     @property
     def num_free(self) -> int:
@@ -97,16 +98,16 @@ class HostRows:
 
 
 class DeviceExporter:
-    """A pool in GPU memory."""
+    """Pools in GPU memory. ranks: of each its pool and the rows in front of it."""
 
-    def __init__(self, device_pool: DevicePool, rows: HostRows, pool: BlockPool) -> None:
-        self._device_pool = device_pool
-        self._rows = rows
+    def __init__(self, ranks: Sequence[tuple[DevicePool, HostRows]], pool: BlockPool) -> None:
+        self._ranks = ranks
+        self._rows = ranks[0][1]
         self._pool = pool
         self._staged: dict[LeaseId, list[BlockId]] = {}
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
-        return [self._device_pool.digests(block_ids)]
+        return [device_pool.digests(block_ids) for device_pool, _ in self._ranks]
 
     def stage(self, lease: Lease) -> list[BlockId] | None:
         rows = self._staged.get(lease.lease_id)
@@ -115,7 +116,8 @@ class DeviceExporter:
             rows = self._rows.take(count, count)
             if not rows:
                 return None
-            self._device_pool.copy_out(lease.block_ids, self._rows.memory, rows)
+            for device_pool, own_rows in self._ranks:
+                device_pool.copy_out(lease.block_ids, own_rows.memory, rows)
             self._staged[lease.lease_id] = rows
         return rows
 
@@ -124,7 +126,10 @@ class DeviceExporter:
         self._rows.give_back(self._staged.pop(lease.lease_id, []))
 
     def fence(self) -> None:
-        self._device_pool.fence()
+        (first, _), *others = self._ranks
+        first.fence()
+        for device_pool, _ in others:
+            device_pool.fence(of=first)
 
 
 class KvLeases:

@@ -19,28 +19,25 @@ import numpy.typing as npt
 import torch
 
 from common.errors import ConfigError
-from engine.gpu.device_memory import tensor_over
+from engine.gpu.device_memory import shareable_pool
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
-from engine.kv_memory import TORCH_DTYPES, allocate_pool, host_buffer_over, pool_over
-from kvstore.layout import PoolGeometry
+from engine.kv_memory import allocate_pool, host_buffer_over, pool_over
+from kvstore.layout import PoolGeometry, Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
 from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transport import cuda_memory
-from kvstore.transport.client import KvClient, Transport, host_client, host_transports
-from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import HandleShard, ShardAddress
-from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import WorkerId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
-from worker.pinned_staging import StagedTransport
-from worker.rank_pool import RankPool
+from worker.rank_pool import DeviceRankPool, HostRankPool, RankPool, device_client
 
 logger = logging.getLogger("engine")
 
@@ -52,6 +49,7 @@ class SharedPoolMemory:
         self, worker_id: str, run_dir: str, agent_socket: str, staging_bytes: int, kv_transport: str = "auto"
     ) -> None:
         self.epoch = new_epoch()
+        self.shares_device_pools = True
         self.socket_path = str(Path(run_dir) / f"{worker_id}.kv.sock")
         self.cuda_socket_path = ""  # set when the pool is in device memory that can be shared
         self.transports: tuple[str, ...] = ()  # best first
@@ -102,9 +100,18 @@ class SharedPoolMemory:
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        path = Path(self.socket_path).with_suffix(f".{geometry.shard.rank}.sock")
-        self._others.append(RankPool(geometry, str(path)))
-        return self._others[-1].fd
+        pool = HostRankPool(geometry, self._socket_path_of(geometry.shard))
+        self._others.append(pool)
+        return pool.fd
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        """See PoolMemory. Ranks come in their order, after `allocate`."""
+        staging = replace(self._shared, shard=geometry.shard)
+        path = self._socket_path_of(geometry.shard)
+        self._others.append(DeviceRankPool(geometry, device, fd, path, staging, self._rows))
+
+    def _socket_path_of(self, shard: Shard) -> str:
+        return str(Path(self.socket_path).with_suffix(f".{shard.rank}.sock"))
 
     @property
     def socket_paths(self) -> list[str]:
@@ -120,25 +127,18 @@ class SharedPoolMemory:
     def exporter(self, pool: BlockPool) -> KvExporter:
         """How blocks of `pool` are given to readers."""
         if self._device_pool is None:
-            return DirectExporter([self._blocks, *(other.blocks for other in self._others)], pool)
-        return DeviceExporter(self._device_pool, self._rows, pool)
+            others = [other.blocks for other in self._others if isinstance(other, HostRankPool)]
+            return DirectExporter([self._blocks, *others], pool)
+        ranks = [(other.device_pool, other.rows) for other in self._others if isinstance(other, DeviceRankPool)]
+        return DeviceExporter([(self._device_pool, self._rows), *ranks], pool)
 
     def clients(self, token: str) -> list[KvClient]:
         """Readers of peers' blocks, one into the pool of each rank."""
-        others = [host_client(pool.geometry, pool.blocks, token, self.transports) for pool in self._others]
-        return [self._client(token), *others]
-
-    def _client(self, token: str) -> KvClient:
-        leases = LeaseClient(token)
-        transports: list[Transport] = []
         if self._device_pool is None:
-            transports += host_transports(self._blocks, leases, self.transports)
+            mine = host_client(self._geometry, self._blocks, token, self.transports)
         else:
-            if "cuda_ipc" in self.transports:
-                transports.append(CudaIpcTransport(self._device_pool))
-            for inner in host_transports(self._blocks, leases, self.transports):
-                transports.append(StagedTransport(inner, self._rows, self._device_pool))
-        return KvClient(self._geometry, transports, leases)
+            mine = device_client(self._geometry, self._device_pool, self._rows, token, self.transports)
+        return [mine, *(other.client(token, self.transports) for other in self._others)]
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
@@ -174,20 +174,20 @@ class SharedPoolMemory:
     def _allocate_on(self, device: torch.device) -> torch.Tensor:
         """A zeroed pool, in memory that peers can map where that is possible and wanted."""
         geometry, index = self._geometry, device.index or 0
-        if self._kv_transport not in ("auto", "cuda_ipc"):
+        if self._kv_transport not in ("auto", "cuda_ipc") and geometry.shard.size == 1:
             return allocate_pool(geometry, device)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if not cuda_memory.can_share(index):
+            if geometry.shard.size > 1:
+                raise ConfigError("--tp needs GPUs whose memory can be shared between processes")
             logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
             return allocate_pool(geometry, device)
-        torch.cuda.empty_cache()  # this memory is not torch's, which would free what it caches by itself
         try:
-            memory, self._device_fd = cuda_memory.create(index, geometry.pool_bytes)
+            pool, self._device_fd = shareable_pool(geometry, device)
         except ConfigError as error:
             raise ConfigError(f"{error}: {describe_out_of_memory()}") from error
         self.cuda_socket_path = str(Path(self.socket_path).with_suffix(".cuda.sock"))
-        flat = tensor_over(memory, device).zero_()  # the mapping lives as long as the process
-        return flat.view(TORCH_DTYPES[geometry.dtype]).view(geometry.num_blocks, *geometry.block_shape)
+        return pool
 
     def _choose_transports(self) -> tuple[str, ...]:
         """Those that this worker has, as far as they are wanted. Raises ConfigError when none is left."""

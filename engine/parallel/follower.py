@@ -21,12 +21,14 @@ from common.errors import MiniInferError
 from common.logging import setup_logging
 from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
+from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
 from engine.loader import load_model
 from engine.parallel.followers import READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
 from engine.parallel.plan_ring import LENGTH, RingReader
 from engine.plan import PendingStep
+from kvstore.layout import PoolGeometry
 
 T = TypeVar("T")
 
@@ -76,9 +78,9 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         from engine.gpu.group import open_group  # these need triton
         from engine.gpu.runner import GpuRunner
 
+        kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
         group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
         _watch(link)
-        kv_pool = allocate_pool(geometry, device)
         runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group)
     else:
         _watch(link)
@@ -86,6 +88,14 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
     runner.warmup()
     return runner
+
+
+def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+    """A pool that rank 0 maps, too."""
+    kv_pool, fd = shareable_pool(geometry, device)
+    socket.send_fds(link, [READY], [fd])
+    os.close(fd)
+    return kv_pool
 
 
 def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:

@@ -47,6 +47,7 @@ class FollowerPool(msgspec.Struct):
     num_blocks: int
     num_host_slots: int
     max_model_len: int
+    is_shared: bool = False  # on a GPU: allocate it so that rank 0 can map it, and answer with its descriptor
 
 
 class FollowerStep(msgspec.Struct):
@@ -100,11 +101,13 @@ class Followers:
                 raise ConfigError(f"rank {rank} of the model could not start: its message is above")
             _send(link, pool, [*fds[rank - 1 : rank]])
 
+    def receive(self) -> list[int]:
+        """A descriptor from each follower, to be closed."""
+        return [receive_fds(link, 1, f"rank {rank} of the model")[0] for rank, link in enumerate(self._links, 1)]
+
     def exchange(self, fd: int) -> list[int]:
         """Give a descriptor of this rank to all others, for one of each: those of all ranks, to be closed."""
-        fds = [os.dup(fd)]
-        for rank, link in enumerate(self._links, 1):
-            fds += receive_fds(link, 1, f"rank {rank} of the model")
+        fds = [os.dup(fd), *self.receive()]
         for link in self._links:
             socket.send_fds(link, [READY], fds)
         return fds

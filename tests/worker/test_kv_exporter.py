@@ -42,7 +42,7 @@ class Parts:
         self.rows = HostRows(memory.numpy(), memory)
         self.pool = BlockPool(NUM_BLOCKS)
         self.device_pool = DevicePool(self.kv_pool)
-        self.exporter = DeviceExporter(self.device_pool, self.rows, self.pool)
+        self.exporter = DeviceExporter([(self.device_pool, self.rows)], self.pool)
         self.leases = LeaseTable(new_epoch())
 
 
