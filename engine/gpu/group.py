@@ -62,6 +62,7 @@ class DeviceGroup:
             self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
         )  # fmt: skip
         self._nccl = _open_nccl(store, self.rank, self.size)
+        self.all_reduce(torch.zeros(1, device=device))  # opens its connections, while the store is there
 
     def sum_add_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add all ranks' pending outputs to the residual, in place; the norm of that."""
@@ -132,7 +133,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def _open_nccl(store: Path, rank: int, size: int) -> Any:
-    """The process group; its communicator comes with the first collective."""
+    """The process group; it opens its connections with the first collective."""
     dist: Any = torch.distributed  # its process groups have no annotations
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
