@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path as FilePath
+
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ SAME = [
     Path("chunks of 40", 40),
     Path("chunks of 6", 6),
 ]
+# With AMX, oneDNN chooses among kernels that add up in another order, by the number of rows (docs/decisions/0110).
+HAS_AMX = "amx_bf16" in FilePath("/proc/cpuinfo").read_text()
 OTHER = [Path("alone"), Path("12 in a batch", batch=12)]  # above 8 rows, 4-bit weights are multiplied as bfloat16
 
 
@@ -30,5 +34,5 @@ def test_logprobs_are_close_to_those_of_float32(accuracy: Accuracy, path: Path) 
     figures = accuracy.measure(path)
     assert figures["mean"] < 0.03
     assert figures["max"] < 0.2
-    if path in SAME:
+    if path in SAME and not HAS_AMX:
         assert figures["to_alone_max"] < 0.005
