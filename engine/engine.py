@@ -53,7 +53,7 @@ class StepStats:
     """Size of the last step that did something."""
 
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_decode_tokens: int = 0  # drafts included
 
 
 class Engine:
@@ -67,6 +67,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
+        assert scheduler.speculation is None or runner.max_steps_in_flight == 1, "drafts follow tokens that are known"
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -176,10 +177,14 @@ class Engine:
         return outputs
 
     def _run_one_by_one(self, rows: Iterable[ScheduledRow]) -> StepResult:
-        """Find the rows that fail. Computing a row again writes the same KV, and its blocks are known already."""
+        """Find the rows that fail, without their drafts.
+
+        Computing a row again writes the same KV, and its blocks are known already.
+        """
         merged = StepResult.of_rows(0)
         for index, row in enumerate(rows):
-            alone = ScheduledRow(row.request_id, row.start, row.num_tokens, row.samples)
+            num_known = row.num_tokens - len(row.draft_token_ids)
+            alone = ScheduledRow(row.request_id, row.start, num_known, row.samples)
             try:
                 result = self._runner.launch(StepPlan(rows=[alone])).result()
             except DeviceLostError:
@@ -195,7 +200,7 @@ class Engine:
 
     def _count(self, plan: StepPlan) -> None:
         self.num_steps += 1
-        num_decodes = sum(1 for row in plan.rows if row.num_tokens == 1)
+        num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
         self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:

@@ -26,23 +26,32 @@ class NewRequest(msgspec.Struct, gc=False):
 
 
 class ScheduledRow(msgspec.Struct, gc=False):
-    """One request's share of a step: compute tokens [start, start + num_tokens), maybe sample after."""
+    """One request's share of a step: compute tokens [start, start + num_tokens), maybe sample after.
+
+    A row with drafts computes the last known token and then these, and samples after each of them.
+    """
 
     request_id: RequestId
     start: int  # tokens of the request that are in the KV cache when the step begins
-    num_tokens: int
+    num_tokens: int  # drafts included
     samples: bool  # the row reaches the last token there is, so the step samples the next one
     new_block_ids: tuple[BlockId, ...] = ()  # behind those that earlier rows brought; mostly none, and no object then
+    draft_token_ids: tuple[TokenId, ...] = ()  # proposed for the positions that follow the last known token
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """One known token, and drafts behind it if there are any."""
+        return self.num_tokens == 1 or bool(self.draft_token_ids)
+
 
 class StepPlan(msgspec.Struct, gc=False):
     """Everything one step does, in order: forget `finished`, learn `new`, copies out, copies in, the forward pass.
 
-    Decode rows (num_tokens == 1) come first, so that a runner can split the batch by slicing.
+    Decode rows (`is_decode`) come first, so that a runner can split the batch by slicing.
     """
 
     new: list[NewRequest] = msgspec.field(default_factory=list)
@@ -64,7 +73,8 @@ class StepPlan(msgspec.Struct, gc=False):
 class StepResult:
     """What the runner found. All lists run parallel to the plan's rows.
 
-    token_ids: sampled tokens, empty for rows that do not sample (more than one: speculation).
+    token_ids: sampled tokens, none for rows that do not sample. Others have one for each of their first drafts that
+      equal the tokens sampled in their places, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
     errors: row index -> message; such a row has no tokens and its request fails alone.

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from common.errors import InvalidRequestError
 from kvstore.types import BlockId, BlockKey, HostSlot
+
+if TYPE_CHECKING:
+    from engine.speculation.drafts import DraftedSequence
 
 RequestId = NewType("RequestId", str)
 TokenId = int  # an alias, not a NewType: token lists come from tokenizers, protobuf and torch as plain ints
@@ -144,12 +147,13 @@ class Request:
     num_published_blocks: int = 0  # leading blocks that are findable by their keys
     num_planned_blocks: int = -1  # leading blocks that plans have named; -1: the runner does not know the request
     num_computed_tokens: int = 0  # steps in flight included
-    num_pending_tokens: int = 0  # sampled by a step in flight, value not known yet
+    num_pending_tokens: int = 0  # at most so many are sampled by steps in flight, values not known yet
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
     num_preemptions: int = 0
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
     num_source_tokens: int = 0  # prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
+    drafted: DraftedSequence | None = None  # made when the request first decodes
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.logits import apply_params
 from engine.logprobs import token_logprobs
-from engine.request import RequestId, SamplingParams, TokenLogprobs
+from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 from engine.request_states import RequestState
 from kernels.gumbel import exponential_noise, noise_key
 
@@ -34,6 +34,17 @@ class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)
+
+
+def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
+    """Return what holds of the tokens sampled after the last known token and after each draft.
+
+    A token holds as long as the drafts before it equal those sampled in their places: the last of these follows them.
+    """
+    count = 0
+    while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:
+        count += 1
+    return sampled[: count + 1]
 
 
 class Sampler:

@@ -30,7 +30,7 @@ class ScheduledStep:
     def seal(self, finished: list[RequestId]) -> None:
         """Make the plan, and count what it tells the runner as known there. `finished`: ids to forget first."""
         if any(row.num_tokens > 1 for row in self.rows.values()):  # decode rows first; the sort is stable
-            self.rows = dict(sorted(self.rows.items(), key=lambda item: item[1].num_tokens > 1))
+            self.rows = dict(sorted(self.rows.items(), key=lambda item: not item[1].is_decode))
         plan = self.plan = StepPlan([], list(self.rows.values()), finished, self.copies_out, self.copies_in)
         for request, row in self.rows.items():
             num_planned = request.num_planned_blocks

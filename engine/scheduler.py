@@ -27,6 +27,7 @@ from engine.request import (
     SchedulerLoad,
 )
 from engine.scheduled_step import ScheduledStep
+from engine.speculation.drafts import Speculation
 from kvstore.types import BlockId
 
 _rank = attrgetter("rank")
@@ -44,10 +45,14 @@ class Scheduler:
         max_model_len: int,
         preempt_by_swap: bool = False,
         policy: SchedulingPolicy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.kv = kv
+        self.speculation = speculation
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # drafts that were the tokens sampled in their places
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preempt_by_swap = preempt_by_swap
@@ -122,6 +127,10 @@ class Scheduler:
         preempted = self._schedule_running(step)
         if not preempted and (self._waiting or self._swapped):
             self._admit(step)
+        if self.speculation is not None:
+            num_spare_tokens = self._max_num_batched_tokens - step.num_tokens
+            num_kept_blocks = len(self._running) - 1  # one for the next token of each of the others
+            self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks, self.max_model_len)
         self.kv.offload_evicted(step)
         if not step.is_empty:
             forgotten, self._forgotten = self._forgotten, []
@@ -129,20 +138,20 @@ class Scheduler:
         return step
 
     def advance(self, step: ScheduledStep) -> None:
-        """Count what `step` will compute as done, and one pending token for each row that samples.
+        """Count what `step` will compute as done, and as pending the most tokens that its rows can sample.
 
         The next `schedule` may then be called before the step has ended.
         """
         for request, row in step.rows.items():
             request.num_computed_tokens = row.start + row.num_tokens
-            request.num_pending_tokens += row.samples
+            request.num_pending_tokens += row.samples + len(row.draft_token_ids)
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
         self.kv.finish_copies(step)
         outputs: list[RequestOutput] = []
         for index, (request, row) in enumerate(step.rows.items()):
-            request.num_pending_tokens -= row.samples
+            request.num_pending_tokens -= row.samples + len(row.draft_token_ids)
             if request.status is RequestStatus.FINISHED:
                 continue  # aborted, or found to have ended, while the step ran
             if index in result.errors:
@@ -156,11 +165,21 @@ class Scheduler:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index])
             if row.samples:
                 output = append_tokens(request, result, index, self.max_model_len)
+                if row.draft_token_ids:
+                    self._settle(request, row, len(result.token_ids[index]))
                 if output.finish_reason is not None:
                     self._queue_of(request).remove(request)
                     self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
                 outputs.append(output)
         return outputs
+
+    def _settle(self, request: Request, row: ScheduledRow, num_sampled: int) -> None:
+        """Take back what `advance` counted for drafts that were not accepted. What they wrote is written again."""
+        self.num_draft_tokens += len(row.draft_token_ids)
+        self.num_accepted_tokens += num_sampled - 1
+        if request.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = row.start + num_sampled
+            self.kv.publish(request)  # blocks that accepted drafts have filled
 
     def detach_blocks(self, request: Request) -> list[BlockId]:
         """Hand the blocks of a request that ended with PREFILLED to the caller, with their references."""

@@ -1,5 +1,6 @@
 """Attention on a CPU: decode rows from the dense mirror, chunks of prompts from gathered blocks.
 
+A decode row with drafts is several queries of one row of the mirror, each of which sees one key more than the last.
 New K and V of prompts go to the pool layer by layer. Those of decode rows go to the mirror, and from there to the
 pool once per step, after the last layer.
 """
@@ -33,9 +34,9 @@ MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation mo
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Decode rows whose KV lies in one arena."""
+    """Queries of decode rows whose KV lies in one arena."""
 
-    batch_rows: Tensor | None  # (n,) which of the step's tokens they are; None: all, in order
+    tokens: Tensor | None  # (n,) which of the step's tokens they are; None: all, in order
     rows: KVRows
     places: Tensor  # (n, 2, kv_heads, head_dim) where the new tokens' KV goes
     mask: Tensor  # (n, 1, num_keys)
@@ -71,6 +72,9 @@ class CpuMetadata:
     new_kv: list[Tensor] = field(default_factory=list)  # per layer (mirrored tokens, 2, kv_heads, head_dim)
 
 
+Query = tuple[int, MirrorRow, int]  # which of the step's tokens, where its sequence lies, how much of it that sees
+
+
 class CpuAttention:
     """Implements `AttentionBackend` for pools in host memory."""
 
@@ -88,21 +92,24 @@ class CpuAttention:
         decoding = [
             index
             for index, request in enumerate(batch.requests[: batch.num_decode_rows])
-            if batch.seq_lens[index] > request.num_prompt_tokens
+            if batch.rows[index].start >= request.num_prompt_tokens
         ]
-        starts = [batch.seq_lens[index] - 1 for index in decoding]
-        rows = self._mirror.sync([batch.requests[index] for index in decoding], starts)
-        by_arena: dict[int, list[tuple[int, MirrorRow]]] = {}
+        starts = [batch.rows[index].start for index in decoding]
+        stops = [batch.seq_lens[index] for index in decoding]
+        rows = self._mirror.sync([batch.requests[index] for index in decoding], starts, stops)
+        by_arena: dict[int, list[Query]] = {}
         mirrored: list[int] = []
         unmirrored = sorted(set(range(len(batch.requests))).difference(decoding))
-        for index, row in zip(decoding, rows, strict=True):
+        for index, start, row in zip(decoding, starts, rows, strict=True):
             if row is None:
                 unmirrored.append(index)
-            else:
-                mirrored.append(index)
-                by_arena.setdefault(row.arena.capacity, []).append((index, row))
-        for members in by_arena.values():
-            metadata.groups.append(self._group_of(members, batch, inputs))
+                continue
+            queries = by_arena.setdefault(row.arena.capacity, [])
+            for seq_len, token in enumerate(range(*batch.query_starts[index : index + 2]), start + 1):
+                mirrored.append(token)
+                queries.append((token, row, seq_len))
+        for queries in by_arena.values():
+            metadata.groups.append(self._group_of(queries, batch, inputs))
         for index in unmirrored:
             metadata.chunks.append(self._chunk_of(batch, index))
         if metadata.chunks and metadata.groups:
@@ -117,27 +124,27 @@ class CpuAttention:
             self._write_chunks(layer, kv, metadata)
         if metadata.groups:
             self._keep_decoded(layer, kv, metadata)
-        if len(metadata.groups) == 1 and metadata.groups[0].batch_rows is None:
+        if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
             return self._attend_group(layer, q, kv, metadata.groups[0]).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype)
         for group in metadata.groups:
-            assert group.batch_rows is not None  # else the group was the whole step
-            out[group.batch_rows] = self._attend_group(layer, q[group.batch_rows], kv[group.batch_rows], group)
+            assert group.tokens is not None  # else the group was the whole step
+            out[group.tokens] = self._attend_group(layer, q[group.tokens], kv[group.tokens], group)
         for chunk in metadata.chunks:
             tokens, gathered = slice(chunk.start, chunk.stop), self._gather(layer, chunk)
             out[tokens] = chunk_attention(q[tokens], gathered, chunk.seq_len, self._corner)
         return out.flatten(1)
 
-    def _group_of(self, members: list[tuple[int, MirrorRow]], batch: StepBatch, inputs: Tensor) -> DecodeGroup:
-        arena = members[0][1].arena
-        lengths = [row.length for _, row in members]
+    def _group_of(self, queries: list[Query], batch: StepBatch, inputs: Tensor) -> DecodeGroup:
+        arena = queries[0][1].arena
+        lengths = [seq_len for _, _, seq_len in queries]
         num_keys = min(-(-max(lengths) // KEY_STEP) * KEY_STEP, arena.capacity)
-        is_whole_step = len(members) == batch.num_tokens
-        batch_rows = None if is_whole_step else torch.tensor([index for index, _ in members])
-        positions = inputs[1] if batch_rows is None else inputs[1][batch_rows]
-        rows = arena.some_rows([row.index for _, row in members], num_keys, self._num_heads)
+        is_whole_step = len(queries) == batch.num_tokens
+        tokens = None if is_whole_step else torch.tensor([token for token, _, _ in queries])
+        positions = inputs[1] if tokens is None else inputs[1][tokens]
+        rows = arena.some_rows([row.index for _, row, _ in queries], num_keys, self._num_heads)
         return DecodeGroup(
-            batch_rows,
+            tokens,
             rows.to_read,
             rows.places_of(positions),
             key_mask(arena.mask_source, lengths, num_keys),

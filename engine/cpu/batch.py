@@ -1,6 +1,6 @@
 """The inputs of one forward pass, laid out from a plan's rows: flat tokens, and where each row's begin.
 
-Plain Python lists and one numpy array; no torch, no device. Decode rows (one new token) come first.
+Plain Python lists and one numpy array; no torch, no device. Decode rows (a new token and drafts) come first.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], 
     query_starts = [0]
     num_decode_rows = 0
     for row, request in zip(rows, requests, strict=True):
-        start, stop = row.start, row.stop
+        start, stop, drafts = row.start, row.stop, row.draft_token_ids
         block_ids = request.block_ids
-        token_ids += request.token_ids[start:stop]
+        token_ids += request.token_ids[start : stop - len(drafts)]
+        if row.num_tokens == 1 or drafts:
+            num_decode_rows += len(query_starts) == num_decode_rows + 1
         if row.num_tokens == 1:
             positions.append(start)
             blocks.append(block_ids[start // block_size])
-            num_decode_rows += len(query_starts) == num_decode_rows + 1
         else:
+            token_ids += drafts
             positions += range(start, stop)
             blocks += [block_ids[position // block_size] for position in range(start, stop)]
         query_starts.append(len(token_ids))

@@ -136,37 +136,40 @@ class KVMirror:
         self._arenas: dict[int, Arena] = {}
         self._rows: dict[str, MirrorRow] = {}
 
-    def sync(self, requests: Sequence[RequestState], starts: Sequence[int]) -> list[MirrorRow | None]:
-        """Rows that hold each request's tokens [0, start) and have room for one more; None without room.
+    def sync(
+        self, requests: Sequence[RequestState], starts: Sequence[int], stops: Sequence[int]
+    ) -> list[MirrorRow | None]:
+        """Rows that hold each request's tokens [0, start) and have room up to `stop`; None without room.
 
-        Drops every other row: its request is not part of this decode step.
+        Drops every other row: its request is not part of this decode step. A row may go on before where the last
+        step ended, which takes back what that wrote.
         """
         kept = {
             request.request_id
-            for request, start in zip(requests, starts, strict=True)
-            if self._continues(request, start)
+            for request, start, stop in zip(requests, starts, stops, strict=True)
+            if self._continues(request, start, stop)
         }
         for request_id in [name for name in self._rows if name not in kept]:
             self._drop(self._rows.pop(request_id))
         found: list[MirrorRow | None] = []
-        for request, start in zip(requests, starts, strict=True):
-            row = self._rows.get(request.request_id) or self._make(request, start)
+        for request, start, stop in zip(requests, starts, stops, strict=True):
+            row = self._rows.get(request.request_id) or self._make(request, start, stop)
             if row is not None:
-                row.length = start + 1
-                row.block_ids = request.block_ids[: start // self._block_size + 1]
+                row.length = stop
+                row.block_ids = request.block_ids[: -(-stop // self._block_size)]
             found.append(row)
         return found
 
-    def _continues(self, request: RequestState, start: int) -> bool:
+    def _continues(self, request: RequestState, start: int, stop: int) -> bool:
         row = self._rows.get(request.request_id)
-        if row is None or row.request is not request or start > row.length or start >= row.arena.capacity:
+        if row is None or row.request is not request or start > row.length or stop > row.arena.capacity:
             return False
         num_blocks = -(-start // self._block_size)
         return row.block_ids[:num_blocks] == request.block_ids[:num_blocks]
 
-    def _make(self, request: RequestState, start: int) -> MirrorRow | None:
+    def _make(self, request: RequestState, start: int, stop: int) -> MirrorRow | None:
         """A new row, filled from the pool; None when the budget is used up."""
-        arena = self._arena_with_room(capacity_for(start + 1))
+        arena = self._arena_with_room(capacity_for(stop))
         if arena is None:
             return None
         row = MirrorRow(request, [], start, arena, -1)

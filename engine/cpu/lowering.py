@@ -42,7 +42,7 @@ class CpuForwards:
         self._by_rows = {rows: lower_model(model, rows, group, vocab_size) for rows in Rows}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
-        """only_decodes: every row is one generated token."""
+        """only_decodes: every row is one generated token, with drafts behind it if there are any."""
         return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
 
 

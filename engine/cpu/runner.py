@@ -1,4 +1,4 @@
-"""Executes a plan: copies, one forward pass over all rows, one sample per row that wants one.
+"""Executes a plan: copies, one forward pass over all rows, samples for the rows that want any.
 
 Knows tensors, not queues: what runs, and which blocks it owns, was decided by the scheduler. A row whose logits
 cannot be sampled from fails alone; an exception of the forward pass itself propagates.
@@ -27,7 +27,7 @@ from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId
 from engine.request_states import RequestState, RequestStates
-from engine.sampler import LogitsHook, Sampler
+from engine.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.trial_plans import prompt_plan
 
 
@@ -58,7 +58,7 @@ class ModelRunner:
                 f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
                 f"the model needs {list(expected)} {expected_dtype}"
             )
-        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits before each draw
+        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates()
         self._model = loaded.model
         self._forwards = CpuForwards(loaded.model, group, loaded.config.vocab_size)
@@ -118,7 +118,7 @@ class ModelRunner:
     def _forward_for(self, batch: StepBatch) -> Forward[Step]:
         only_decodes = (
             self._device.type == "cpu"
-            and batch.num_tokens == len(batch.rows)
+            and batch.num_decode_rows == len(batch.rows)
             and all(
                 row.start >= request.num_prompt_tokens
                 for row, request in zip(batch.rows, batch.requests, strict=True)
@@ -134,24 +134,39 @@ class ModelRunner:
         copy_in(self._pool, self._host_buffer, plan.copies_in)
 
     def _add_samples(self, forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
-        """Sample a token for each row that reaches its last one."""
+        """Sample for each row that reaches its last token: the next one, and those that follow its drafts."""
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:
             return
-        if not len(sampling) == len(batch.rows) == hidden.shape[0]:
-            hidden = hidden[[batch.query_starts[index + 1] - 1 for index in sampling]]
-        requests = [batch.requests[index] for index in sampling]
-        positions = [batch.rows[index].stop for index in sampling]
+        tokens: list[int] = []  # of the step, after which one is sampled
+        requests: list[RequestState] = []
+        positions: list[int] = []
+        for index in sampling:
+            row, request, end = batch.rows[index], batch.requests[index], batch.query_starts[index + 1]
+            num_drafts = len(row.draft_token_ids)
+            if num_drafts:  # the sampler reads them as far as a position goes; the first token put there ends that
+                request.token_ids[row.stop - num_drafts :] = row.draft_token_ids
+            tokens += range(end - 1 - num_drafts, end)
+            positions += range(row.stop - num_drafts, row.stop + 1)
+            requests += [request] * (1 + num_drafts)
+        if len(tokens) != hidden.shape[0]:
+            hidden = hidden[tokens]
         sampled = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
-        for i, index in enumerate(sampling):
-            if i in sampled.errors:
-                result.errors[index] = sampled.errors[i]
-                continue
-            requests[i].put_token(positions[i], sampled.token_ids[i])
-            result.token_ids[index].append(sampled.token_ids[i])
-            entry = sampled.logprobs[i]
-            if entry is not None:
-                result.logprobs[index].append(entry)
+        first = 0
+        for index in sampling:
+            drafts, request = batch.rows[index].draft_token_ids, batch.requests[index]
+            stop = first + 1 + len(drafts)
+            for i, token_id in enumerate(accepted_tokens(drafts, sampled.token_ids[first:stop]), first):
+                if i in sampled.errors:
+                    if i == first:  # else the next step begins there, and fails
+                        result.errors[index] = sampled.errors[i]
+                    break
+                request.put_token(positions[i], token_id)
+                result.token_ids[index].append(token_id)
+                entry = sampled.logprobs[i]
+                if entry is not None:
+                    result.logprobs[index].append(entry)
+            first = stop
 
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:

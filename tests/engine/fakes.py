@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.plan import StepPlan, StepResult
 from engine.request_states import RequestState, RequestStates
+from engine.sampler import accepted_tokens
 
 VOCAB_SIZE = 1000
 
@@ -79,7 +80,9 @@ class BlockMemoryRunner:
         step = FakeStep(self, StepResult.of_rows(len(requests)))
         for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
             self.num_computed_tokens += row.num_tokens
-            new = self._tokens(request, row.start, row.stop)
+            drafts = list(row.draft_token_ids)
+            num_known = row.stop - len(drafts)
+            new = self._tokens(request, row.start, num_known) + drafts
             if self.fail_on & set(new):
                 raise RuntimeError("told to fail")
             for position, token_id in enumerate(new, row.start):
@@ -89,11 +92,13 @@ class BlockMemoryRunner:
             context = [
                 self.blocks[request.block_ids[p // self.block_size]][p % self.block_size] for p in range(row.stop)
             ]
-            assert context == self._tokens(request, 0, row.stop), "KV of other tokens"
+            assert context == self._tokens(request, 0, num_known) + drafts, "KV of other tokens"
             if row.samples:
-                token_id = self.last_token[request.request_id] = next_token(context)  # type: ignore[arg-type]
-                step.found.token_ids[index].append(token_id)
-                step.sampled.append((request, row.stop, token_id))
+                sampled = [next_token(context[:stop]) for stop in range(num_known, row.stop + 1)]  # type: ignore[arg-type]
+                accepted = accepted_tokens(drafts, sampled)
+                self.last_token[request.request_id] = accepted[-1]
+                step.found.token_ids[index] += accepted
+                step.sampled += [(request, position, token) for position, token in enumerate(accepted, num_known)]
         self.in_flight.append(step)
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return step

@@ -79,11 +79,12 @@ class Sequences:
         self.count += 1
         return Tracked(RequestId(f"r{self.count}"), [0] * 1002, 2, SamplingParams())  # single tokens are decode rows
 
-    def row(self, request: Tracked, count: int) -> Row:
-        stop = request.num_computed_tokens + count
+    def row(self, request: Tracked, count: int, num_drafts: int = 0) -> Row:
+        stop = request.num_computed_tokens + count + num_drafts
         while len(request.block_ids) * BLOCK_SIZE < stop:
             request.block_ids.append(BlockId(self.free.pop()))
-        row = ScheduledRow(request.request_id, request.num_computed_tokens, count, False)
+        start, drafts = request.num_computed_tokens, (0,) * num_drafts
+        row = ScheduledRow(request.request_id, start, count + num_drafts, False, draft_token_ids=drafts)
         request.num_computed_tokens = stop
         return row, request
 
@@ -96,7 +97,7 @@ class Sequences:
 @pytest.mark.parametrize("budget_tokens", [None, 60, 0])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_schedules_equal_the_plain_backend(seed: int, budget_tokens: int | None) -> None:
-    """Chunks, decode steps, pauses, preemptions, ends: with room for all rows, for some, for none."""
+    """Chunks, decode steps, drafts, pauses, preemptions, ends: with room for all rows, for some, for none."""
     pair, sequences = Pair(budget_tokens), Sequences(seed)
     choose = sequences.random
     running = [sequences.new() for _ in range(3)]
@@ -115,10 +116,14 @@ def test_random_schedules_equal_the_plain_backend(seed: int, budget_tokens: int 
                 continue  # sits this step out
             elif request.num_computed_tokens < 3 or action < 0.25:
                 rows.append(sequences.row(request, choose.choice([2, 3, 9, 17])))
+            elif action < 0.6:
+                num_drafts = choose.randrange(1, 8)
+                rows.append(sequences.row(request, 1, num_drafts))
+                request.num_computed_tokens -= choose.randrange(num_drafts + 1)  # so many are not accepted
             else:
                 rows.append(sequences.row(request, 1))
         choose.shuffle(rows)
-        rows.sort(key=lambda pair: pair[0].num_tokens != 1)
+        rows.sort(key=lambda pair: not pair[0].is_decode)
         if rows:
             pair.step(rows)
 
@@ -193,9 +198,9 @@ def test_rows_without_room_are_none_and_rows_are_reused() -> None:
     requests = [sequences.new() for _ in range(3)]
     for request in requests:
         sequences.row(request, 5)
-    held = mirror.sync(requests, [4, 4, 4])
+    held = mirror.sync(requests, [4, 4, 4], [5, 5, 5])
     assert [row is not None for row in held] == [True, True, False]
-    again = mirror.sync([requests[1], requests[2]], [5, 5])
+    again = mirror.sync([requests[1], requests[2]], [5, 5], [6, 6])
     assert again[0] is held[1]
     assert again[1] is not None
     assert again[1].index == 0

@@ -12,6 +12,7 @@ from engine.kv_manager import KVManager
 from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
+from engine.speculation.drafts import Speculation
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
@@ -37,6 +38,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     overlap: bool = False,
     policy: SchedulingPolicy | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[Engine, BlockMemoryRunner]:
     tier = FakeTier(host_slots) if host_slots else None
     kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
@@ -47,6 +49,7 @@ def make_engine(
         max_model_len=4096,
         preempt_by_swap=swap,
         policy=policy,
+        speculation=speculation,
     )
     runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else 1)
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner

@@ -1,0 +1,27 @@
+"""Who proposes tokens: the interface of a drafter.
+
+A drafter cannot change what a request is answered, only how fast: a draft is kept when it equals the token that is
+sampled in its place, which is the one that the request would get without drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from engine.request import TokenId
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of one request, and may keep what it has learned of that request."""
+
+    def propose(self, token_ids: list[TokenId], max_tokens: int) -> list[TokenId]:
+        """Return at most `max_tokens` tokens that may follow; none when it has no idea.
+
+        token_ids: prompt and output so far, not to be changed. The same list in each call, grown at its end.
+        """
+        ...
+
+
+MakeDrafter = Callable[[], Drafter]

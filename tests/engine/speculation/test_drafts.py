@@ -1,0 +1,272 @@
+"""Drafts in the scheduler, against the runner that remembers what was written where: they change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.speculation.drafts import Speculation
+from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
+from tests.engine.speculation.drafters import MakeOracle
+from tests.engine.test_scheduler import assert_quiet, load_request, make_engine, run_all
+
+
+def drafting(
+    accuracy: float, num_tokens: int = 4, seed: int = 0, **options: object
+) -> tuple[Engine, BlockMemoryRunner]:
+    make_drafter = MakeOracle(expected_tokens, accuracy, VOCAB_SIZE, seed)
+    return make_engine(speculation=Speculation(make_drafter, num_tokens), **options)  # type: ignore[arg-type]
+
+
+class Always:
+    """Proposes as much as it may of what `following` says."""
+
+    def __init__(self, following: Callable[[list[int], int], list[int]] = expected_tokens) -> None:
+        self._following = following
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        return self._following(token_ids, max_tokens)
+
+
+def wrong(token_ids: list[int], count: int) -> list[int]:
+    return [(token + 1) % VOCAB_SIZE for token in expected_tokens(token_ids, count)]
+
+
+def always(following: Callable[[list[int], int], list[int]], num_tokens: int = 4, **options: object) -> Engine:
+    speculation = Speculation(lambda: Always(following), num_tokens)
+    return make_engine(speculation=speculation, **options)[0]  # type: ignore[arg-type]
+
+
+def steps_of(engine: Engine, request: Request) -> list[int]:
+    """Output tokens of each step."""
+    counts = []
+    while engine.has_work():
+        before = len(request.output_token_ids)
+        engine.step()
+        counts.append(len(request.output_token_ids) - before)
+        engine.scheduler.kv.pool.check_integrity()
+    return counts
+
+
+def test_right_drafts_are_kept_and_counted() -> None:
+    engine = always(expected_tokens)
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=13))
+    assert steps_of(engine, request) == [1, 5, 5, 2]  # the last step has room for one draft only
+    assert request.output_token_ids == expected_tokens([1, 2, 3], 13)
+    assert (engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens) == (9, 9)
+    assert engine.last_step.num_decode_tokens == 2
+    assert engine.last_step.num_prefill_tokens == 0
+    assert_quiet(engine)
+
+
+def test_wrong_drafts_are_taken_back() -> None:
+    engine = always(wrong)
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
+    assert steps_of(engine, request) == [1] * 6
+    assert request.output_token_ids == expected_tokens([1, 2, 3], 6)
+    assert (engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
+    assert_quiet(engine)
+
+
+def test_a_stop_token_among_accepted_ones_ends_the_answer_there() -> None:
+    expected = expected_tokens([1, 2, 3], 6)
+    engine = always(expected_tokens, eos=frozenset([expected[3]]))
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
+    [ended] = [output for output in (*engine.step(), *engine.step()) if output.finish_reason]
+    assert (ended.finish_reason, ended.stop_token_id) == (FinishReason.STOP, expected[3])
+    assert ended.new_token_ids == expected[1:4]
+    assert request.output_token_ids == expected[:4]
+    assert_quiet(engine)
+
+
+def test_a_sequence_ends_at_the_models_length() -> None:
+    engine = always(expected_tokens, num_tokens=9)
+    engine.scheduler.max_model_len = 16
+    request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
+    assert steps_of(engine, request) == [1, 5]
+    assert request.num_tokens == 16
+    assert engine.scheduler.num_draft_tokens == 4
+    assert_quiet(engine)
+
+
+def test_blocks_become_findable_when_their_tokens_are_accepted() -> None:
+    """A block full of drafts is not: nobody may find what nobody has said."""
+    for following, num_cached in ((expected_tokens, 8), (wrong, 4)):
+        engine = always(following, num_tokens=7)
+        request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
+        engine.step()
+        engine.step()
+        assert len(request.block_ids) == 3  # tokens 4 to 11 are written, or drafts in their places
+        assert request.num_published_blocks == num_cached // 4
+        other = engine.add_request([1, 2, 3, *expected_tokens([1, 2, 3], 9)], SamplingParams(max_tokens=1))
+        engine.step()
+        assert other.num_cached_tokens == num_cached
+
+
+def test_drafts_take_no_token_from_others() -> None:
+    """A budget of 8: two rows that decode share with a prompt, and have what it leaves."""
+    engine = always(wrong, budget=8, num_blocks=64)
+    for first in (1, 2):
+        engine.add_request([first] * 3, SamplingParams(max_tokens=40))
+    run_steps(engine, 2)
+    plan = engine.scheduler.schedule().plan
+    assert [row.num_tokens for row in plan.rows] == [5, 3]
+    assert [len(row.draft_token_ids) for row in plan.rows] == [4, 2]
+
+    engine = always(wrong, budget=8, num_blocks=64)
+    for first in (1, 2):
+        engine.add_request([first] * 3, SamplingParams(max_tokens=40))
+    run_steps(engine, 2)
+    engine.add_request([3] * 20, SamplingParams(max_tokens=4))
+    sizes = []
+    for _ in range(4):
+        engine.step()
+        sizes.append([(row.num_tokens, len(row.draft_token_ids)) for row in engine.last_plan.rows])
+    assert sizes == [[(1, 0), (1, 0), (6, 0)]] * 3 + [[(5, 4), (1, 0), (2, 0)]]
+
+
+def run_steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def test_drafts_take_no_block_that_another_will_need() -> None:
+    """As many steps and preemptions as without, though wrong drafts would fill any number of blocks."""
+    counts = []
+    for engine in (make_engine(num_blocks=12, max_num_seqs=6)[0], always(wrong, num_blocks=12, max_num_seqs=6)):
+        requests = [engine.add_request([100 + i, 200 + i, 300 + i], SamplingParams(max_tokens=20)) for i in range(6)]
+        run_all(engine)
+        for i, request in enumerate(requests):
+            assert request.output_token_ids == expected_tokens([100 + i, 200 + i, 300 + i], 20)
+        counts.append((engine.num_steps, engine.scheduler.num_preemptions))
+        assert_quiet(engine)
+    assert counts[0][1] > 0
+    assert counts[1] == counts[0]
+
+
+def test_a_draft_that_fails_costs_its_step_and_nothing_else() -> None:
+    engine, runner = make_engine(speculation=Speculation(lambda: Always(lambda _ids, _count: [666]), 4))
+    runner.fail_on = {666}
+    requests = [engine.add_request([1, 2, first], SamplingParams(max_tokens=5)) for first in (3, 4)]
+    tokens = run_all(engine)
+    for request, first in zip(requests, (3, 4), strict=True):
+        assert tokens[request.request_id] == expected_tokens([1, 2, first], 5)
+    assert engine.num_failed_steps == 3  # all but the prompts' and the last, which has no room for a draft
+    assert engine.scheduler.num_accepted_tokens == 0
+    assert_quiet(engine)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_loaded_kv_is_continued_with_drafts(ok: bool) -> None:
+    engine, runner = drafting(0.7)
+    prompt = list(range(1, 12))
+    request = load_request(engine, runner, prompt, ok)
+    run_all(engine)
+    assert request.output_token_ids == expected_tokens(prompt, 5)
+    assert_quiet(engine)
+
+
+def test_a_prefill_worker_drafts_nothing() -> None:
+    engine = always(expected_tokens)
+    request = engine.add_request(list(range(1, 10)), SamplingParams(max_tokens=5), prefill_only=True)
+    [output] = engine.step()
+    assert (output.finish_reason, output.new_token_ids) == (
+        FinishReason.PREFILLED,
+        expected_tokens([*range(1, 10)], 1),
+    )
+    assert request.drafted is None
+    engine.scheduler.kv.pool.release(engine.scheduler.detach_blocks(request))
+    assert_quiet(engine)
+
+
+def test_a_resumed_stream_goes_on_with_drafts() -> None:
+    engine = always(expected_tokens)
+    whole = expected_tokens([5, 6, 7], 12)
+    request = engine.add_request([5, 6, 7], SamplingParams(max_tokens=12), output_token_ids=whole[:4])
+    assert run_all(engine)[request.request_id] == whole[4:]
+    assert engine.scheduler.num_accepted_tokens > 0
+
+
+def test_swapped_requests_go_on_where_they_were_accepted() -> None:
+    engine, runner = drafting(0.6, num_blocks=12, host_slots=24, swap=True, prefix_cache=False)
+    requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
+    statuses = set()
+    while engine.has_work():
+        engine.step()
+        statuses |= {request.status for request in engine.scheduler.requests()}
+    assert RequestStatus.SWAPPED in statuses
+    rejected = engine.scheduler.num_draft_tokens - engine.scheduler.num_accepted_tokens
+    last_accepted = runner.num_computed_tokens - rejected - 4 * (5 + 19)
+    assert -4 <= last_accepted <= 0  # nothing was computed twice; a last token that was a draft is computed
+    for i, request in enumerate(requests):
+        assert request.output_token_ids == expected_tokens([i + 1] * 5, 20)
+    assert_quiet(engine)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    num_blocks=st.integers(6, 20),
+    host_slots=st.integers(0, 16),
+    swap=st.booleans(),
+    budget=st.integers(4, 24),
+    prefix_cache=st.booleans(),
+    accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    num_tokens=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+)
+def test_any_order_of_events_keeps_every_token(
+    data: st.DataObject,
+    num_blocks: int,
+    host_slots: int,
+    swap: bool,
+    budget: int,
+    prefix_cache: bool,
+    accuracy: float,
+    num_tokens: int,
+    seed: int,
+) -> None:
+    """Arrivals, resumed ones, aborts and steps in any order, drafts that are right, wrong and half right."""
+    engine, _ = drafting(
+        accuracy, num_tokens, seed, num_blocks=num_blocks, host_slots=host_slots, swap=swap, budget=budget,
+        max_num_seqs=4, prefix_cache=prefix_cache,
+    )  # fmt: skip
+    live: dict[str, tuple[list[int], list[int]]] = {}
+    tokens: dict[str, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "abort"]))
+        if action == "add":
+            prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 10)) + [data.draw(st.integers(3, 5))]
+            limit = data.draw(st.integers(1, 12))
+            replayed = expected_tokens(prompt, data.draw(st.integers(0, limit - 1)))
+            stops = (expected_tokens(prompt, limit)[-1],) if data.draw(st.booleans()) else ()
+            request = engine.add_request(
+                prompt,
+                SamplingParams(max_tokens=limit + len(stops), stop_token_ids=stops),
+                output_token_ids=replayed,
+                priority=data.draw(st.integers(0, 2)),
+            )
+            expected = expected_tokens(prompt, limit)
+            if stops and stops[0] in expected[len(replayed) : -1]:
+                expected = expected[: expected.index(stops[0], len(replayed)) + 1]
+            live[request.request_id] = (replayed, expected)
+        elif action == "abort" and live:
+            name = data.draw(st.sampled_from(sorted(live)))
+            engine.abort(name)  # type: ignore[arg-type]
+            del live[name]
+        else:
+            for output in engine.step():
+                tokens.setdefault(output.request.request_id, []).extend(output.new_token_ids)
+            assert engine.last_plan.num_tokens <= budget
+        engine.scheduler.kv.pool.check_integrity()
+    for name, new in run_all(engine).items():
+        tokens.setdefault(name, []).extend(new)
+    for name, (replayed, expected) in live.items():
+        assert replayed + tokens[name] == expected
+    assert engine.num_failed_steps == 0
+    assert_quiet(engine)
