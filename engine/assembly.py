@@ -31,6 +31,8 @@ from engine.kv_memory import (
 from engine.parallel.followers import FollowerPool, Followers
 from engine.policy import load_policy
 from engine.scheduler import Scheduler
+from engine.speculation.drafter import drafter_for
+from engine.speculation.drafts import Speculation
 from kvstore.layout import PoolGeometry, Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier, LocalHostTier
@@ -154,6 +156,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         host_tier,
         config.prefix_cache,
     )
+    num_drafts = config.num_speculative_tokens
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -161,6 +164,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
+        speculation=Speculation(drafter_for(config), num_drafts) if num_drafts else None,
     )
     engine = Engine(
         scheduler,

@@ -46,6 +46,11 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
+    num_speculative_tokens: int = setting(
+        0, "drafts for each sequence and step, kept while they are what would be sampled; 0: none; on a CPU so far"
+    )
+    ngram_max: int = setting(4, "drafts go on where a sequence's last tokens stood in it before: so many, at most")
+    ngram_min: int = setting(2, "and so many, at least")
     tp: int = setting(
         1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism); weights plain"
     )
@@ -69,6 +74,14 @@ class EngineConfig:
             "every running sequence needs a token in a step",
         )
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
+        require(
+            0 <= self.num_speculative_tokens <= 64,
+            f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to 64, or 0 for none",
+        )
+        require(
+            1 <= self.ngram_min <= self.ngram_max,
+            f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
+        )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
@@ -79,6 +92,11 @@ class EngineConfig:
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
+        if on_gpu and self.num_speculative_tokens:
+            raise ConfigError(
+                f"--num-speculative-tokens {self.num_speculative_tokens}: speculation runs on a CPU so far: "
+                "use --device cpu, or 0"
+            )
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)

@@ -1,4 +1,4 @@
-"""Who proposes tokens: the interface of a drafter.
+"""Who proposes tokens: the interface of a drafter, and the choice of one by the settings.
 
 A drafter cannot change what a request is answered, only how fast: a draft is kept when it equals the token that is
 sampled in its place, which is the one that the request would get without drafts.
@@ -7,9 +7,13 @@ sampled in its place, which is the one that the request would get without drafts
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from engine.speculation.ngram import NgramDrafter
+
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
     from engine.request import TokenId
 
 
@@ -25,3 +29,8 @@ class Drafter(Protocol):
 
 
 MakeDrafter = Callable[[], Drafter]
+
+
+def drafter_for(config: EngineConfig) -> MakeDrafter:
+    """What makes a drafter for each request."""
+    return partial(NgramDrafter, config.ngram_max, config.ngram_min)

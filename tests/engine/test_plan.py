@@ -29,7 +29,10 @@ PARAMS = SamplingParams(
 def test_a_plan_equals_what_its_bytes_give() -> None:
     plan = StepPlan(
         new=[NewRequest(RequestId("a"), [1, 2, 3], 2, PARAMS, frozenset([7]))],
-        rows=[ScheduledRow(RequestId("a"), 0, 3, True, (BlockId(4),))],
+        rows=[
+            ScheduledRow(RequestId("a"), 0, 3, True, (BlockId(4),)),
+            ScheduledRow(RequestId("c"), 5, 3, True, (), (8, 9)),
+        ],
         finished=[RequestId("b")],
         copies_out=[(BlockId(1), HostSlot(2))],
         copies_in=[(HostSlot(3), BlockId(5))],
@@ -58,13 +61,15 @@ def record(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[by
     return steps
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_recorded_run_replayed_gives_the_same_tokens(preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With preemption, cached prefixes, an abort, and parameters that read a request's own tokens."""
+@pytest.mark.parametrize(("preemption", "num_drafts"), [("recompute", 0), ("swap", 0), ("swap", 3)])
+def test_a_recorded_run_replayed_gives_the_same_tokens(
+    preemption: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemption, cached prefixes, an abort, drafts, and parameters that read a request's own tokens."""
     torch.set_num_threads(1)
     config = EngineConfig(
         "dry-run", device="cpu", block_size=8, num_gpu_blocks=22, max_num_seqs=4, max_num_batched_tokens=48,
-        host_tier_gb=0.01, preemption=preemption, prefix_cache=True,
+        host_tier_gb=0.01, preemption=preemption, prefix_cache=True, num_speculative_tokens=num_drafts, ngram_min=1,
     )  # fmt: skip
     parts = assemble(config)
     steps = record(parts, monkeypatch)
@@ -85,6 +90,7 @@ def test_a_recorded_run_replayed_gives_the_same_tokens(preemption: str, monkeypa
         engine.step()
     assert engine.scheduler.num_preemptions > 0
     assert any(decode_plan(data).finished for data, _ in steps)
+    assert any(row.draft_token_ids for data, _ in steps for row in decode_plan(data).rows) == bool(num_drafts)
 
     loaded = load_model(parts.files, config)
     host = torch.zeros(64, parts.geometry.block_bytes, dtype=torch.uint8)

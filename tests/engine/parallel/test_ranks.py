@@ -26,6 +26,7 @@ from engine.loader import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan, decode_plan, encode_plan
 from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 CPU = torch.device("cpu")
@@ -141,6 +142,22 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert made.num_failed_steps == 0
 
 
+def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts travel in the plan, and every rank finds for itself which of them hold."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    make_drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: make_drafter)
+    made = open_ranks(path, 2, monkeypatch, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    assert [request.prompt_token_ids + request.output_token_ids for request in requests] == answers
+    assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+
+
 def test_more_ranks_than_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads, three query heads each: ranks 0 to 2 hold the first one, 3 to 5 the second."""
     torch.set_num_threads(1)
@@ -160,7 +177,7 @@ def test_processes_follow_plans() -> None:
     params = [
         SamplingParams(
             max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
-            repetition_penalty=1.2, min_tokens=5, top_k=30,
+            repetition_penalty=1.2 - index % 3 * 0.1, min_tokens=5, top_k=30,
         )
         for index in range(6)
     ]  # fmt: skip
