@@ -101,6 +101,8 @@ SPECS: tuple[MetricSpec, ...] = (
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     _counter("vllm:num_preemptions", "Requests taken out of the running batch"),
+    _counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed by speculation"),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Of those, tokens that were sampled in their places"),
     _counter("vllm:prompt_tokens", "Prompt tokens processed"),
     _counter("vllm:generation_tokens", "Tokens generated"),
     _counter("vllm:request_success", "Requests that ended, by how", "finished_reason"),

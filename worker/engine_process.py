@@ -208,8 +208,10 @@ class EngineProcess:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
         report.load = self._load(step_seconds)
-        report.preemptions = self._engine.scheduler.num_preemptions
-        stats = self._engine.scheduler.kv.stats
+        scheduler = self._engine.scheduler
+        report.preemptions = scheduler.num_preemptions
+        report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+        stats = scheduler.kv.stats
         report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
         self._link.send(report)
         self._report = StepReport()

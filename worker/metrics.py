@@ -24,6 +24,8 @@ class WorkerMetrics:
             "preemptions": metrics.counter("vllm:num_preemptions"),
             "prefix_queries": metrics.counter("vllm:prefix_cache_queries"),
             "prefix_hits": metrics.counter("vllm:prefix_cache_hits"),
+            "draft_tokens": metrics.counter("vllm:spec_decode_num_draft_tokens"),
+            "accepted_tokens": metrics.counter("vllm:spec_decode_num_accepted_tokens"),
         }
         self._totals = dict.fromkeys(self._counters, 0)
         self._load = {
