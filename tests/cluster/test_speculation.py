@@ -1,0 +1,102 @@
+"""Speculation through HTTP: the answers of an engine without it, several tokens in one event, and its metrics."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import httpx
+import pytest
+
+from engine import LLM, SamplingParams
+from tests.cluster.harness import Cluster, free_ports, running_cluster
+
+ENGINE = (
+    "--model=dry-run",
+    "--num-gpu-blocks=256",
+    "--quant-mode=none",
+    "--num-speculative-tokens=4",
+    "--ngram-min=1",
+)
+PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
+# Few tokens to choose from: what was said comes again, and is drafted.
+GREEDY = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": True, "allowed_token_ids": [97, 98, 99]}}
+SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 5, "presence_penalty": 0.4, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def reference() -> LLM:
+    return LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+
+
+def expected_texts(reference: LLM) -> list[str]:
+    few = {"max_tokens": 60, "ignore_eos": True, "allowed_token_ids": (97, 98, 99)}
+    greedy = SamplingParams(temperature=0.0, **few)  # type: ignore[arg-type]
+    sampled = SamplingParams(temperature=1.0, seed=5, presence_penalty=0.4, logprobs=2, **few)  # type: ignore[arg-type]
+    return [answer.text for params in (greedy, sampled) for answer in reference.generate(PROMPTS, params)]
+
+
+def texts(cluster: Cluster) -> list[str]:
+    """Of all prompts at once, streamed; log-probabilities fit the tokens."""
+    asked = [(prompt, options) for options in (GREEDY, SAMPLED) for prompt in PROMPTS]
+    found = [""] * len(asked)
+
+    def ask(index: int) -> None:
+        prompt, options = asked[index]
+        stream = cluster.client().completions.create(model="dry-run", prompt=prompt, stream=True, **options)  # type: ignore[call-overload]
+        for chunk in stream:
+            for choice in chunk.choices:
+                found[index] += choice.text
+                if "logprobs" in options and choice.text:
+                    assert len(choice.logprobs.token_logprobs) == len(choice.text)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(asked))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return found
+
+
+def counter(port: int, name: str) -> float:
+    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5.0).text
+    return float(re.search(rf"^{name}_total{{.*}} (\S+)$", body, re.MULTILINE)[1])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("decode_tp", [1, 2])
+def test_drafts_change_no_answer(reference: LLM, decode_tp: int) -> None:
+    [port] = free_ports(1)
+    decode_args = [f"--tp={decode_tp}", f"--metrics-port={port}"]
+    with running_cluster(engine_args=ENGINE, role_args={"decode": decode_args}) as cluster:
+        assert texts(cluster) == expected_texts(reference)
+        cluster.wait_quiet()
+        drafted = counter(port, "vllm:spec_decode_num_draft_tokens")
+        accepted = counter(port, "vllm:spec_decode_num_accepted_tokens")
+        assert 60 < accepted < drafted
+
+
+def test_a_stream_moves_to_another_worker_with_its_drafts(reference: LLM) -> None:
+    params = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True, allowed_token_ids=(97, 98, 99))
+    [expected] = reference.generate(PROMPTS[1], params)
+    with running_cluster(num_decode=2, engine_args=ENGINE) as cluster:
+        options = {**GREEDY, "max_tokens": 1500}
+        found = []
+
+        def ask() -> None:
+            answer = cluster.client().completions.create(model="dry-run", prompt=PROMPTS[1], **options)  # type: ignore[call-overload]
+            found.append(answer)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not (busy := [w["id"] for w in cluster.get("/v1/cluster")["workers"] if is_decoding(w)]):
+            time.sleep(0.01)
+        cluster.services[busy[0]].kill()
+        thread.join(60.0)
+        [answer] = found
+        assert answer.choices[0].text == expected.text
+        assert cluster.get(f"/explain/{answer.id}")["choices"][0]["migrations"] == 1
+
+
+def is_decoding(worker: dict[str, dict[str, int]]) -> bool:
+    return str(worker["id"]).startswith("decode") and worker["load"]["running"] > 0
