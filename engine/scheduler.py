@@ -419,6 +419,7 @@ class Scheduler:
     def _finish(self, request: Request, keep_blocks: bool = False) -> None:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
+        request.drafted = None  # callers keep their requests
         self._forget(request)
         if not keep_blocks:
             self.kv.release(request)

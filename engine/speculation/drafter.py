@@ -21,7 +21,7 @@ class Drafter(Protocol):
     """Proposes the next tokens of one request, and may keep what it has learned of that request."""
 
     def propose(self, token_ids: list[TokenId], max_tokens: int) -> list[TokenId]:
-        """Return at most `max_tokens` tokens that may follow; none when it has no idea.
+        """Return at most `max_tokens` tokens of the vocabulary that may follow; none when it has no idea.
 
         token_ids: prompt and output so far, not to be changed. The same list in each call, grown at its end.
         """
@@ -32,5 +32,5 @@ MakeDrafter = Callable[[], Drafter]
 
 
 def drafter_for(config: EngineConfig) -> MakeDrafter:
-    """What makes a drafter for each request."""
+    """What makes a drafter for each request. Another kind is a file beside `ngram.py`, and is chosen here."""
     return partial(NgramDrafter, config.ngram_max, config.ngram_min)

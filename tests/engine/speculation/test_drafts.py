@@ -67,7 +67,10 @@ def test_right_drafts_are_kept_and_counted() -> None:
 def test_wrong_drafts_are_taken_back() -> None:
     engine = always(wrong)
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6))
-    assert steps_of(engine, request) == [1] * 6
+    run_steps(engine, 2)
+    assert request.drafted is not None
+    assert steps_of(engine, request) == [1] * 4
+    assert request.drafted is None
     assert request.output_token_ids == expected_tokens([1, 2, 3], 6)
     assert (engine.scheduler.num_draft_tokens, engine.scheduler.num_accepted_tokens) == (4 + 3 + 2 + 1, 0)
     assert_quiet(engine)
