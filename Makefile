@@ -32,8 +32,8 @@ else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
 
-test-fast: setup ## what needs no kernels and no cluster of processes
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) $(ARGS)
+test-fast: setup ## what needs no kernels, no cluster of processes and no real model
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not soak" $(ARGS)
 
 # A GPU machine brings its own torch and triton: no environment is made, and the settings of pytest are not needed.
 test-gpu:        ## kernels and GPU engine on an NVIDIA GPU (PYTHON=python3 with torch and triton)

@@ -13,6 +13,8 @@ from engine.models import registry
 from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import VOCAB_SIZE, TinyModel, reference_greedy, reference_logits
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs/adding_a_model.md"
 TINY = TinyModel("SeedOss", {"head_dim": 8, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True})
 

@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.cpu_accuracy import Accuracy, Path
 
+pytestmark = pytest.mark.slow
+
 SAME = [
     Path("8 in a batch", batch=8),
     Path("all but 24 tokens cached", -24),

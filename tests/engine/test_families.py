@@ -11,6 +11,8 @@ from engine.config import EngineConfig
 from engine.request import SamplingParams
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 12
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 5 * i)] for i in range(16)]
 SETTINGS = [

@@ -138,6 +138,7 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
     assert outputs == [outputs[0]] * 4
 
 
+@pytest.mark.slow
 def test_smollm2_makes_nearly_the_same_choices() -> None:
     """Forced through one text, the likeliest next token is nearly always the same, and as likely."""
     torch.set_num_threads(1)

@@ -20,6 +20,8 @@ from kvstore.types import BlockId, HostSlot
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, plan_of, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy, reference_logits
 
+pytestmark = pytest.mark.slow
+
 Opened = tuple[LoadedModel, EngineConfig, transformers.PreTrainedModel]
 
 

@@ -16,6 +16,8 @@ from tests.engine.driving import GREEDY, Driver, make_runner, open_model
 from tests.engine.gguf_files import gguf_name, interleave
 from tests.engine.tiny_models import reference_logits
 
+pytestmark = pytest.mark.slow
+
 # What transformers 5.23 generates after loading the file by itself (`from_pretrained(gguf_file=...)`, float32).
 PROMPT = [1, 2683, 198, 504, 3575, 282, 4649, 314, 2]
 CONTINUATION = [198, 1, 520, 9531, 198, 504, 3575, 282, 4649, 314, 7042, 30, 2, 198, 2, 1, 9690, 198, 2, 198, 1]

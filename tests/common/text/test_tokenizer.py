@@ -62,6 +62,7 @@ def oracle_with_digits(oracle: Any) -> Backend:
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", CORPUS)
 def test_token_ids_equal_transformers(oracle: Any, text: str) -> None:
     expected = oracle(text, add_special_tokens=False).input_ids
@@ -69,6 +70,7 @@ def test_token_ids_equal_transformers(oracle: Any, text: str) -> None:
     assert SMOL.decode(expected, skip_special=False) == oracle.decode(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cs"]), max_size=60)
@@ -81,6 +83,7 @@ def test_any_text_encodes_like_the_trained_tokenizer_and_comes_back(oracle_with_
         assert SMOL.decode(token_ids, skip_special=False) == text
 
 
+@pytest.mark.slow
 def test_chat_template_equals_transformers(oracle: Any) -> None:
     messages = [
         {"role": "system", "content": "Be brief."}, *MESSAGES,

@@ -29,6 +29,8 @@ from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_TOKENS = 10
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
