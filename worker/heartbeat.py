@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # the front uses this file, without torch
     from torch import Tensor
 
     from engine.cpu.batch import StepBatch
-    from engine.cpu.pool_attention import AttentionBackend
+    from engine.cpu.pool_attention import BatchAttention
+    from engine.layers.attention import Attention
 
 _COUNTER = struct.Struct("<Q")
 
@@ -44,13 +45,13 @@ class Heartbeat:
 class BeatingAttention:
     """An attention backend that beats at every layer."""
 
-    def __init__(self, backend: AttentionBackend, heartbeat: Heartbeat) -> None:
+    def __init__(self, backend: BatchAttention, heartbeat: Heartbeat) -> None:
         self._backend = backend
         self._heartbeat = heartbeat
 
-    def prepare(self, batch: StepBatch, inputs: Tensor) -> Any:
-        return self._backend.prepare(batch, inputs)
+    def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
+        return self._backend.plan(batch, inputs)
 
-    def attend(self, layer: int, qkv: Tensor, metadata: Any) -> Tensor:
+    def attend(self, block: Attention, qkv: Tensor, metadata: Any) -> Tensor:
         self._heartbeat.beat()
-        return self._backend.attend(layer, qkv, metadata)
+        return self._backend.attend(block, qkv, metadata)

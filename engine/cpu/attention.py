@@ -16,6 +16,8 @@ from torch import Tensor
 
 from engine.cpu.batch import StepBatch
 from engine.cpu.kv_mirror import KVMirror, LayerViews, MirrorRow
+from engine.layers.attention import Attention
+from engine.layers.rotary import Rotation
 from kernels.cpu_attention import (
     KEY_STEP,
     KVRows,
@@ -63,6 +65,7 @@ class CpuMetadata:
     None where it is all of them.
     """
 
+    rotation: Rotation
     blocks: Tensor  # (num_tokens,)
     offsets: Tensor
     groups: list[DecodeGroup] = field(default_factory=list)
@@ -76,9 +79,11 @@ Query = tuple[int, MirrorRow, int]  # which of the step's tokens, where its sequ
 
 
 class CpuAttention:
-    """Implements `AttentionBackend` for pools in host memory."""
+    """The backend for pools in host memory."""
 
-    def __init__(self, pool: Tensor, num_heads: int) -> None:
+    def __init__(self, pool: Tensor, num_heads: int, rotary: Tensor) -> None:
+        """rotary: see `rotary_table`."""
+        self._rotary = rotary
         num_blocks, self._num_layers, _, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._pool = pool
         self._num_heads = num_heads
@@ -86,8 +91,9 @@ class CpuAttention:
         self._corner = causal_corner(num_heads // self._kv_heads, pool.dtype)
         self._mirror = KVMirror(pool, MIRROR_TO_POOL_BYTES * num_blocks * self._block_size)
 
-    def prepare(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
-        metadata = CpuMetadata(inputs[2], inputs[3])
+    def plan(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
+        """See BatchAttention."""
+        metadata = CpuMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3])
         # The last token of a prompt, all others cached, is a chunk: computed as if nothing had been cached.
         decoding = [
             index
@@ -117,8 +123,10 @@ class CpuAttention:
             metadata.chunk_tokens, metadata.mirrored_tokens = torch.cat(spans), torch.tensor(mirrored)
         return metadata
 
-    def attend(self, layer: int, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
-        num_heads = self._num_heads
+    def attend(self, block: Attention, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
+        """See AttentionBackend."""
+        block.norm_and_rotate_(qkv, metadata.rotation)
+        layer, num_heads = block.layer, self._num_heads
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, self._kv_heads, self._head_dim)
         if metadata.chunks:
             self._write_chunks(layer, kv, metadata)

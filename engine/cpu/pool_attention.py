@@ -1,8 +1,4 @@
-"""The seam between models and the paged KV pool: where new K and V go, and what queries attend to.
-
-`AttentionBackend.prepare` turns a step's batch into metadata once; `attend` runs per layer and is given that metadata
-as an argument. `PoolAttention` is the plain backend: it reads everything from the pool, row by row, on any device.
-"""
+"""The plain attention backend: it reads everything from the pool, row by row, on any device."""
 
 from __future__ import annotations
 
@@ -13,24 +9,16 @@ import torch
 from torch import Tensor
 
 from engine.cpu.batch import StepBatch
+from engine.layers.attention import Attention, AttentionBackend
+from engine.layers.rotary import Rotation
 from kernels.paged_attention import attend_sequence, gather_kv, write_kv
 
-AttentionMetadata = Any  # made and read by one backend only; models pass it through
 
+class BatchAttention(AttentionBackend, Protocol):
+    """A backend that plans a `StepBatch`."""
 
-class AttentionBackend(Protocol):
-    """Writes K and V of new tokens, and attends."""
-
-    def prepare(self, batch: StepBatch, inputs: Tensor) -> AttentionMetadata:
+    def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
         """Metadata of one step. inputs: `batch.inputs` on the device, int64 (4, num_tokens)."""
-        ...
-
-    def attend(self, layer: int, qkv: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Store K and V, then attend causally.
-
-        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim): q, k, v, with q and k already rotated.
-        Returns (num_tokens, num_heads * head_dim).
-        """
         ...
 
 
@@ -38,6 +26,7 @@ class AttentionBackend(Protocol):
 class PoolMetadata:
     """For `PoolAttention`: where each new token goes, and each row's range of queries and blocks."""
 
+    rotation: Rotation
     block_ids: Tensor  # (num_tokens,)
     offsets: Tensor  # (num_tokens,)
     rows: list[tuple[int, int, Tensor, int]]  # first query, end of queries, block table, sequence length
@@ -46,19 +35,24 @@ class PoolMetadata:
 class PoolAttention:
     """Attention straight from the pool, one sequence after the other. Simple, correct, slow."""
 
-    def __init__(self, pool: Tensor) -> None:
+    def __init__(self, pool: Tensor, rotary: Tensor) -> None:
+        """rotary: see `rotary_table`."""
         self._pool = pool
+        self._rotary = rotary
 
-    def prepare(self, batch: StepBatch, inputs: Tensor) -> PoolMetadata:
+    def plan(self, batch: StepBatch, inputs: Tensor) -> PoolMetadata:
         block_size = self._pool.shape[4]
         rows = []
         for index, request in enumerate(batch.requests):
             seq_len = batch.seq_lens[index]
             table = torch.tensor(request.block_ids[: -(-seq_len // block_size)], device=self._pool.device)
             rows.append((batch.query_starts[index], batch.query_starts[index + 1], table, seq_len))
-        return PoolMetadata(inputs[2], inputs[3], rows)
+        return PoolMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], rows)
 
-    def attend(self, layer: int, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
+    def attend(self, block: Attention, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
+        """See AttentionBackend."""
+        block.norm_and_rotate_(qkv, metadata.rotation)
+        layer = block.layer
         num_kv_heads = self._pool.shape[3]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, num_kv_heads, qkv.shape[2])

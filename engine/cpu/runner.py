@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch
 from engine.cpu.lowering import CpuForwards
-from engine.cpu.pool_attention import AttentionBackend, PoolAttention
+from engine.cpu.pool_attention import BatchAttention, PoolAttention
 from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.layers.block import Step
 from engine.layers.forward import Forward
@@ -93,14 +93,14 @@ class ModelRunner:
     def _run(self, rows: list[ScheduledRow], requests: list[RequestState], result: StepResult) -> None:
         batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
-        metadata = self._backend.prepare(batch, inputs)
+        metadata = self._backend.plan(batch, inputs)
         attend = partial(self._backend.attend, metadata=metadata)
         forward = self._forward_for(batch)
-        hidden = forward.hidden(Step.of(self._model.rotary, inputs[0], inputs[1], attend))
+        hidden = forward.hidden(Step(inputs[0], attend))
         _add_prompt_logprobs(forward, batch, hidden, result)
         self._add_samples(forward, batch, hidden, result)
 
-    def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
+    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
         self._backend = wrap(self._backend)
 
@@ -169,10 +169,10 @@ class ModelRunner:
             first = stop
 
 
-def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> AttentionBackend:
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> BatchAttention:
     if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
-        return CpuAttention(kv_pool, loaded.model.config.num_heads)
-    return PoolAttention(kv_pool)
+        return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
+    return PoolAttention(kv_pool, loaded.model.rotary)
 
 
 def _add_prompt_logprobs(forward: Forward[Step], batch: StepBatch, hidden: Tensor, result: StepResult) -> None:

@@ -1,13 +1,18 @@
-"""Grouped-query attention: y = W_o attend(rotate(W_qkv x)), with an RMS norm over each head of q and k if wanted."""
+"""Grouped-query attention: y = W_o attend(rotate(W_qkv x)), with an RMS norm over each head of q and k if wanted.
+
+What is between the two GEMMs needs the KV of earlier tokens, so an `AttentionBackend` does it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.layers.block import Block, LinearRef, Step, joined, take_linear
 from engine.layers.linear import LinearLayer
+from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.rms_norm import rms_norm
@@ -44,13 +49,30 @@ class Attention(Block):
         )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        return self.output(step.attend(self, self.qkv(x).view(x.shape[0], -1, self.head_dim)))
+
+    def norm_and_rotate_(self, qkv: Tensor, rotation: Rotation) -> None:
+        """Norm q and k, if the model does, and rotate them, in place: (num_tokens, heads + 2 kv_heads, head_dim)."""
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             qk.copy_(rms_norm(qk, self.qk_norm, self.eps))
-        rotate_(qk, step.cos, step.sin)
-        return self.output(step.attend(self.layer, qkv))
+        rotate_(qk, *rotation)
 
     def linears(self) -> Iterator[LinearRef]:
         yield LinearRef(self, "qkv", "qkv")
         yield LinearRef(self, "output", "output")
+
+
+class AttentionBackend(Protocol):
+    """Where K and V live, and how queries attend to them: one call per layer for prompts and decode rows alike.
+
+    A backend makes metadata of each step once (`plan`, whose arguments are its runner's business), and no other code
+    reads it. Rotation is part of `attend`, so that a backend may fuse it with what it does to K and V.
+    """
+
+    def attend(self, block: Attention, qkv: Tensor, metadata: Any) -> Tensor:
+        """Norm and rotate q and k as `block` has it, store K and V of its layer, attend causally.
+
+        qkv: (num_tokens, heads + 2 kv_heads, head_dim), may be changed. Returns (num_tokens, heads * head_dim).
+        """
+        ...

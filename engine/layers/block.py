@@ -18,26 +18,16 @@ from torch import Tensor
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.weights import Partition, WeightSource
 
-Attend = Callable[[int, Tensor], Tensor]
-"""(layer, qkv (num_tokens, heads + 2 kv_heads, head_dim), q and k rotated) -> (num_tokens, heads * head_dim)"""
+Attend = Callable[[Any, Tensor], Tensor]
+"""(attention block, qkv) -> the input of its output projection: `AttentionBackend.attend` with a step's metadata."""
 
 
 @dataclass(slots=True)
 class Step:
-    """The inputs of one forward pass over `num_tokens` tokens.
-
-    token_ids: (num_tokens,). cos, sin: (num_tokens, 1, head_dim) of the rotary table.
-    """
+    """The inputs of one forward pass. token_ids: (num_tokens,)."""
 
     token_ids: Tensor
-    cos: Tensor
-    sin: Tensor
     attend: Attend
-
-    @classmethod
-    def of(cls, rotary: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> Self:
-        table = rotary[positions]
-        return cls(token_ids, table[:, :1], table[:, 1:], attend)
 
 
 @dataclass(frozen=True, slots=True)

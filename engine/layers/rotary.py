@@ -6,11 +6,24 @@ Frequencies follow transformers' definitions of the scaling kinds `linear`, `lla
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.models.rope import RopeConfig
+
+
+class Rotation(NamedTuple):
+    """Rows of a rotary table for a step's tokens: (num_tokens, 1, head_dim) each, sines with their sign."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor, positions: Tensor) -> Rotation:
+        rows = table[positions]
+        return cls(rows[:, :1], rows[:, 1:])
 
 
 def rotary_table(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.cpu.pool_attention import AttentionBackend
+from engine.cpu.pool_attention import BatchAttention
 from engine.engine import DeviceLostError
 from engine.parallel.followers import Followers
 from engine.plan import PendingStep, StepPlan, StepResult
@@ -43,7 +43,7 @@ class ParallelRunner:
         """See Runner."""
         self._followers.check()
 
-    def wrap_attention(self, wrap: Callable[[AttentionBackend], AttentionBackend]) -> None:
+    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """See ModelRunner: rank 0's."""
         self.local.wrap_attention(wrap)
 

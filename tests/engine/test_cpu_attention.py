@@ -16,6 +16,7 @@ from engine.cpu.attention import CpuAttention, runs_of
 from engine.cpu.batch import build_batch
 from engine.cpu.kv_mirror import KVMirror, capacity_for
 from engine.cpu.pool_attention import PoolAttention
+from engine.layers.attention import Attention
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
@@ -39,6 +40,14 @@ class Tracked(RequestState):
 
 
 Row = tuple[ScheduledRow, Tracked]
+ROTARY = torch.randn(2048, 2, HEAD_DIM)
+
+
+def block_of(layer: int) -> Attention:
+    """What a backend reads of a layer's attention."""
+    block = Attention.__new__(Attention)
+    block.layer, block.num_heads, block.num_kv_heads, block.qk_norm = layer, NUM_HEADS, KV_HEADS, None
+    return block
 
 
 class Pair:
@@ -47,21 +56,23 @@ class Pair:
     def __init__(self, budget_tokens: int | None = None) -> None:
         shape = (NUM_BLOCKS, NUM_LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self.pools = [torch.full(shape, float("nan")) for _ in range(2)]
-        self.cpu = CpuAttention(self.pools[0], NUM_HEADS)
+        self.cpu = CpuAttention(self.pools[0], NUM_HEADS, ROTARY)
         if budget_tokens is not None:
             self.cpu._mirror = KVMirror(self.pools[0], budget_tokens)
-        self.plain = PoolAttention(self.pools[1])
+        self.plain = PoolAttention(self.pools[1], ROTARY)
         self.generator = torch.Generator().manual_seed(0)
 
     def step(self, rows: list[Row]) -> None:
         batch = build_batch([row for row, _ in rows], [request for _, request in rows], BLOCK_SIZE)
         inputs = torch.from_numpy(batch.inputs)
         prepared: list[tuple[Any, Any]] = [
-            (backend, backend.prepare(batch, inputs)) for backend in (self.cpu, self.plain)
+            (backend, backend.plan(batch, inputs)) for backend in (self.cpu, self.plain)
         ]
         for layer in range(NUM_LAYERS):
             qkv = torch.randn(batch.num_tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM, generator=self.generator)
-            outputs: list[Tensor] = [backend.attend(layer, qkv.clone(), metadata) for backend, metadata in prepared]
+            outputs: list[Tensor] = [
+                backend.attend(block_of(layer), qkv.clone(), metadata) for backend, metadata in prepared
+            ]
             torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(self.pools[0], self.pools[1], equal_nan=True, atol=0, rtol=0)
 
@@ -183,9 +194,9 @@ def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
         pool[broken.block_ids] = float("nan")
     row, request = sequences.row(broken, 1)
     batch = build_batch([row], [request], BLOCK_SIZE)
-    metadata = pair.cpu.prepare(batch, torch.from_numpy(batch.inputs))
+    metadata = pair.cpu.plan(batch, torch.from_numpy(batch.inputs))
     qkv = torch.zeros(1, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)
-    assert bool(pair.cpu.attend(0, qkv, metadata).isnan().all())
+    assert bool(pair.cpu.attend(block_of(0), qkv, metadata).isnan().all())
     pair.pools[1].copy_(pair.pools[0])
     healthy = sequences.new()
     pair.step([sequences.row(healthy, 3)])

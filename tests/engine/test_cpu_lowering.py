@@ -11,8 +11,10 @@ from torch import Tensor
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.cpu.lowering import Rows, lower_model
+from engine.layers.attention import Attention
 from engine.layers.block import Step
 from engine.layers.forward import plain
+from engine.layers.rotary import Rotation
 from engine.loader.load import load_model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 from kernels.rms_norm import rms_norm
@@ -22,12 +24,13 @@ from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 class OwnTokenAttention:
     """Every token sees itself only: its output is its V, once per query head of the group."""
 
-    def __init__(self, num_heads: int, kv_heads: int) -> None:
-        self.num_heads, self.kv_heads = num_heads, kv_heads
+    def __init__(self, rotation: Rotation) -> None:
+        self.rotation = rotation
 
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = qkv.split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
-        group = self.num_heads // self.kv_heads
+    def attend(self, block: Attention, qkv: Tensor) -> Tensor:
+        block.norm_and_rotate_(qkv, self.rotation)
+        q, k, v = qkv.split([block.num_heads, block.num_kv_heads, block.num_kv_heads], dim=1)
+        group = block.num_heads // block.num_kv_heads
         # q and k take part, so that a wrong rotation shows.
         return (v.repeat_interleave(group, dim=1) + q * k.repeat_interleave(group, dim=1)).flatten(1)
 
@@ -39,10 +42,9 @@ def test_equal_the_plain_ops(family: str, num_rows: int, tmp_path: Path) -> None
     path = TINY_MODELS[family].save(tmp_path)
     config = EngineConfig(model=str(path), device="cpu", dtype="float32")
     model = load_model(resolve_model(str(path)), config, torch.device("cpu")).model
-    backend = OwnTokenAttention(model.config.num_heads, model.config.num_kv_heads)
     token_ids = torch.arange(num_rows) * 17 % VOCAB_SIZE
     positions = torch.arange(num_rows) * 9
-    step = Step.of(model.rotary, token_ids, positions, backend.attend)
+    step = Step(token_ids, OwnTokenAttention(Rotation.of(model.rotary, positions)).attend)
     with torch.inference_mode():
         expected, exact, few = (
             (forward.hidden(step), forward.logits(forward.hidden(step)))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.layers.attention import Attention
 from engine.layers.block import Block, Step
+from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, ShapeRecorder
 from engine.loader.random_weights import RandomWeights
 from engine.loader.sharded import ShardedWeights
@@ -61,15 +63,16 @@ def build(config: ModelConfig, rank: int, size: int) -> Model:
 def output(block: Block, model: Model) -> Tensor:
     """Of random inputs; every token attends to itself alone, with its group's K and V."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    positions = torch.arange(NUM_TOKENS)
 
-    def attend(layer: int, qkv: Tensor) -> Tensor:
+    def attend(block: Attention, qkv: Tensor) -> Tensor:
+        block.norm_and_rotate_(qkv, Rotation.of(model.rotary, positions))
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
         return (v + q * k).flatten(1)
 
     x = torch.randn(NUM_TOKENS, 32, generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(NUM_TOKENS)
-    return block(x, Step.of(model.rotary, positions, positions, attend))
+    return block(x, Step(positions, attend))
 
 
 @pytest.mark.parametrize("size", [2, 4])  # 4: two ranks have the same KV head
