@@ -51,9 +51,7 @@ class EngineConfig:
     )
     ngram_max: int = setting(4, "drafts go on where a sequence's last tokens stood in it before: so many, at most")
     ngram_min: int = setting(2, "and so many, at least")
-    tp: int = setting(
-        1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism); weights plain"
-    )
+    tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )

@@ -38,7 +38,7 @@ from engine.models.config import (
     read_hf_config,
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
-from engine.models.model import Model
+from engine.models.model import Model, OnBlock
 from engine.models.quantization import quantization_from_hf
 from kvstore.layout import WHOLE, Shard
 
@@ -132,8 +132,9 @@ def load_model(
         source = _open(files, engine_config, dtype, device)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         if shard.size > 1:
-            quant_mode = "none"
-            model = _build_shard(source, engine_config, shard, device)
+            wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode
+            quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
+            model = _build_shard(source, engine_config, quant_mode, shard, device)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device)
@@ -156,19 +157,31 @@ def load_model(
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
 
 
-def _build_shard(source: _Source, engine_config: EngineConfig, shard: Shard, device: torch.device) -> Model:
-    """One rank's part, in plain weights. Raises ConfigError for what cannot be divided (yet)."""
-    if engine_config.quant_mode not in ("auto", "none"):
-        raise ConfigError(f"--tp with --quant-mode {engine_config.quant_mode} does not work yet: use none")
-    if engine_config.kv_cache_dtype != "auto":
-        raise ConfigError(f"--tp with --kv-cache-dtype {engine_config.kv_cache_dtype} does not work yet: use auto")
+def _build_shard(
+    source: _Source, engine_config: EngineConfig, quant_mode: str, shard: Shard, device: torch.device
+) -> Model:
+    """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
     config = source.config.shard(shard.size)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
     _checked_skeleton(source, device)
-    model = source.family.build(config, ShardedWeights(source.weights, whole.shapes, shard))
-    Quantizer("none", None, device.type == "cuda").finish(model)
+    quantizer = Quantizer(quant_mode, None, device.type == "cuda")
+    weights = ShardedWeights(source.weights, whole.shapes, shard)
+    model = source.family.build(config, weights, _finish_block(engine_config, quantizer, None))
+    quantizer.finish(model)
     return model
+
+
+def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[str, Int4Rows] | None) -> OnBlock:
+    """What is done with a block's plain weights. int4: weights that keep the file's numbers."""
+    folds = engine_config.kv_cache_dtype == "fp8" and int4 is None
+
+    def finish(block: Block) -> None:
+        if folds and isinstance(block, Attention):
+            fold_kv_scales(block)
+        quantizer.convert(block)
+
+    return finish
 
 
 def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> Model:
@@ -189,15 +202,8 @@ def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, 
         weights.keep_int4 = True
         int4 = weights.int4
     _checked_skeleton(source, device)
-    folds = engine_config.kv_cache_dtype == "fp8" and int4 is None  # those keep the file's numbers
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
-
-    def finish_block(block: Block) -> None:
-        if folds and isinstance(block, Attention):
-            fold_kv_scales(block)
-        quantizer.convert(block)
-
-    model = source.family.build(source.config, weights, finish_block)
+    model = source.family.build(source.config, weights, _finish_block(engine_config, quantizer, int4))
     quantizer.finish(model)
     if isinstance(weights, PackedWeights):
         weights.check_idle_biases()

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,48 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert made.num_failed_steps == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    path = TINY_MODELS[name].save(tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        made = open_ranks(path, num_ranks, monkeypatch, kv_cache_dtype="fp8").engine
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        found.append([request.output_token_ids for request in requests])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("quant_mode", ["int8-weight", "int4-weight"])
+def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, so that scales of divided inputs are finer than one rank's: close, not equal."""
+    torch.set_num_threads(1)
+    path = TINY_MODELS["qwen2"].save(tmp_path)
+    params = replace(GREEDY, max_tokens=1, logprobs=5)
+    found = []
+    for num_ranks in (1, 2):
+        parts = open_ranks(path, num_ranks, monkeypatch, quant_mode=quant_mode, dtype="bfloat16")
+        assert parts.quantization == quant_mode
+        logprobs = {}
+        requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+        while parts.engine.has_work():
+            for output in parts.engine.step():
+                (entry,) = output.logprobs
+                logprobs[output.request] = dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+        found.append([logprobs[request] for request in requests])
+    differences = [
+        abs(one[token_id] - two[token_id])
+        for one, two in zip(*found, strict=True)
+        for token_id in one.keys() & two.keys()
+    ]
+    assert len(differences) > 4 * len(PROMPTS)
+    assert 0 < max(differences) < 0.2
+
+
 def test_ranks_accept_the_same_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts travel in the plan, and every rank finds for itself which of them hold."""
     torch.set_num_threads(1)
@@ -211,8 +254,6 @@ def test_processes_end_with_their_engine() -> None:
     ("settings", "told"),
     [
         ({"tp": 3}, "3 ranks cannot"),
-        ({"tp": 2, "quant_mode": "int8-weight", "dtype": "bfloat16"}, "use none"),
-        ({"tp": 2, "kv_cache_dtype": "fp8"}, "use auto"),
         ({"tp": 0}, "choose 1 to 256"),
     ],
     ids=str,
