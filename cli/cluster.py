@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cli.child import child_command, child_environment
-from cli.gpus import VISIBLE, visible_order, workers_on_same_gpu
+from cli.gpus import VISIBLE
+from cli.placement import Placement, place
 from cli.ports import LOOPBACK
 from cli.service import ServiceSpec
 from common.config import ENV_PREFIX, setting, to_argv
@@ -31,8 +32,10 @@ SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line 
 class ServeConfig:
     """Start a whole cluster on this machine: router, prefill and decode workers, node agent."""
 
-    prefill: int = setting(1, "prefill workers; 0: decode workers compute prompts too")
-    decode: int = setting(1, "decode workers")
+    prefill: int = setting(
+        -1, "prefill workers; 0: decode workers compute prompts too; -1: one on a CPU, none on GPUs"
+    )
+    decode: int = setting(-1, "decode workers; -1: one on a CPU, on GPUs as many as they hold")
     prefill_tp: int = setting(0, "--tp of prefill workers, where it differs; 0: it does not")
     ep: int = setting(1, "GPUs of one worker, expert parallel")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
@@ -47,9 +50,9 @@ class ServeConfig:
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.metrics_port <= MAX_PORT - self.prefill - self.decode:
+        if not 0 <= self.metrics_port <= MAX_PORT - max(self.prefill, 1) - max(self.decode, 1):
             raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
-        if self.prefill < 0 or self.decode < 1:
+        if self.prefill < -1 or self.decode < -1 or self.decode == 0:
             raise ConfigError(
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
                 "(it computes prompts too when there is no prefill worker)"
@@ -74,6 +77,22 @@ class ClusterConfig:
     agent_port: int
     prefill_ports: tuple[int, ...]
     decode_ports: tuple[int, ...]
+    gpus: tuple[str, ...] = ()  # that workers take in turn
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Of all workers; empty on a CPU."""
+        if not self.gpus:
+            return []
+        sizes = [self.tp_of(role) for role, _, _ in self.workers]
+        for size in sizes:
+            if size > len(self.gpus):
+                raise ConfigError(f"--tp {size}: there are {len(self.gpus)} GPUs")
+        return place(self.gpus, sizes)
+
+    def tp_of(self, role: str) -> int:
+        """Ranks of a worker."""
+        return (self.serve.prefill_tp if role == "prefill" else 0) or self.engine.tp
 
     @property
     def workers(self) -> list[tuple[str, str, int]]:
@@ -105,11 +124,10 @@ def plan_cluster(
     run_dir: Path,
     env: Mapping[str, str],
     token: str,
-    gpus: Sequence[str] = (),
 ) -> list[ServiceSpec]:
     """The services of the cluster. `token` is the secret that they will share, unless the settings have one.
 
-    gpus: names of those that workers take in turn. Workers of one GPU share `--gpu-memory-fraction` equally.
+    Workers of one GPU share `--gpu-memory-fraction` equally.
     """
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
     agent_socket = str(run_dir / "agent.sock") if config.has_agent else ""
@@ -132,8 +150,12 @@ def plan_cluster(
         )
         add("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)
     grace = config.worker.drain_grace_seconds + 5.0
+    placements = config.placements
     for index, (role, name, port) in enumerate(config.workers):
-        gpu, visible = _gpu_of(config, index, list(gpus))
+        gpu, visible = config.gpu, ""
+        if placements:
+            fraction = round(gpu.gpu_memory_fraction / placements[index].num_sharing, 4)
+            gpu, visible = dataclasses.replace(gpu, gpu_memory_fraction=fraction), placements[index].visible
         worker = dataclasses.replace(
             config.worker,
             host=LOOPBACK,
@@ -143,8 +165,7 @@ def plan_cluster(
             agent_socket=agent_socket,
             metrics_port=metrics_ports.get(name, 0),
         )
-        tp = config.serve.prefill_tp if role == "prefill" else 0
-        settings = [worker, dataclasses.replace(config.engine, tp=tp or config.engine.tp), gpu]
+        settings = [worker, dataclasses.replace(config.engine, tp=config.tp_of(role)), gpu]
         stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
         add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, **stages)
     router = config.router
@@ -152,15 +173,6 @@ def plan_cluster(
     health = f"http://{host}:{router.port}/readyz"
     add("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
     return services
-
-
-def _gpu_of(config: ClusterConfig, worker: int, gpus: list[str]) -> tuple[GpuConfig, str]:
-    """GPU settings of a worker, and what it sees."""
-    if not gpus:
-        return config.gpu, ""
-    sharing = workers_on_same_gpu(len(gpus), worker, len(config.workers))
-    fraction = round(config.gpu.gpu_memory_fraction / sharing, 4)
-    return dataclasses.replace(config.gpu, gpu_memory_fraction=fraction), visible_order(gpus, worker)
 
 
 def _without_secrets(settings: Any) -> Any:

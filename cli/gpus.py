@@ -1,16 +1,42 @@
-"""Which GPU each worker of a local cluster takes, and how much of it. Pure; asks no driver, imports no torch."""
+"""The GPUs of this machine, as the driver names them, and what they hold. Imports no torch, which takes seconds."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILE = re.compile(r"nvidia(\d+)")
+_QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+QUERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """names: as CUDA_VISIBLE_DEVICES takes them. memory_bytes: of the smallest; 0: not known."""
+
+    names: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether workers will run on a GPU: whether the driver's device file is there."""
+    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+
+
+def find_gpus(device: str, env: Mapping[str, str]) -> Gpus:
+    """Those that workers can take; none when they will run on a CPU."""
+    if not uses_gpu(device):
+        return Gpus()
+    return Gpus(tuple(visible_gpus(env, os.listdir("/dev"))), smallest_memory())
 
 
 def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[str]:
-    """Names as CUDA_VISIBLE_DEVICES takes them: what it lists, else the number of every device file in /dev."""
+    """What CUDA_VISIBLE_DEVICES lists, else the number of every device file in /dev."""
     listed = env.get(VISIBLE)
     if listed is not None:
         return [name for name in (part.strip() for part in listed.split(",")) if name and name != "-1"]
@@ -18,12 +44,10 @@ def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[st
     return [str(number) for number in sorted(numbers)]
 
 
-def visible_order(gpus: list[str], worker: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a worker: its own GPU first, the others behind it, so that it can map their pools."""
-    own = worker % len(gpus)
-    return ",".join([*gpus[own:], *gpus[:own]])
-
-
-def workers_on_same_gpu(num_gpus: int, worker: int, num_workers: int) -> int:
-    """How many workers share the GPU of `worker`, itself counted."""
-    return len(range(worker % num_gpus, num_workers, num_gpus))
+def smallest_memory() -> int:
+    """Bytes of the GPU with the least memory; 0 when the driver's tool does not say."""
+    try:
+        found = subprocess.run(_QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
+        return min(int(line) for line in found.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0

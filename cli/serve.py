@@ -9,23 +9,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import math
 import os
 import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
-from cli.gpus import visible_gpus
+from cli.gpus import Gpus, find_gpus, uses_gpu
+from cli.placement import choose_workers
 from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from common.errors import ConfigError
+from common.gguf_header import read_gguf_header
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -70,8 +72,16 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     return parser
 
 
-def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
-    """Flags first, then MINI_INFER_* variables, then defaults. Raises ConfigError."""
+def parse_config(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    find: Callable[[str], Gpus] = lambda device: Gpus(),
+    notes: list[str] | None = None,
+) -> ClusterConfig:
+    """Flags first, then MINI_INFER_* variables, then what suits the GPUs. Raises ConfigError.
+
+    find: the GPUs for a --device. notes: takes a line on what was chosen.
+    """
     known_modes = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
     check_quant_mode(argv, env, known_modes)
     namespace = build_parser().parse_args(argv)
@@ -84,6 +94,19 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
     serve, engine = settings(ServeConfig), settings(EngineConfig)
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
+    gpus = find(engine.device)
+    is_tp_given = hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
+    workers = choose_workers(
+        None if serve.prefill < 0 else serve.prefill,
+        None if serve.decode < 0 else serve.decode,
+        engine.tp if is_tp_given or not gpus.names else None,
+        gpus,
+        weight_bytes(engine) if gpus.names else 0,
+    )
+    if notes is not None and workers.reason:
+        notes.append(workers.reason)
+    serve = dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode)
+    engine = dataclasses.replace(engine, tp=workers.tp)
     agent_port, *worker_ports = free_ports(1 + serve.prefill + serve.decode)
     prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
     return ClusterConfig(
@@ -99,10 +122,11 @@ def parse_config(argv: Sequence[str], env: dict[str, str]) -> ClusterConfig:
         agent_port=agent_port,
         prefill_ports=tuple(prefill_ports),
         decode_ports=tuple(decode_ports),
+        gpus=gpus.names,
     )
 
 
-def check_quant_mode(argv: Sequence[str], env: dict[str, str], known: Sequence[str]) -> None:
+def check_quant_mode(argv: Sequence[str], env: Mapping[str, str], known: Sequence[str]) -> None:
     """A mode of other programs gets an answer that names ours. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quant-mode", default=env.get(ENV_PREFIX + "QUANT_MODE", ""))
@@ -112,14 +136,23 @@ def check_quant_mode(argv: Sequence[str], env: dict[str, str], known: Sequence[s
         raise ConfigError(f"--quant-mode {mode} is not available: {instead}")
 
 
-def uses_gpu(device: str) -> bool:
-    """Whether workers will run on a GPU. Asks for the driver's device file: importing torch takes seconds."""
-    return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+def weight_bytes(engine: EngineConfig) -> int:
+    """Memory that the model's weights will take on a GPU, as far as its files tell; 0: they do not."""
+    files = resolve_model(engine.model)
+    if engine.load_format == "dummy" or files.kind == "dry-run":
+        return 0
+    if files.kind == "gguf":
+        tensors = read_gguf_header(files.path).tensors
+        total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
+    else:
+        total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
+    return int(total * {"int8-weight": 0.5, "w8a8": 0.5, "fp8": 0.5, "int4-weight": 0.28}.get(engine.quant_mode, 1.0))
 
 
 def run(argv: Sequence[str]) -> int:
     """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
-    config = parse_config(argv, dict(os.environ))
+    notes: list[str] = []
+    config = parse_config(argv, os.environ, lambda device: find_gpus(device, os.environ), notes)
     check_ports(config)
     model = resolve_model(config.engine.model)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
@@ -130,8 +163,9 @@ def run(argv: Sequence[str]) -> int:
             run_dir=run_dir,
             env=os.environ,
             token=secrets.token_hex(16),
-            gpus=visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(config.engine.device) else (),
         )
+        for line in placement_lines(config, notes):
+            print(line, file=sys.stderr)
         display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
         supervisor = Supervisor(specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
@@ -145,6 +179,14 @@ def check_ports(config: ClusterConfig) -> None:
         if port == config.router.port:
             raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
         check_port(LOOPBACK, port, "--metrics-port")
+
+
+def placement_lines(config: ClusterConfig, notes: Sequence[str]) -> list[str]:
+    """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
+    pairs = zip(config.workers, config.placements, strict=False)
+    lines = [f"{name} on GPU {', '.join(placement.gpus)}" for (_, name, _), placement in pairs]
+    why = [f"{'; '.join(notes)} (--prefill, --decode and --tp override)"] if lines and notes else []
+    return lines + why
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:

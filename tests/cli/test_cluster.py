@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from cli.cluster import ServeConfig, plan_cluster
-from cli.gpus import visible_gpus
+from cli.cluster import plan_cluster
+from cli.gpus import Gpus, visible_gpus
+from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import build_parser, check_ports, parse_config, ready_message
+from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message, weight_bytes
 from common.errors import ConfigError
+from engine.config import EngineConfig
 from tests.deploy.settings import parse
 
 RUN_DIR = Path("/run/x")
 
 
-def plan(*flags, env=None, gpus=()):
-    config = parse_config(flags, env or {})
-    specs = plan_cluster(config, RUN_DIR, env or {}, token="secret", gpus=gpus)
+def plan(*flags, env=None, gpus=(), memory_bytes=0):
+    config = parse_config(flags, env or {}, lambda device: Gpus(tuple(gpus), memory_bytes))
+    specs = plan_cluster(config, RUN_DIR, env or {}, token="secret")
     return config, {spec.name: spec for spec in specs}
 
 
@@ -52,7 +54,7 @@ def test_one_worker_that_does_both():
     [
         (["0"], [0.2667, 0.2667, 0.2667], ["0", "0", "0"]),
         (["4", "6"], [0.4, 0.8, 0.4], ["4,6", "6,4", "4,6"]),
-        (["0", "1", "2", "3"], [0.8, 0.8, 0.8], ["0,1,2,3", "1,2,3,0", "2,3,0,1"]),
+        (["0", "1", "2", "3"], [0.8, 0.8, 0.8], ["0,1,2,3", "1,0,2,3", "2,0,1,3"]),
     ],
 )
 def test_workers_take_gpus_in_turn_and_share_one_equally(gpus, fractions, visible):
@@ -61,6 +63,62 @@ def test_workers_take_gpus_in_turn_and_share_one_equally(gpus, fractions, visibl
     assert [settings(worker)["gpu_memory_fraction"] for worker in workers] == fractions
     assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in workers] == visible
     assert not any(settings(worker)["overlap"] for worker in workers)
+
+
+def test_workers_of_several_ranks_take_as_many_gpus():
+    assert place("abcd", [2, 2]) == [Placement(("a", "b"), "a,b,c,d", 1), Placement(("c", "d"), "c,d,a,b", 1)]
+    assert place("ab", [2, 2]) == [Placement(("a", "b"), "a,b", 2)] * 2
+    assert [each.num_sharing for each in place("abc", [2, 2])] == [2, 2]  # the second one takes c and a
+    assert [each.num_sharing for each in place("abc", [2, 1, 1])] == [2, 1, 2]
+    _, specs = plan("--prefill=1", "--prefill-tp=2", "--decode=1", gpus=["0", "1", "2"])
+    assert [specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("prefill-0", "decode-0")] == ["0,1,2", "2,0,1"]
+    assert [settings(specs[name])["tp"] for name in ("prefill-0", "decode-0")] == [2, 1]
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        plan("--tp=4", gpus=["0", "1"])
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "weights", "given", "chosen"),
+    [
+        (0, 0, (None, None, None), (1, 1, 1)),
+        (1, 15 * GB, (None, None, None), (0, 1, 1)),
+        (8, 15 * GB, (None, None, None), (0, 8, 1)),
+        (8, 141 * GB, (None, None, None), (0, 4, 2)),
+        (2, 700 * GB, (None, None, None), (0, 1, 2)),
+        (8, 0, (None, None, 4), (0, 2, 4)),
+        (8, 15 * GB, (2, None, None), (2, 6, 1)),
+        (2, 15 * GB, (1, 1, None), (1, 1, 1)),
+        (1, 15 * GB, (1, None, None), (1, 1, 1)),
+    ],
+)
+def test_defaults_follow_gpus_and_weights(num_gpus, weights, given, chosen):
+    gpus = Gpus(tuple(map(str, range(num_gpus))), 141 * GB)
+    found = choose_workers(given[0], given[1], given[2], gpus, weights)
+    assert (found.prefill, found.decode, found.tp) == chosen
+    assert ("--tp" in found.reason) == (chosen[2] > 1 and given[2] is None)
+    assert bool(found.reason) == (bool(num_gpus) and (given[0] is None or "--tp" in found.reason))
+
+
+def test_serve_says_which_worker_takes_which_gpu():
+    notes = []
+    config = parse_config([], {}, lambda device: Gpus(("4", "7"), 141 * GB), notes)
+    assert Workers(config.serve.prefill, config.serve.decode, config.engine.tp) == Workers(0, 2, 1)
+    first, second, why = placement_lines(config, notes)
+    assert (first, second) == ("decode-0 on GPU 4", "decode-1 on GPU 7")
+    assert why.endswith("(--prefill, --decode and --tp override)")
+    assert placement_lines(parse_config([], {}), []) == []
+
+
+def test_weights_are_estimated_from_files(tmp_path):
+    assert 200 * 10**6 < weight_bytes(EngineConfig()) < 300 * 10**6  # SmolLM2-135M in 16 bits
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="fp8")) == 500
+    assert weight_bytes(EngineConfig("dry-run")) == 0
 
 
 def test_gpus_are_what_the_environment_lists_or_dev_has():
@@ -241,4 +299,4 @@ def test_ready_message_names_the_model_and_hides_the_key():
     assert "it's on http://127.0.0.1:8123 (1 prefill, 1 decode)" in text
     assert "$MINI_INFER_API_KEY" in text
     assert "sesame" not in text
-    assert ServeConfig().prefill == 1
+    assert (config.serve.prefill, config.serve.decode) == (1, 1)
