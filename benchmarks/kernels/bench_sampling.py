@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import eager_seconds, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.sampling import SamplingWorkspace, sample
+from kernels.gpu.sampling import num_chunks_of, sample
 
 VOCAB = 152064
 KINDS = {
@@ -42,7 +42,7 @@ def main() -> None:
         for rows in (1, 8, 64, 256):
             count = num_input_sets(2 * rows * VOCAB, 16)
             sets = [(torch.randn(rows, VOCAB, device="cuda") * spread).bfloat16() for _ in range(count)]
-            workspace = SamplingWorkspace(rows, VOCAB, sets[0].device)
+            workspace = torch.empty(rows, num_chunks_of(VOCAB), 4, device=sets[0].device)
             token_ids = torch.empty(rows, dtype=torch.int64, device="cuda")
             seeds = torch.randint(0, 1 << 60, (rows,), device="cuda")
             positions = torch.randint(0, 4096, (rows,), device="cuda")

@@ -10,18 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.gpu.group import VocabShards
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
-from kernels.gpu.sampling import SamplingWorkspace, sample
+from kernels.gpu.sampling import choose_tokens, chunk_stats, num_chunks_of
 
 
 class DeviceSampler:
     """Parameters of `max_rows` rows. Its workspace serves one stream."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, shards: VocabShards | None = None
+    ) -> None:
+        """shards: of the ranks that have the other logits; all sample the same tokens, by statistics of each part."""
         self.max_rows = max_rows
         self._device = device
-        self._workspace = SamplingWorkspace(max_rows, vocab_size, device)
+        self._shards = shards
+        self._stats = torch.empty(max_rows * num_chunks_of(vocab_size) * 4, device=device)  # workspace
+        self._truncates = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._temperatures = torch.zeros(max_rows, device=device)
         self._top_ks = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._top_ps = torch.ones(max_rows, device=device)
@@ -36,7 +42,7 @@ class DeviceSampler:
         """Bring rows that changed their owner up to date."""
         if changes.moved:
             old, new = (upload(rows, torch.int64, self._device) for rows in zip(*changes.moved, strict=True))
-            for column in self._columns:
+            for column in (*self._columns, self._truncates):
                 column[new] = column[old]
         if changes.fresh:
             rows = upload([row for row, _ in changes.fresh], torch.int64, self._device)
@@ -47,22 +53,32 @@ class DeviceSampler:
                 [each.top_p for each in params],
                 [each.min_p for each in params],
                 [_signed64(each.seed or 0) for each in params],
+                [each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in params],
             )
-            for column, own in zip(self._columns, values, strict=True):
+            for column, own in zip((*self._columns, self._truncates), values, strict=True):
                 column[rows] = upload(own, column.dtype, self._device)
 
     def sample(
-        self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None
-    ) -> Tensor:
-        """logits (n, vocab) of `rows`; positions (n,) of the sampled tokens -> int64 (n,), negative where there
-        is none, see `kernels.gpu.sampling.sample`.
+        self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None,
+        is_whole: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Sample a token for each of `rows`: int64 (n,), negative where there is none.
 
+        logits: (n, vocab), with shards this rank's part of them unless `is_whole`. positions: (n,), of the tokens.
         last_tokens: int64 (n,), takes the valid tokens of rows in use, those with a position above 0.
         """
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
         temperatures, top_ks, top_ps, min_ps, seeds = (column[rows] for column in self._columns)
-        sample(
-            logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, self._workspace, token_ids, last_tokens
+        shards = None if is_whole else self._shards
+        num_tokens, first_id = (logits.shape[1], 0) if shards is None else (shards.num_own, shards.first_id)
+        num_chunks = num_chunks_of(num_tokens)
+        stats = self._stats[: logits.shape[0] * num_chunks * 4].view(-1, num_chunks, 4)
+        chunk_stats(logits, temperatures, seeds, positions, stats, num_tokens, first_id)
+        if shards is not None:
+            stats = shards.gather_stats(stats)
+            logits = shards.whole(logits, only=self._truncates[rows])
+        choose_tokens(
+            logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
         )  # fmt: skip
         return token_ids
 

@@ -17,7 +17,6 @@ from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
-from engine.layers.parallel import gathered
 from engine.models.model import Model
 from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
 from kernels.gpu.rope import rope_and_write_kv
@@ -55,10 +54,9 @@ class FusedForward:
         pool: Tensor,
         max_rows: int,
         attention: PrefillAttention,
-        vocab_size: int = 0,
         group: DeviceGroup | None = None,
     ) -> None:
-        """group: of the ranks that have the other shards of the model, whose vocabulary has vocab_size tokens."""
+        """group: of the ranks that have the other shards of the model."""
         config = model.config
         self._rotary = model.rotary
         self._pool = pool
@@ -70,7 +68,7 @@ class FusedForward:
         self.attention_width = config.num_heads * config.head_dim
         self.dtype = model.embedding.dtype
         self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
-        self.logits = gathered(model.head, vocab_size, group)  # normed hidden states (rows, hidden) -> (rows, vocab)
+        self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""

@@ -48,7 +48,8 @@ class DeviceGroup:
         widths: of a hidden state and of a rank's logits. max_rows: whose logits are gathered at once. store: a file
         that does not exist yet, the same for all ranks.
         """
-        self.rank, self.size, self._max_rows = shard.rank, shard.size, max_rows
+        self.rank, self.size, self.dtype = shard.rank, shard.size, dtype
+        self._max_rows = max_rows
         hidden, vocab = widths
         num_chunks = max_rows * -(-vocab // GATHER_CHUNK)
         sums, gathers = _segments(self.size, widths, dtype, max_rows)
@@ -76,11 +77,32 @@ class DeviceGroup:
         self._nccl.allreduce([x]).wait()
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """See Group."""
+    def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
+        """See Group. only: see `gather_columns`, for few rows."""
         if x.shape[0] <= self._max_rows:
-            return gather_columns(x, self._gathers)
+            return gather_columns(x, self._gathers, only)
         return torch.cat([gather_columns(part, self._gathers) for part in torch.split(x, self._max_rows)])
+
+
+class VocabShards:
+    """The part of the vocabulary whose logits a rank has, and how ranks put them together."""
+
+    def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
+        """vocab_size: of the whole model."""
+        self._group = group
+        self._vocab_size = vocab_size
+        per_rank = -(-vocab_size // group.size)
+        self.first_id = group.rank * per_rank
+        self.num_own = min(per_rank, vocab_size - self.first_id)  # the last rank's may end in padding
+
+    def gather_stats(self, stats: Tensor) -> Tensor:
+        """float32 (rows, chunks, 4) of each rank -> (rows, size * chunks, 4)."""
+        flat = stats.flatten(1).view(self._group.dtype)
+        return self._group.all_gather(flat).view(torch.float32).view(stats.shape[0], -1, 4)
+
+    def whole(self, logits: Tensor, only: Tensor | None = None) -> Tensor:
+        """(rows, columns of this rank) of each rank -> (rows, vocab_size). only: see `gather_columns`."""
+        return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
 
 
 def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, store: Path) -> DeviceGroup:

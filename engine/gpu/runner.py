@@ -18,7 +18,7 @@ from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
-from engine.gpu.group import DeviceGroup
+from engine.gpu.group import DeviceGroup, VocabShards
 from engine.gpu.inputs import step_tokens, upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
@@ -70,14 +70,15 @@ class GpuRunner:
         attention = open_attention(
             gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
         )
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, vocab_size, group)
+        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group)
         self._packed = torch.zeros(3, self._max_rows, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
         self._staging = [
             torch.zeros(3, self._max_rows, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)
         ]
         self._turn = 0
-        self._samples = StepSamples(self._state, self._max_rows, vocab_size, NUM_BUFFERS)
+        self._shards = None if group is None else VocabShards(group, vocab_size)
+        self._samples = StepSamples(self._state, self._max_rows, vocab_size, NUM_BUFFERS, self._shards)
         self.hooks = self._samples.hooks
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
@@ -244,4 +245,8 @@ class GpuRunner:
             if wants_prompt_logprobs(row, request):
                 end = last_of[i] + 1
                 own = hidden[end - row.num_tokens : end]
-                result.prompt_logprobs[i] = prompt_logprobs(row, request, own, self._forward.logits)
+                result.prompt_logprobs[i] = prompt_logprobs(row, request, own, self._whole_logits)
+
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._forward.logits(hidden)
+        return logits if self._shards is None else self._shards.whole(logits)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.device_sampler import DeviceSampler
+from engine.gpu.group import VocabShards
 from engine.gpu.inputs import download, upload
 from engine.gpu.logits_columns import ROWS_AT_ONCE, LogitsColumns
 from engine.gpu.progress import mark
@@ -26,10 +27,18 @@ from engine.sampler import LogitsHook
 class StepSamples:
     """The sampling state of one runner's rows, and the pinned memory that tokens come back through."""
 
-    def __init__(self, state: DeviceState, max_rows: int, vocab_size: int, num_buffers: int) -> None:
-        """num_buffers: more than steps in flight."""
+    def __init__(
+        self,
+        state: DeviceState,
+        max_rows: int,
+        vocab_size: int,
+        num_buffers: int,
+        shards: VocabShards | None = None,
+    ) -> None:
+        """num_buffers: more than steps in flight. shards: of the ranks that have the other logits."""
         self.hooks: dict[RequestId, LogitsHook] = {}
-        self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device)
+        self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, shards)
+        self._shards = shards
         self._state = state
         self._device = state.last_tokens.device
         self._columns = LogitsColumns(max_rows, vocab_size, self._device)
@@ -83,12 +92,12 @@ class StepSamples:
         sources, indices = zip(*pairs, strict=True)
         requests, rows = [batch.requests[i] for i in indices], [batch.device_rows[i] for i in indices]
         positions = [batch.rows[i].stop for i in indices]
-        own = self._columns.changed(logits, sources, rows, requests, positions)
+        own = self._columns.changed(*self._whole(logits, sources), rows, requests, positions)
         for k, request in enumerate(requests):
             if request.request_id in self.hooks:
                 self.hooks[request.request_id](request, own[k])
         on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
-        sampled = self.on_device.sample(own, on_device, position)
+        sampled = self.on_device.sample(own, on_device, position, is_whole=True)
         self._columns.count(on_device, sampled)
         token_ids[source] = sampled
         self._state.last_tokens[on_device] = sampled.clamp(min=0)
@@ -97,7 +106,16 @@ class StepSamples:
         self, token_ids: Tensor, logits: Tensor, asking: Sequence[int], step: GpuStep
     ) -> PendingLogprobs:
         """Compute what the entries `asking` of `step.sampled` want, behind the step."""
-        own = upload([step.sampled[k][0] for k in asking], torch.int64, self._device)
+        sources = [step.sampled[k][0] for k in asking]
+        own = upload(sources, torch.int64, self._device)
+        whole, rows = self._whole(logits, sources)
         counts = [step.sampled[k][2].params.logprobs or 0 for k in asking]
-        tensors = logprob_tensors(logits[own], token_ids[own].clamp(min=0), max(counts))
-        return PendingLogprobs([step.sampled[k][1] for k in asking], counts, tensors.map(download))
+        chosen = whole[upload(rows, torch.int64, self._device)]
+        found = logprob_tensors(chosen, token_ids[own].clamp(min=0), max(counts))
+        return PendingLogprobs([step.sampled[k][1] for k in asking], counts, found.map(download))
+
+    def _whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
+        if self._shards is None:
+            return logits, sources
+        return self._shards.whole(logits[upload(sources, torch.int64, self._device)]), range(len(sources))

@@ -137,11 +137,14 @@ def _sum_norm_kernel(
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, out_ptr, addresses_ptr, counters_ptr, n, num_programs, flag_bytes,
+    x_ptr, out_ptr, only_ptr, addresses_ptr, counters_ptr, n, num_programs, flag_bytes, HAS_ONLY: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
+    if HAS_ONLY:  # noqa: SIM102 - known when the kernel is compiled
+        if tl.load(only_ptr + row) == 0:
+            return
     program = row * tl.num_programs(0) + tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
     columns = tl.program_id(0) * CHUNK + lanes
@@ -180,10 +183,11 @@ def sum_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pe
     return out
 
 
-def gather_columns(x: Tensor, peers: PeerSegments) -> Tensor:
+def gather_columns(x: Tensor, peers: PeerSegments, only: Tensor | None = None) -> Tensor:
     """x (num_rows, n) of each rank, contiguous -> (num_rows, size * n), in the order of ranks.
 
-    A program exchanges GATHER_CHUNK columns of a row, so `peers` has that width.
+    A program exchanges GATHER_CHUNK columns of a row, so `peers` has that width. only: int (num_rows,), the same on
+    all ranks: rows of 0 are left out, and undefined.
     """
     num_rows, n = x.shape
     chunks = triton.cdiv(n, GATHER_CHUNK)
@@ -194,8 +198,8 @@ def gather_columns(x: Tensor, peers: PeerSegments) -> Tensor:
     out = torch.empty(num_rows, peers.size * n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
     _gather_kernel[(chunks, num_rows)](
-        x, out, peers.addresses, peers.counters, n, peers.num_programs, peers.flag_bytes, RANK=peers.rank,
-        SIZE=peers.size, CHUNK=GATHER_CHUNK, OVERLAPS=overlaps, COMPILED=not x.is_cpu, num_warps=8,
-        launch_pdl=overlaps,
+        x, out, x if only is None else only, peers.addresses, peers.counters, n, peers.num_programs,
+        peers.flag_bytes, HAS_ONLY=only is not None, RANK=peers.rank, SIZE=peers.size, CHUNK=GATHER_CHUNK,
+        OVERLAPS=overlaps, COMPILED=not x.is_cpu, num_warps=8, launch_pdl=overlaps,
     )  # fmt: skip
     return out

@@ -67,8 +67,8 @@ def _gumbel(seed, position, ids):
 
 @triton.jit
 def _chunk_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, ids_ptr, maxima_ptr, sums_ptr,
-    vocab_size, row_stride, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, stats_ptr,
+    vocab_size, row_stride, first_id, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
@@ -84,16 +84,16 @@ def _chunk_kernel(
         base = tl.where(highest == float("-inf"), 0.0, highest)
         scaled = (logits - base) / tl.maximum(temperature, 1e-5)
         total = tl.sum(tl.exp(scaled), axis=0)
-        noisy = scaled + _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
+        noisy = scaled + _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first_id + ids)
         score, place = tl.max(noisy, axis=0, return_indices=True)
     else:
         place = tl.argmax(logits, axis=0)
     is_broken = tl.max((logits != logits).to(tl.int32), axis=0) > 0
-    at = row * tl.num_programs(0) + chunk
-    tl.store(scores_ptr + at, score)
-    tl.store(ids_ptr + at, chunk * CHUNK + place)
-    tl.store(maxima_ptr + at, tl.where(is_broken, float("nan"), highest))
-    tl.store(sums_ptr + at, total)
+    at = stats_ptr + (row * tl.num_programs(0) + chunk) * 4
+    tl.store(at, score)
+    tl.store(at + 1, (first_id + chunk * CHUNK + place).to(tl.float32, bitcast=True))
+    tl.store(at + 2, tl.where(is_broken, float("nan"), highest))
+    tl.store(at + 3, total)
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constex
 @triton.jit
 def _finish_kernel(
     logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, min_ps_ptr, seeds_ptr, positions_ptr,
-    scores_ptr, ids_ptr, maxima_ptr, sums_ptr, token_ids_ptr, last_tokens_ptr,
+    stats_ptr, token_ids_ptr, last_tokens_ptr,
     vocab_size, row_stride, num_chunks, HAS_LAST: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +169,9 @@ def _finish_kernel(
     temperature = tl.load(temperatures_ptr + row)
     chunks = tl.arange(0, CHUNKS)
     exists = chunks < num_chunks
-    at = row * num_chunks + chunks
-    maxima = tl.load(maxima_ptr + at, mask=exists, other=float("-inf"))
-    scores = tl.load(scores_ptr + at, mask=exists, other=float("-inf"))
+    at = stats_ptr + (row * num_chunks + chunks) * 4
+    maxima = tl.load(at + 2, mask=exists, other=float("-inf"))
+    scores = tl.load(at, mask=exists, other=float("-inf"))
     highest = tl.max(maxima, axis=0)
     is_broken = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
     is_valid = (not is_broken) & (tl.abs(highest) < HIGHEST)
@@ -180,7 +180,8 @@ def _finish_kernel(
     base = tl.where(is_valid, highest, 0.0)
     distances = (maxima - base) / temperature
     scores = tl.where(is_random, scores + distances, scores)
-    winner = tl.load(ids_ptr + row * num_chunks + tl.argmax(scores, axis=0))
+    best = stats_ptr + (row * num_chunks + tl.argmax(scores, axis=0)) * 4
+    winner = tl.load(best + 1).to(tl.int32, bitcast=True)
 
     top_k = tl.load(top_ks_ptr + row)
     top_p = tl.load(top_ps_ptr + row)
@@ -190,7 +191,7 @@ def _finish_kernel(
         row_ptr = logits_ptr + row * row_stride
         seed = tl.load(seeds_ptr + row)
         position = tl.load(positions_ptr + row)
-        sums = tl.load(sums_ptr + at, mask=exists, other=0.0)
+        sums = tl.load(at + 3, mask=exists, other=0.0)
         total = tl.sum(sums * tl.exp(distances), axis=0)
         # Tokens below `floor` are not kept; without top-k it lies below all.
         floor = _floor_key(maxima, num_chunks, tl.where(has_top_k, top_k, vocab_size))
@@ -232,44 +233,59 @@ def _finish_kernel(
         tl.store(last_tokens_ptr + row, winner.to(tl.int64), mask=is_valid & is_in_use)
 
 
-class SamplingWorkspace:
-    """What the first kernel leaves for the second, for at most `max_rows` rows."""
-
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        shape = (max_rows, triton.cdiv(vocab_size, CHUNK))
-        self.scores = torch.empty(shape, dtype=torch.float32, device=device)
-        self.maxima = torch.empty(shape, dtype=torch.float32, device=device)
-        self.sums = torch.empty(shape, dtype=torch.float32, device=device)
-        self.ids = torch.empty(shape, dtype=torch.int32, device=device)
+def num_chunks_of(vocab_size: int) -> int:
+    return -(-vocab_size // CHUNK)
 
 
-def sample(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
-    positions: Tensor, workspace: SamplingWorkspace, token_ids: Tensor, last_tokens: Tensor | None = None,
+def chunk_stats(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, stats: Tensor, vocab_size: int,
+    first_id: int = 0,
 ) -> None:  # fmt: skip
-    """Draw a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
+    """Write what each chunk of each row has to offer: float32 (rows, num_chunks_of(vocab_size), 4), contiguous.
 
-    logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
-    top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the
-    position that the drawn token will have, 0 for rows that are not in use. All of these (rows,), read on the device.
-    last_tokens: int64 (rows,), takes the valid tokens of rows in use as well.
+    See `sample` for the arguments. vocab_size: columns that count. first_id: token of the first one.
     """
-    num_rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    if workspace.scores.shape[0] < num_rows or workspace.scores.shape[1] != num_chunks:
-        raise ValueError(f"the workspace of shape {list(workspace.scores.shape)} does not fit {list(logits.shape)}")
-    stats = (workspace.scores, workspace.ids, workspace.maxima, workspace.sums)
+    num_rows, num_chunks = logits.shape[0], num_chunks_of(vocab_size)
+    if stats.shape != (num_rows, num_chunks, 4) or not stats.is_contiguous():
+        raise ValueError(f"statistics of shape {list(stats.shape)} do not fit {num_rows} rows of {vocab_size} tokens")
     overlaps = overlaps_launches(logits)
     _chunk_kernel[(num_chunks, num_rows)](
-        logits, temperatures, seeds, positions, *stats, vocab_size, logits.stride(0), CHUNK=CHUNK, OVERLAPS=overlaps,
-        num_warps=4, launch_pdl=overlaps,
+        logits, temperatures, seeds, positions, stats, vocab_size, logits.stride(0), first_id, CHUNK=CHUNK,
+        OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
     )  # fmt: skip
+
+
+def choose_tokens(
+    logits: Tensor, stats: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
+    seeds: Tensor, positions: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sample from the statistics of all chunks. Rows without truncation need no logits; see `sample`."""
+    num_rows, vocab_size = logits.shape
+    num_chunks = stats.shape[1]
+    overlaps = overlaps_launches(logits)
     _finish_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, *stats, token_ids,
+        logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, stats, token_ids,
         last_tokens if last_tokens is not None else token_ids, vocab_size, logits.stride(0), num_chunks,
         HAS_LAST=last_tokens is not None,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab_size)),
         NUM_STAGES=ROW_STAGES, OVERLAPS=overlaps, num_warps=ROW_WARPS, launch_pdl=overlaps,
+    )  # fmt: skip
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
+    positions: Tensor, stats: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sample a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
+
+    logits: (rows, vocab < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32, 0 is greedy.
+    top_ks: int32, 0 is off. top_ps: float32, 1 is off. min_ps: float32, 0 is off. seeds: int64. positions: int, the
+    position that the token will have, 0 for rows that are not in use. All of these (rows,), read on the device.
+    stats: workspace, see `chunk_stats`. last_tokens: int64 (rows,), takes the valid tokens of rows in use as well.
+    """
+    chunk_stats(logits, temperatures, seeds, positions, stats, logits.shape[1])
+    choose_tokens(
+        logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens
     )  # fmt: skip
 
 

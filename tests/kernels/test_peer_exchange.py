@@ -7,15 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn import functional
 
+from engine.gpu.device_sampler import DeviceSampler
+from engine.gpu.group import VocabShards
+from engine.gpu.rows import RowChanges
+from engine.request import RequestId, SamplingParams
+from engine.request_states import RequestState
 from kernels.gpu.peer_exchange import GATHER_CHUNK, PeerSegments, gather_columns, segment_bytes, sum_add_rms_norm
 from kernels.rms_norm import rms_norm
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5
 GATHERED = GATHER_CHUNK + 10
+VOCAB, NUM_GATHERS = 5001, 6
 STEPS = ((3, 40), (1, 40), (2, 24), (3, 40))  # rows and columns of exchanges that follow each other
 
 
@@ -37,13 +45,43 @@ def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: 
     return PeerSegments(torch.tensor(addresses), counters, rank, SIZE, num_programs, width, torch.bfloat16)
 
 
+class FileGroup:
+    """What `VocabShards` needs of a group."""
+
+    def __init__(self, peers: PeerSegments) -> None:
+        self.rank, self.size, self.dtype, self._peers = peers.rank, peers.size, peers.dtype, peers
+
+    def all_gather(self, x: torch.Tensor, only: torch.Tensor | None = None) -> torch.Tensor:
+        return gather_columns(x, self._peers, only)
+
+
+def sampled(sampler: DeviceSampler, logits: torch.Tensor) -> torch.Tensor:
+    """Tokens of six rows: greedy, random, and truncated in every way."""
+    params = [
+        SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(seed=2, top_k=5),
+        SamplingParams(seed=3, top_p=0.5), SamplingParams(seed=4, min_p=0.2, temperature=0.7),
+        SamplingParams(seed=5, top_k=300, top_p=0.9),
+    ]  # fmt: skip
+    states = [RequestState(RequestId(str(row)), [1], 1, each) for row, each in enumerate(params)]
+    sampler.apply(RowChanges(fresh=list(enumerate(states))))
+    return sampler.sample(logits, slice(6), torch.arange(6) + 1)
+
+
+def vocab_logits() -> torch.Tensor:
+    """(6, VOCAB): the last rank's part ends in one column of padding."""
+    return (torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)) * 2).to(torch.bfloat16)
+
+
 KEPT: list[torch.Tensor] = []  # mappings, as long as the process lives
 
 
 def run_rank(folder: Path, rank: int) -> None:
     sums = open_segments(folder, "sum", rank, ROWS, N)
-    gathers = open_segments(folder, "gather", rank, 2 * ROWS, GATHER_CHUNK)
-    found = []
+    gathers = open_segments(folder, "gather", rank, NUM_GATHERS, GATHER_CHUNK)
+    per_rank = -(-VOCAB // SIZE)
+    shards = VocabShards(cast(Any, FileGroup(gathers)), VOCAB)
+    mine = functional.pad(vocab_logits(), (0, 1), value=99.0)[:, rank * per_rank : (rank + 1) * per_rank]
+    found: list[Any] = [sampled(DeviceSampler(6, VOCAB, torch.device("cpu"), shards), mine)]
     for step, shape in enumerate(STEPS):
         residual = inputs(7, step, shape)
         weight = torch.linspace(0.5, 1.5, shape[1]).to(torch.bfloat16)
@@ -55,7 +93,7 @@ def run_rank(folder: Path, rank: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it between devices")
 def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
-    for kind, programs, width in (("sum", ROWS, N), ("gather", 2 * ROWS, GATHER_CHUNK)):
+    for kind, programs, width in (("sum", ROWS, N), ("gather", NUM_GATHERS, GATHER_CHUNK)):
         for rank in range(SIZE):
             (tmp_path / f"{kind}{rank}").write_bytes(bytes(segment_bytes(SIZE, programs, width, torch.bfloat16)))
     command = [sys.executable, "-m", "tests.kernels.test_peer_exchange", str(tmp_path)]
@@ -68,6 +106,9 @@ def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     first, second = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE))
+    tokens, others = first.pop(0), second.pop(0)
+    assert torch.equal(tokens, others)
+    assert torch.equal(tokens, sampled(DeviceSampler(6, VOCAB, torch.device("cpu")), vocab_logits()))
     for step, shape in enumerate(STEPS):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[step], second[step], strict=True))
         normed, residual, logits = first[step]
