@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.kernels.quantized import EightBit, run
 from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.fp8_gemm import fp8_linear
-from kernels.gpu.rounding import quantize_rows
+from kernels.gpu.quantize import quantize_rows
 
 
 def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

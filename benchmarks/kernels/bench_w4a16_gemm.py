@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.kernels.quantized import ROWS, SHAPES
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.rounding import grouped_codes
+from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
 from kernels.gpu.w4_codes import W4CodesConfig, w4_codes_product
@@ -96,7 +96,7 @@ def settings(x: Tensor, group: int, workspace: SmallMWorkspace) -> Iterator[tupl
     if rows <= MAX_ROWS:
         for few in ONE_ROW_CONFIGS if rows == 1 else FEW_ROWS_CONFIGS:
             yield str(few), lambda each, few=few: w4_product(x, each, None, few)
-    codes = grouped_codes(x, group)
+    codes = quantize_with_sums(x, group)
     for config in CODES_CONFIGS:
         if config.block_m <= 2 * rows:
             yield (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.quantized import EightBit, run
-from kernels.gpu.rounding import quantize_rows
+from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
 
 

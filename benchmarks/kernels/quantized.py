@@ -14,7 +14,7 @@ from torch.nn import functional
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.eight_bit import RowsConfig, several_rows
 from kernels.gpu.few_codes import MAX_FEW_ROWS, FewConfig, few_rows
-from kernels.gpu.rounding import quantize_rows
+from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 SHAPES = {

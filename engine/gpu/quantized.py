@@ -23,7 +23,7 @@ from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.eight_bit import codes_product
 from kernels.gpu.few_codes import choose_few, few_rows_gated
 from kernels.gpu.fp8_gemm import fp8_product
-from kernels.gpu.rounding import known_codes, quantize_rows, silu_codes
+from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4a16_gemm import w4a16_linear
 from kernels.gpu.w8a8_gemm import MAX_PAIRED_ROWS, w8a16_linear
@@ -63,16 +63,16 @@ class EightBitLinear(ABC):
 
     @abstractmethod
     def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of a `QuantizedInput`, see `kernels.gpu.rounding`. Returns (rows, out) in `dtype`."""
+        """Of a `QuantizedInput`, see `kernels.gpu.quantize`. Returns (rows, out) in `dtype`."""
 
     def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
         """The same for gate and up beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
         config = choose_few(values.shape[0], n // 2, k, is_gated=True)
         if config is None:
-            return silu_codes(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
+            return silu_mul_quantize(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
         inner, maxima = few_rows_gated(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
-        return known_codes(inner, maxima, self.dtype, self.num_planes)
+        return quantize_with_maxima(inner, maxima, self.dtype, self.num_planes)
 
 
 class W8A8Linear(EightBitLinear):

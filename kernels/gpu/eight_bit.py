@@ -1,6 +1,6 @@
 """Products of rows of codes with 8-bit weights, int8 and e4m3 alike.
 
-    y_mn = a_m s_n sum_k c_mk w_nk + b_n          c one row of codes, or 256 h + l of two (`kernels/gpu/rounding.py`)
+    y_mn = a_m s_n sum_k c_mk w_nk + b_n          c one row of codes, or 256 h + l of two (`kernels/gpu/quantize.py`)
 
 `codes_product` chooses between `several_rows` and, for few rows of codes, `kernels/gpu/few_codes.py`.
 References: `kernels/w8a8_gemm.py`, `kernels/fp8_gemm.py`.

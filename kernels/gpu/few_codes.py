@@ -1,6 +1,6 @@
 """Products of one to 16 rows of codes with 8-bit weights, int8 and e4m3 alike: what decode steps of few rows do.
 
-A row of x may be two rows of codes (`kernels/gpu/rounding.py`): c_mk is then 256 h_mk + l_mk, and the sums of h and
+A row of x may be two rows of codes (`kernels/gpu/quantize.py`): c_mk is then 256 h_mk + l_mk, and the sums of h and
 of l are joined at the end.
 
     y_mn = a_m s_n sum_k c_mk w_nk + b_n                           `few_rows`
@@ -11,7 +11,7 @@ end. So there are programs enough for every multiprocessor without a split of K 
 counter and second reading took 2 us of a product of 6. What does not depend on the kernel before is read before the
 wait for it: scales, bias and the first tiles of W.
 
-Knows nothing of how codes are made (`kernels/gpu/rounding.py`). References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
+Knows nothing of how codes are made (`kernels/gpu/quantize.py`). References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
 """
 
 from __future__ import annotations

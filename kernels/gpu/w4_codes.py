@@ -1,10 +1,10 @@
-"""Products of 4-bit weights in groups with rows of 16 bits, each two rows of int8 codes: integers, group by group.
+"""GEMMs of packed int4 weights in groups with rows of 16 bits, each two int8 planes: integers, group by group.
 
-    y_mn = a_m sum_g (s_ng sum_{k in g} (c_nk - 8) x_mk + z_ng X_mg) + b_n;   X_mg = sum_{k in g} x_mk,  x = 256 h + l
+    y_mn = a_m sum_g (s_ng sum_{k in g} (w_nk - 8) x_mk + z_ng X_mg) + b_n;   X_mg = sum_{k in g} x_mk,  x = 256 h + l
 
-`grouped_codes` of `kernels/gpu/rounding.py` makes x, a and X. A code's four bits, moved to the upper half of a byte
-and the first of them turned, are the int8 16 (c - 8); the matrix units take them from registers. What goes this
-way, `kernels/gpu/w4a16_gemm.py` says: with small groups most of the time is spent between products.
+`quantize_with_sums` of `kernels/gpu/quantize.py` makes x, a and X. A weight's four bits, moved to the upper half of a
+byte and the first of them inverted, are the int8 16 (w - 8); the matrix units take them from registers. Which rows
+and groups go this way, `kernels/gpu/w4a16_gemm.py` says: with small groups most of the time is spent between dots.
 
 Layout of the weights and reference: `kernels/w4a16_gemm.py`.
 """

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.rounding import grouped_codes
+from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4_codes import MIN_GROUP, choose_w4_codes, w4_codes_product
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
@@ -232,7 +232,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: Sm
     (num_rows, k), n = x.shape, packed.words.shape[0]
     if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_GROUP:
         if packed.group_size == MAX_GROUP and num_rows in PAIRED_ROWS:
-            codes, config = grouped_codes(x, packed.group_size), choose_w4_codes(num_rows, n, k)
+            codes, config = quantize_with_sums(x, packed.group_size), choose_w4_codes(num_rows, n, k)
             return w4_codes_product(*codes, packed, bias, x.dtype, workspace, config)
         if num_rows <= MAX_ROWS:
             return w4_product(x, packed, bias, choose(num_rows, n, k))

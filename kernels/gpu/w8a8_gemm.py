@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.eight_bit import codes_product
-from kernels.gpu.rounding import quantize_rows
+from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 MAX_PAIRED_ROWS = 256

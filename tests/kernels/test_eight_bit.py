@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
 from kernels.gpu.eight_bit import RowsConfig, several_rows
-from kernels.gpu.rounding import quantize_rows
+from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.w8a8_gemm import quantize_rows_int8
 from tests.kernels.helpers import relative_error

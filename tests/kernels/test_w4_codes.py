@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.rounding import grouped_codes
+from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4_codes import W4CodesConfig, choose_w4_codes, w4_codes_product
 from kernels.w4a16_gemm import dequantize_w4
@@ -28,7 +28,9 @@ def test_equals_the_reference(
     bias = torch.randn(n, device=device) if has_bias else None
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
     expected = expected if bias is None else expected + bias.double()
-    out = w4_codes_product(*grouped_codes(x, group), packed, bias, torch.float32, SmallMWorkspace(device), config)
+    out = w4_codes_product(
+        *quantize_with_sums(x, group), packed, bias, torch.float32, SmallMWorkspace(device), config
+    )
     assert relative_error(out, expected) < 5e-5
 
 
@@ -37,13 +39,18 @@ def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     packed = packed_of(80, 640, 128, device)
     x = torch.randn(rows, 640, device=device) + 30  # what all columns have in common counts too
     out = w4_codes_product(
-        *grouped_codes(x, 128), packed, None, torch.float32, SmallMWorkspace(device), choose_w4_codes(rows, 80, 640)
+        *quantize_with_sums(x, 128),
+        packed,
+        None,
+        torch.float32,
+        SmallMWorkspace(device),
+        choose_w4_codes(rows, 80, 640),
     )
     assert relative_error(out, functional.linear(x.double(), dequantize_w4(packed, torch.float64))) < 5e-5
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     packed, workspace = packed_of(32, 64, 32, device), SmallMWorkspace(device)
-    codes = grouped_codes(torch.randn(2, 64, device=device), 32)
+    codes = quantize_with_sums(torch.randn(2, 64, device=device), 32)
     with pytest.raises(ValueError, match="64 columns"):
         w4_codes_product(*codes, packed, None, torch.float32, workspace, CONFIGS[0])
