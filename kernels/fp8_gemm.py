@@ -1,4 +1,4 @@
-"""Linear maps over 8-bit floating-point weights (e4m3), reference: one scale per output row and one per token.
+"""GEMMs with 8-bit floating-point weights (e4m3), reference: one scale per output row and one per token.
 
 q_mk = e4m3(x_mk / a_m),  a_m = max_k |x_mk| / 448
 y_mn = a_m s_n sum_k q_mk w_nk + b_n
@@ -23,6 +23,6 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (rows, in), weight e4m3 (out, in), scales float32 (out,) -> (rows, out) in the dtype of x."""
-    codes, x_scales = quantize_rows_fp8(x)
-    y = functional.linear(codes.float(), weight.float()) * (x_scales[:, None] * scales)
+    values, x_scales = quantize_rows_fp8(x)
+    y = functional.linear(values.float(), weight.float()) * (x_scales[:, None] * scales)
     return (y if bias is None else y + bias.float()).to(x.dtype)

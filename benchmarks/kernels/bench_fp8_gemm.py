@@ -1,4 +1,4 @@
-"""fp8_linear against cuBLAS in bfloat16 and torch's `_scaled_mm`, from one row to many; rounding of x included.
+"""fp8_linear against cuBLAS in bfloat16 and torch's `_scaled_mm`, from one row to many; quantization of x included.
 
 `--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
 """
@@ -15,9 +15,9 @@ from kernels.gpu.quantize import quantize_rows
 
 
 def scaled_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    codes, x_scales = quantize_rows(x, FP8_DTYPE)
+    values, x_scales = quantize_rows(x, FP8_DTYPE)
     return torch._scaled_mm(
-        codes, weight.t(), x_scales[:, None], scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
+        values, weight.t(), x_scales[:, None], scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

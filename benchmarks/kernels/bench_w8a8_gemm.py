@@ -1,5 +1,5 @@
 """w8a8_linear and w8a16_linear against cuBLAS in bfloat16 and torch's `_int_mm`, from one row to
-many; rounding of x included.
+many; quantization of x included.
 
 `--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
 """
@@ -15,8 +15,8 @@ from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
 
 
 def int_mm(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    codes, x_scales = quantize_rows(x, torch.int8)
-    return (torch._int_mm(codes, weight.t()) * (x_scales[:, None] * scales)).bfloat16()
+    values, x_scales = quantize_rows(x, torch.int8)
+    return (torch._int_mm(values, weight.t()) * (x_scales[:, None] * scales)).bfloat16()
 
 
 KINDS = (

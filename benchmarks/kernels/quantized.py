@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.eight_bit import RowsConfig, several_rows
-from kernels.gpu.few_codes import MAX_FEW_ROWS, FewConfig, few_rows
 from kernels.gpu.quantize import quantize_rows
+from kernels.gpu.quantized_gemm import TileConfig, tiled_gemm
+from kernels.gpu.sliced_k_gemm import MAX_ROWS, SlicedKConfig, sliced_k_gemm
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 SHAPES = {
@@ -24,21 +24,21 @@ SHAPES = {
 }  # fmt: skip
 ROWS = (1, 8, 64, 256, 2048)
 FEW_ROWS_CONFIGS = [
-    RowsConfig(0, *option)
+    TileConfig(0, *option)
     for option in (
         (64, 256, 1, 4, 4), (64, 256, 2, 4, 4), (64, 256, 4, 4, 4), (64, 128, 1, 4, 6), (64, 128, 2, 4, 6),
         (64, 512, 1, 4, 3), (64, 512, 2, 4, 3), (128, 128, 1, 4, 5), (128, 128, 2, 4, 5),
     )
 ]  # fmt: skip
-CODES_CONFIGS = [
-    FewConfig(*option)
+SLICED_K_CONFIGS = [
+    SlicedKConfig(*option)
     for option in (
         (16, 128, 4, 4), (16, 128, 4, 6), (16, 128, 4, 3, 4), (16, 128, 4, 3, 6), (16, 128, 4, 8, 2), (16, 256, 4, 4),
         (16, 128, 2, 5, 1), (32, 128, 4, 4), (16, 256, 8, 3),
     )
 ]  # fmt: skip
 MANY_ROWS_CONFIGS = [
-    RowsConfig(*option)
+    TileConfig(*option)
     for option in (
         (128, 64, 128, 1, 4, 4), (128, 128, 128, 1, 8, 4), (256, 128, 128, 1, 8, 3), (256, 128, 128, 1, 8, 4),
         (128, 256, 128, 1, 8, 3), (128, 128, 128, 1, 4, 4),
@@ -53,9 +53,9 @@ class EightBit:
 
     name: str
     dtype: torch.dtype
-    digits: int  # of activations
+    num_planes: int  # of activations
     gemm: Gemm
-    library: Callable[[Tensor, Tensor, Tensor], object] | None  # of x, weight, scales; rounds x too
+    library: Callable[[Tensor, Tensor, Tensor], object] | None  # of x, weight, scales; quantizes x too
 
     def weights(self, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
         count = num_input_sets(n * k, 48)
@@ -93,29 +93,31 @@ def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
 
 
 def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
-    """The best three settings per number of rows; activations are rounded beforehand for several rows."""
+    """The best three settings per number of rows; activations are quantized beforehand."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
     for rows in rows_to_try:
         x = torch.randn(rows, k, device="cuda").bfloat16()
-        codes, x_scales = quantize_rows(x, kind.dtype, kind.digits)
-        num_codes = codes.shape[0]
+        values, x_scales = quantize_rows(x, kind.dtype, kind.num_planes)
+        num_plane_rows = values.shape[0]
         results: list[tuple[float, str]] = []
-        if num_codes <= MAX_FEW_ROWS:
-            for few_config in CODES_CONFIGS:
-                label = str(few_config).replace("FewConfig", "few ")
-                _measure(label, functools.partial(_few, codes, x_scales, few_config), weights, results)
-        few = [RowsConfig(max(16, num_codes), *_rest(c)) for c in FEW_ROWS_CONFIGS] if num_codes <= 64 else []
-        for config in few + MANY_ROWS_CONFIGS * (num_codes > 64):
+        if num_plane_rows <= MAX_ROWS:
+            for sliced in SLICED_K_CONFIGS:
+                label = str(sliced).replace("SlicedKConfig", "sliced-K ")
+                _measure(label, functools.partial(_sliced_k, values, x_scales, sliced), weights, results)
+        few = (
+            [TileConfig(max(16, num_plane_rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if num_plane_rows <= 64 else []
+        )
+        for config in few + MANY_ROWS_CONFIGS * (num_plane_rows > 64):
             label = (
                 f"{config.block_m}x{config.block_n}x{config.block_k}/{config.split_k} w{config.num_warps} "
                 f"s{config.num_stages}"
             )
-            call = functools.partial(_several, codes, x_scales, config, workspace)
+            call = functools.partial(_tiled, values, x_scales, config, workspace)
             _measure(label, call, weights, results)
         if kind.library is not None and rows > 16:
-            _measure("library with rounding", functools.partial(kind.library, x), weights, results)
-        _measure("as served, with rounding", functools.partial(_serve, kind, x, workspace), weights, results)
+            _measure("library with quantization", functools.partial(kind.library, x), weights, results)
+        _measure("as served, with quantization", functools.partial(_serve, kind, x, workspace), weights, results)
         results.sort()
         report(
             f"{kind.name} sweep", f"{name} [{rows},{n},{k}]", best=" | ".join(label for _, label in results[:4]),
@@ -139,16 +141,16 @@ def _serve(kind: EightBit, x: Tensor, workspace: SmallMWorkspace, weight: Tensor
     return kind.gemm(x, weight, scales, None, workspace)
 
 
-def _several(
-    codes: Tensor, x_scales: Tensor, config: RowsConfig, workspace: SmallMWorkspace, weight: Tensor,
+def _tiled(
+    values: Tensor, x_scales: Tensor, config: TileConfig, workspace: SmallMWorkspace, weight: Tensor,
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
-    return several_rows(codes, x_scales, weight, scales, None, torch.bfloat16, workspace, config)
+    return tiled_gemm(values, x_scales, weight, scales, None, torch.bfloat16, workspace, config)
 
 
-def _few(codes: Tensor, x_scales: Tensor, config: FewConfig, weight: Tensor, scales: Tensor) -> Tensor:
-    return few_rows(codes, x_scales, weight, scales, None, torch.bfloat16, config)
+def _sliced_k(values: Tensor, x_scales: Tensor, config: SlicedKConfig, weight: Tensor, scales: Tensor) -> Tensor:
+    return sliced_k_gemm(values, x_scales, weight, scales, None, torch.bfloat16, config)
 
 
-def _rest(config: RowsConfig) -> tuple[int, int, int, int, int]:
+def _rest(config: TileConfig) -> tuple[int, int, int, int, int]:
     return config.block_n, config.block_k, config.split_k, config.num_warps, config.num_stages

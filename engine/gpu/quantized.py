@@ -20,13 +20,13 @@ from torch import Tensor
 
 from engine.layers.linear import Linear
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import codes_product
-from kernels.gpu.few_codes import choose_few, few_rows_gated
-from kernels.gpu.fp8_gemm import fp8_product
+from kernels.gpu.fp8_gemm import fp8_gemm
 from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
+from kernels.gpu.quantized_gemm import quantized_gemm
+from kernels.gpu.sliced_k_gemm import choose_sliced_k, sliced_k_gated_gemm
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 from kernels.gpu.w4a16_gemm import w4a16_linear
-from kernels.gpu.w8a8_gemm import MAX_PAIRED_ROWS, w8a16_linear
+from kernels.gpu.w8a8_gemm import MAX_TWO_PLANE_ROWS, w8a16_linear
 from kernels.w4a16_gemm import PackedW4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
@@ -68,10 +68,10 @@ class EightBitLinear(ABC):
     def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
         """The same for gate and up beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
-        config = choose_few(values.shape[0], n // 2, k, is_gated=True)
+        config = choose_sliced_k(values.shape[0], n // 2, k, is_gated=True)
         if config is None:
             return silu_mul_quantize(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
-        inner, maxima = few_rows_gated(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
+        inner, maxima = sliced_k_gated_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
         return quantize_with_maxima(inner, maxima, self.dtype, self.num_planes)
 
 
@@ -81,7 +81,7 @@ class W8A8Linear(EightBitLinear):
     __slots__ = ()
 
     def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return codes_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+        return quantized_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class W8A16Linear(W8A8Linear):
@@ -89,7 +89,7 @@ class W8A16Linear(W8A8Linear):
 
     __slots__ = ()
     num_planes = 2
-    max_quantized_rows = MAX_PAIRED_ROWS
+    max_quantized_rows = MAX_TWO_PLANE_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         return w8a16_linear(x, self.weight, self.scales, self.bias, self.workspace)
@@ -102,7 +102,7 @@ class Fp8Linear(EightBitLinear):
     dtype = FP8_DTYPE
 
     def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return fp8_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
+        return fp8_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
 
 class W4A16Linear:

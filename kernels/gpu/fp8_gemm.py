@@ -1,7 +1,7 @@
-"""Linear maps over e4m3 weights and activations on a GPU.
+"""GEMMs with e4m3 weights and activations on a GPU.
 
-Up to some rows our kernels (`kernels/gpu/eight_bit.py`), which read W fast; beyond, torch's. Formula and reference:
-`kernels/fp8_gemm.py`.
+Up to some rows our kernels (`kernels/gpu/quantized_gemm.py`), which read W fast; beyond, torch's.
+Formula and reference: `kernels/fp8_gemm.py`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import codes_product
 from kernels.gpu.quantize import quantize_rows
+from kernels.gpu.quantized_gemm import quantized_gemm
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
 MAX_OWN_ROWS = 192  # Qwen2.5-7B's gate_up at 64 rows: ours 45 us; at 256: ours 84, torch's 58
 
 
-def fp8_product(
-    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+def fp8_gemm(
+    values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     workspace: SmallMWorkspace,
 ) -> Tensor:  # fmt: skip
-    """codes e4m3 (rows, in) with x_scales (rows,); weight e4m3 (out, in) with scales (out,). Returns (rows, out)."""
-    if codes.shape[0] > MAX_OWN_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
+    """values e4m3 (rows, in) with x_scales (rows,); weight e4m3 (out, in) with scales (out,). Returns (rows, out)."""
+    if values.shape[0] > MAX_OWN_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
         y: Tensor = torch._scaled_mm(
-            codes, weight.t(), x_scales[:, None], scales[None, :], out_dtype=dtype, use_fast_accum=True
+            values, weight.t(), x_scales[:, None], scales[None, :], out_dtype=dtype, use_fast_accum=True
         )
         return y if bias is None else y.add_(bias)
-    return codes_product(codes, x_scales, weight, scales, bias, dtype, workspace)
+    return quantized_gemm(values, x_scales, weight, scales, bias, dtype, workspace)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight e4m3 (out, in); scales float32 (out,). Returns (rows, out)."""
-    return fp8_product(*quantize_rows(x, FP8_DTYPE), weight, scales, bias, x.dtype, workspace)
+    return fp8_gemm(*quantize_rows(x, FP8_DTYPE), weight, scales, bias, x.dtype, workspace)

@@ -1,6 +1,6 @@
-"""Linear maps over int8 weights on a GPU, with activations rounded per token, to int8 (w8a8) or 16 bits (w8a16).
+"""GEMMs with int8 weights on a GPU, activations quantized per token to int8 (w8a8) or 16 bits (w8a16).
 
-Kernels: `kernels/gpu/eight_bit.py`. Formula and reference: `kernels/w8a8_gemm.py`.
+Kernels: `kernels/gpu/quantized_gemm.py`. Formula and reference: `kernels/w8a8_gemm.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.eight_bit import codes_product
 from kernels.gpu.quantize import quantize_rows
+from kernels.gpu.quantized_gemm import quantized_gemm
 from kernels.gpu.small_m_gemm import SmallMWorkspace
 
-MAX_PAIRED_ROWS = 256
+MAX_TWO_PLANE_ROWS = 256
 BLOCK = 2048  # weights a program writes out
 
 
@@ -24,21 +24,21 @@ def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, 
 
     Sums are integers: a row's result is the same at any number of rows.
     """
-    return codes_product(*quantize_rows(x, torch.int8), weight, scales, bias, x.dtype, workspace)
+    return quantized_gemm(*quantize_rows(x, torch.int8), weight, scales, bias, x.dtype, workspace)
 
 
 def w8a16_linear(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace
 ) -> Tensor:
-    """The same without rounding x beyond what bfloat16 does: to 16 bits per token, by matrix units for int8.
+    """`w8a8_linear` with x quantized to 16 bits per token, as two int8 planes.
 
     This adds less error to a row than rounding it to bfloat16 did, while its largest element is below 187 times its
     root mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the
     dtype of x is faster.
     """
-    if x.shape[0] > MAX_PAIRED_ROWS:
+    if x.shape[0] > MAX_TWO_PLANE_ROWS:
         return functional.linear(x, dequantize(weight, scales, x.dtype), bias)
-    return codes_product(*quantize_rows(x, torch.int8, 2), weight, scales, bias, x.dtype, workspace)
+    return quantized_gemm(*quantize_rows(x, torch.int8, 2), weight, scales, bias, x.dtype, workspace)
 
 
 def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,22 +14,22 @@ from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 def test_rounding_keeps_four_bits() -> None:
     x = torch.randn(5, 64)
     x[2] = 0
-    codes, scales = quantize_rows_fp8(x)
-    error = (codes.float() * scales[:, None] - x).abs()
+    values, scales = quantize_rows_fp8(x)
+    error = (values.float() * scales[:, None] - x).abs()
     assert bool((error <= torch.maximum(x.abs() / 16, scales[:, None] * 2**-10)).all())
-    assert codes.float().abs().amax(dim=1).tolist() == [448, 448, 0, 448, 448]
+    assert values.float().abs().amax(dim=1).tolist() == [448, 448, 0, 448, 448]
 
 
-def test_the_reference_is_the_product_of_what_was_rounded() -> None:
+def test_the_reference_is_the_gemm_of_what_was_quantized() -> None:
     x, weight = torch.randn(3, 64), torch.randn(8, 64)
-    codes, scales = quantize_rows_fp8(weight)
-    x_codes, x_scales = quantize_rows_fp8(x)
-    expected = functional.linear(x_codes.float() * x_scales[:, None], codes.float() * scales[:, None])
-    torch.testing.assert_close(reference(x, codes, scales), expected)
-    assert relative_error(reference(x, codes, scales), functional.linear(x, weight)) < 0.06
+    values, scales = quantize_rows_fp8(weight)
+    x_values, x_scales = quantize_rows_fp8(x)
+    expected = functional.linear(x_values.float() * x_scales[:, None], values.float() * scales[:, None])
+    torch.testing.assert_close(reference(x, values, scales), expected)
+    assert relative_error(reference(x, values, scales), functional.linear(x, weight)) < 0.06
 
 
-# Many rows go to torch's product where there is a GPU.
+# Many rows go to torch's GEMM where there is a GPU.
 @pytest.mark.parametrize("rows", [1, 3, 40, MAX_OWN_ROWS + 1])
 def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)

@@ -15,19 +15,19 @@ from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 def test_rounding_is_within_half_a_step() -> None:
     x = torch.randn(5, 64)
     x[2] = 0
-    codes, scales = quantize_rows_int8(x)
-    assert bool(((codes * scales[:, None] - x).abs() <= 0.5001 * scales[:, None]).all())
-    assert codes.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
+    values, scales = quantize_rows_int8(x)
+    assert bool(((values * scales[:, None] - x).abs() <= 0.5001 * scales[:, None]).all())
+    assert values.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
 
 
-def test_the_reference_is_the_product_of_what_was_rounded() -> None:
+def test_the_reference_is_the_gemm_of_what_was_quantized() -> None:
     x, weight = torch.randn(3, 64), torch.randn(8, 64)
-    codes, scales = quantize_rows_int8(weight)
-    x_codes, x_scales = quantize_rows_int8(x)
-    expected = functional.linear(x_codes * x_scales[:, None], codes * scales[:, None])
-    torch.testing.assert_close(w8a8_reference(x, codes, scales), expected)
-    assert relative_error(w8a8_reference(x, codes, scales), functional.linear(x, weight)) < 0.02
-    assert relative_error(w8a16_reference(x, codes, scales), functional.linear(x, weight)) < 0.01
+    values, scales = quantize_rows_int8(weight)
+    x_values, x_scales = quantize_rows_int8(x)
+    expected = functional.linear(x_values * x_scales[:, None], values * scales[:, None])
+    torch.testing.assert_close(w8a8_reference(x, values, scales), expected)
+    assert relative_error(w8a8_reference(x, values, scales), functional.linear(x, weight)) < 0.02
+    assert relative_error(w8a16_reference(x, values, scales), functional.linear(x, weight)) < 0.01
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 130, 260])

@@ -1,17 +1,17 @@
-"""Products of one to 16 rows of codes with 8-bit weights, int8 and e4m3 alike: what decode steps of few rows do.
+"""Skinny GEMM of up to 16 quantized rows with 8-bit weights, int8 or e4m3, whose K is sliced over a program's warps.
 
-A row of x may be two rows of codes (`kernels/gpu/quantize.py`): c_mk is then 256 h_mk + l_mk, and the sums of h and
-of l are joined at the end.
+A row of x may be two int8 planes (`kernels/gpu/quantize.py`): q_mk is then 256 h_mk + l_mk, and the sums of h and of
+l are joined at the end.
 
-    y_mn = a_m s_n sum_k c_mk w_nk + b_n                           `few_rows`
-    h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| by tiles   `few_rows_gated`
+    y_mn = a_m s_n sum_k q_mk w_nk + b_n                           `sliced_k_gemm`
+    h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| by tiles   `sliced_k_gated_gemm`
 
-A program owns few columns of y and all of K: its warps take different parts of a step's K, whose sums meet at the
+A program owns few columns of y and all of K: its warps take different slices of a step's K, whose sums meet at the
 end. So there are programs enough for every multiprocessor without a split of K between programs, whose stores,
-counter and second reading took 2 us of a product of 6. What does not depend on the kernel before is read before the
+counter and second reading took 2 us of a GEMM of 6. What does not depend on the previous kernel is read before the
 wait for it: scales, bias and the first tiles of W.
 
-Knows nothing of how codes are made (`kernels/gpu/quantize.py`). References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
+Knows nothing of how rows are quantized. References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 
-MAX_FEW_ROWS = 16
+MAX_ROWS = 16
 MAX_GATED_ROWS = 8
 LONG = 8192  # columns: too many to hold before the wait
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
-class FewConfig:
-    """block_n columns a program, with a gate as many of each half; num_warps parts of block_k in a step.
+class SlicedKConfig:
+    """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
 
     ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
     """
@@ -48,37 +48,37 @@ class FewConfig:
 
 
 @triton.jit
-def join_digits(sums, DIGITS: tl.constexpr):
-    """Sums of codes (columns, rows of codes) -> float32 (columns, rows): of pairs, 256 of the first and the other."""
+def join_planes(sums, PLANES: tl.constexpr):
+    """Sums (columns, PLANES * rows) -> float32 (columns, rows): of two planes, 256 of the first and the other."""
     joined = sums.to(tl.float32)
-    if DIGITS == 2:
+    if PLANES == 2:
         high, low = tl.split(tl.reshape(joined, (sums.shape[0], sums.shape[1] // 2, 2)))
         joined = high * 256.0 + low
     return joined
 
 
 @triton.jit
-def _few_rows_kernel(
+def _sliced_k_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, maxima_ptr, M, N, K, x_stride,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, DIGITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
     NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    STEP: tl.constexpr = PARTS * BLOCK_K
+    STEP: tl.constexpr = SLICES * BLOCK_K
     TILE: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    own = tl.program_id(0) * BLOCK_N
-    places = tl.arange(0, TILE)
-    columns = own + places
+    first_column = tl.program_id(0) * BLOCK_N
+    offsets = tl.arange(0, TILE)
+    columns = first_column + offsets
     inside = columns < N
     if GATED:  # rows N and on of the weight belong to `up`
-        columns = own + places % BLOCK_N + places // BLOCK_N * N
-        inside = own + places % BLOCK_N < N
-    code_rows = tl.arange(0, BLOCK_M)
-    has_row = (code_rows < M * DIGITS)[None, :, None]
-    rows = tl.arange(0, BLOCK_M // DIGITS)
-    at = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        columns = first_column + offsets % BLOCK_N + offsets // BLOCK_N * N
+        inside = first_column + offsets % BLOCK_N < N
+    plane_rows = tl.arange(0, BLOCK_M)
+    has_row = (plane_rows < M * PLANES)[None, :, None]
+    rows = tl.arange(0, BLOCK_M // PLANES)
+    at = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight_ptr + columns.to(tl.int64)[None, :, None] * K + at[:, None, :]
-    x_at = x_ptr + code_rows.to(tl.int64)[None, :, None] * x_stride + at[:, None, :]
+    x_at = x_ptr + plane_rows.to(tl.int64)[None, :, None] * x_stride + at[:, None, :]
     if PREFETCHED > 0:
         lines = tl.minimum(AHEAD * STEP + tl.arange(0, PREFETCHED) * LINE, K - 1)
         first_row = weight_ptr + tl.where(inside, columns, 0).to(tl.int64)[:, None] * K
@@ -96,7 +96,7 @@ def _few_rows_kernel(
     wait_for_predecessor(OVERLAPS)
     x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
     SUM: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
-    total = tl.zeros((PARTS, TILE, BLOCK_M), SUM)
+    total = tl.zeros((SLICES, TILE, BLOCK_M), SUM)
     for step in tl.static_range(AHEAD):
         x = tl.load(x_at + step * STEP, mask=has_row & (step * STEP + at < K)[:, None, :], other=0.0)
         weight = ahead[step].to(x.dtype, bitcast=True)  # type: ignore[var-annotated]
@@ -110,14 +110,14 @@ def _few_rows_kernel(
             weight = tl.load(weight_at + first, mask=inside[None, :, None] & in_row, other=0.0)
             x = tl.load(x_at + first, mask=has_row & in_row, other=0.0)
         total = tl.dot(weight, tl.permute(x, (0, 2, 1)), total, out_dtype=SUM)
-    y = join_digits(tl.sum(total, axis=0), DIGITS) * scales * x_scales
+    y = join_planes(tl.sum(total, axis=0), PLANES) * scales * x_scales
     if HAS_BIAS:
         y += bias
-    if GATED:  # rounded in between, as where gate and up are a product of their own
+    if GATED:  # rounded in between, as where gate and up are a GEMM of their own
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M // DIGITS)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M // PLANES)), (1, 2, 0)))
         y = silu_times(gate, up)
-    outputs = own + tl.arange(0, BLOCK_N)
+    outputs = first_column + tl.arange(0, BLOCK_N)
     exists = (outputs < N)[:, None] & (rows < M)[None, :]
     y = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None], y, mask=exists)
@@ -127,64 +127,64 @@ def _few_rows_kernel(
         tl.store(maxima_ptr + rows * tl.num_programs(0) + tl.program_id(0), largest, mask=rows < M)
 
 
-def choose_few(num_rows: int, n: int, k: int, is_gated: bool = False) -> FewConfig | None:
-    """For rows of codes and a weight (n, k), or (2 n, k) with a gate, on an H200. None: `several_rows`.
+def choose_sliced_k(num_rows: int, n: int, k: int, is_gated: bool = False) -> SlicedKConfig | None:
+    """For quantized rows and a weight (n, k), or (2 n, k) with a gate, on an H200. None: `tiled_gemm`.
 
-    Whole captured steps of Qwen2.5-7B in fp8, us: one row 2,553 with `several_rows` alone and 2,231 with these, 8
+    Whole captured steps of Qwen2.5-7B in fp8, us: one row 2,553 with `tiled_gemm` alone and 2,231 with these, 8
     rows 2,726 and 2,471. At 16 rows gate and up are faster apart (2,849 and 2,886).
     """
-    if num_rows > (MAX_GATED_ROWS if is_gated else MAX_FEW_ROWS):
+    if num_rows > (MAX_GATED_ROWS if is_gated else MAX_ROWS):
         return None
     if is_gated:
-        return FewConfig(16, 128, num_warps=2, num_stages=5, ahead=1)
+        return SlicedKConfig(16, 128, num_warps=2, num_stages=5, ahead=1)
     if n > 2 * k:
-        return FewConfig(16, 128)
+        return SlicedKConfig(16, 128)
     if k > LONG:
-        return FewConfig(16, 128, num_stages=8, ahead=2)
-    return FewConfig(16, 128, num_stages=3, ahead=6)  # nearly all of a program's W is in flight before the wait
+        return SlicedKConfig(16, 128, num_stages=8, ahead=2)
+    return SlicedKConfig(16, 128, num_stages=3, ahead=6)  # nearly all of a program's W is in flight before the wait
 
 
-def few_rows(
-    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    config: FewConfig,
+def sliced_k_gemm(
+    values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    config: SlicedKConfig,
 ) -> Tensor:  # fmt: skip
-    """codes (up to 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
-    out = torch.empty(x_scales.shape[0], weight.shape[0], dtype=dtype, device=codes.device)
-    _launch(codes, x_scales, weight, scales, bias, out, None, config)
+    """values (up to 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
+    out = torch.empty(x_scales.shape[0], weight.shape[0], dtype=dtype, device=values.device)
+    _launch(values, x_scales, weight, scales, bias, out, None, config)
     return out
 
 
-def few_rows_gated(
-    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    config: FewConfig,
+def sliced_k_gated_gemm(
+    values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    config: SlicedKConfig,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """weight (2 n, in), the gate's rows first -> (rows, n), and its largest magnitudes, float32 (rows, tiles)."""
     n = weight.shape[0] // 2
     num_rows = x_scales.shape[0]
-    out = torch.empty(num_rows, n, dtype=dtype, device=codes.device)
-    maxima = torch.empty(num_rows, triton.cdiv(n, config.block_n), dtype=torch.float32, device=codes.device)
-    _launch(codes, x_scales, weight, scales, bias, out, maxima, config)
+    out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
+    maxima = torch.empty(num_rows, triton.cdiv(n, config.block_n), dtype=torch.float32, device=values.device)
+    _launch(values, x_scales, weight, scales, bias, out, maxima, config)
     return out, maxima
 
 
 def _launch(
-    codes: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
-    maxima: Tensor | None, config: FewConfig,
+    values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
+    maxima: Tensor | None, config: SlicedKConfig,
 ) -> None:  # fmt: skip
-    num_codes, k = codes.shape
+    num_plane_rows, k = values.shape
     num_rows, n = out.shape
-    if num_codes > MAX_FEW_ROWS:
-        raise ValueError(f"{num_codes} rows of codes are too many")
+    if num_plane_rows > MAX_ROWS:
+        raise ValueError(f"{num_plane_rows} quantized rows are too many")
     if not weight.is_contiguous():
         raise ValueError("the weight must be contiguous")
-    overlaps = overlaps_launches(codes)
+    overlaps = overlaps_launches(values)
     step = config.num_warps * config.block_k
-    _few_rows_kernel[(triton.cdiv(n, config.block_n),)](
-        codes, x_scales, weight, scales, scales if bias is None else bias, out, scales if maxima is None else maxima,
-        num_rows, n, k, codes.stride(0),
+    _sliced_k_kernel[(triton.cdiv(n, config.block_n),)](
+        values, x_scales, weight, scales, scales if bias is None else bias, out, scales if maxima is None else maxima,
+        num_rows, n, k, values.stride(0),
         HAS_BIAS=bias is not None, GATED=maxima is not None, EVEN=n % config.block_n == 0 and k % step == 0,
-        DIGITS=num_codes // num_rows, BLOCK_M=8 if num_codes <= 8 else 16, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, PARTS=config.num_warps, AHEAD=min(config.ahead, k // step),
+        PLANES=num_plane_rows // num_rows, BLOCK_M=8 if num_plane_rows <= 8 else 16, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, SLICES=config.num_warps, AHEAD=min(config.ahead, k // step),
         PREFETCHED=config.prefetched if overlaps else 0,
         NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
