@@ -34,7 +34,7 @@ def main() -> None:
                 [functools.partial(preloaded_linear, x, weight, None, config) for weight in weights]
             )
             report(
-                "preloaded_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, parts=float(config.num_parts(k)),
+                "preloaded_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, splits=float(config.num_splits(k)),
                 cublas_ratio=cublas / seconds, of_read=2 * n * k / seconds / read,
             )  # fmt: skip
 

@@ -263,7 +263,7 @@ def paged_decode(
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
         q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows. Both
-        are inputs of the step: they are read before the kernel before has ended.
+        are inputs of the step: they are read before the previous kernel has ended.
     Returns (num_rows, num_heads * head_dim).
     """
     num_rows, num_heads, head_dim = q.shape

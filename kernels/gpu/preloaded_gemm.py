@@ -1,9 +1,9 @@
-"""Linear maps of few rows whose weights are in shared memory before the kernel before has ended: y = x W^T + b.
+"""Skinny GEMM whose weights are in shared memory before the previous kernel has ended: y = x W^T + b.
 
 A program's tile of W fits into shared memory and does not depend on the step, so the copy engine brings it while the
-kernel before still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
-loops over K there are programs along K: each leaves a part of the sum, rounded like a product, and the kernel behind
-(`parts`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
+previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
+loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
+(`partials`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
 
 This pays where the programs of a launch find room at once, so for small weights: `choose_preloaded`.
 Reference: `functional.linear`.
@@ -37,7 +37,7 @@ class PreloadedConfig:
     num_chunks: int = 1
     depth: int = 1
 
-    def num_parts(self, k: int) -> int:
+    def num_splits(self, k: int) -> int:
         return -(-k // (self.chunk * self.num_chunks))
 
 
@@ -77,8 +77,8 @@ def _preloaded_kernel(
 ):  # fmt: skip
     let_successor_start(OVERLAPS)
     first_column = tl.program_id(0) * BLOCK_N
-    part = tl.program_id(1)
-    first = part * (CHUNK * NUM_CHUNKS)
+    split = tl.program_id(1)
+    first = split * (CHUNK * NUM_CHUNKS)
     weights = ()  # beyond the weight's end there are zeros
     for i in tl.static_range(NUM_CHUNKS):
         tile = weight_desc.load([first_column, first + i * CHUNK])
@@ -103,18 +103,18 @@ def _preloaded_kernel(
 
     columns = first_column + tl.arange(0, BLOCK_N)
     if HAS_BIAS:  # noqa: SIM102  this is known to the compiler
-        if part == 0:
+        if split == 0:
             total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-    places = (part * M + rows)[None, :] * N + columns[:, None]
+    offsets = (split * M + rows)[None, :] * N + columns[:, None]
     exists = (rows < M)[None, :] & (columns < N)[:, None]
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def preloaded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PreloadedConfig) -> Tensor:
     """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous, in a multiple of 8; bias (out,) or None.
 
-    The weight is read before the kernel before has ended: nothing in a step may write it.
-    Returns (num_parts, rows, out) of x's type, to be added up.
+    The weight is read before the previous kernel has ended: nothing in a step may write it.
+    Returns split-K partials (num_splits, rows, out) of x's type.
     """
     num_rows, k = x.shape
     n = weight.shape[0]
@@ -122,10 +122,10 @@ def preloaded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Pre
         raise ValueError(f"{num_rows} rows are too many")
     if not weight.is_contiguous() or weight.shape[1] != k or k % 8:
         raise ValueError(f"a contiguous weight of {k} columns, a multiple of 8, is needed")
-    num_parts = config.num_parts(k)
-    out = torch.empty(num_parts, num_rows, n, dtype=x.dtype, device=x.device)
+    num_splits = config.num_splits(k)
+    out = torch.empty(num_splits, num_rows, n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
-    _preloaded_kernel[(triton.cdiv(n, BLOCK_N), num_parts)](
+    _preloaded_kernel[(triton.cdiv(n, BLOCK_N), num_splits)](
         x, TensorDescriptor(weight, [n, k], [k, 1], [BLOCK_N, config.chunk]), bias if bias is not None else x, out,
         num_rows, n, k, x.stride(0),
         HAS_BIAS=bias is not None, EVEN=k % (config.chunk * config.num_chunks) == 0,

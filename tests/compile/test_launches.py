@@ -88,10 +88,9 @@ def test_decode_steps_of_plain_weights(rows: int, launches: list[str]) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_decode_steps_of_small_weights(rows: int, launches: list[str]) -> None:
     forward = forward_over(model_of("qwen3-0.6b", "none", NUM_LAYERS), torch.bfloat16)
-    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu", "preloaded"]
-    assert launched(forward, decode_inputs(rows), launches) == repeated(
-        ["embed_norm"], attention, mlp, "norm", "norm"
-    )
+    norm = "add_rms_norm_of_partials"
+    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu_mul_of_partials", "preloaded"]
+    assert launched(forward, decode_inputs(rows), launches) == repeated(["embed_norm"], attention, mlp, norm, norm)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "w8a8"])

@@ -11,17 +11,17 @@ from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (80, 72)])
 @pytest.mark.parametrize("config", [PreloadedConfig(32), PreloadedConfig(32, 2), PreloadedConfig(32, 4, 3)])
-def test_parts_add_up_to_the_reference(
+def test_partials_add_up_to_the_reference(
     rows: int, n: int, k: int, config: PreloadedConfig, device: torch.device
 ) -> None:
     x = torch.randn(rows, k + 8, device=device).to(HALF_DTYPE)[:, :k]
     weight = torch.randn(n, k, device=device).to(HALF_DTYPE)
     bias = torch.randn(n, device=device).to(HALF_DTYPE)
     for added in (None, bias):
-        parts = preloaded_linear(x, weight, added, config)
-        assert parts.shape == (config.num_parts(k), rows, n)
+        partials = preloaded_linear(x, weight, added, config)
+        assert partials.shape == (config.num_splits(k), rows, n)
         expected = functional.linear(x.double(), weight.double(), None if added is None else added.double())
-        assert relative_error(parts.double().sum(0), expected) < BFLOAT16_BOUND
+        assert relative_error(partials.double().sum(0), expected) < BFLOAT16_BOUND
 
 
 @pytest.mark.parametrize("config", [PreloadedConfig(32, 2), PreloadedConfig(64, 2, 2)])
@@ -37,7 +37,7 @@ def test_what_is_chosen_covers_all_columns_once(rows: int, n: int, k: int) -> No
     config = choose_preloaded(rows, n, k)
     assert config is not None
     width = config.chunk * config.num_chunks
-    assert (config.num_parts(k) - 1) * width < k <= config.num_parts(k) * width
+    assert (config.num_splits(k) - 1) * width < k <= config.num_splits(k) * width
     assert 1 <= config.depth <= config.num_chunks
 
 

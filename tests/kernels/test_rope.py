@@ -39,18 +39,18 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("spreads_next", [False, True])
-def test_parts_are_added_up(spreads_next: bool, device: torch.device) -> None:
+def test_partials_are_added_up(spreads_next: bool, device: torch.device) -> None:
     table = rotary_table(torch.float32, device)
-    parts = torch.randn(3, 5, 8, HEAD_DIM, device=device)
+    partials = torch.randn(3, 5, 8, HEAD_DIM, device=device)
     norm = torch.randn(6, HEAD_DIM, device=device)
     positions = torch.randint(0, NUM_POSITIONS, (5,), device=device)
     slots = torch.randperm(6 * 4, device=device)[:5]
     pool = torch.zeros(6, 2, 2, 2, 4, HEAD_DIM, device=device)
-    expected_qkv, expected = parts.sum(0), pool.clone()
+    expected_qkv, expected = partials.sum(0), pool.clone()
     rope_reference(expected_qkv, table, positions, slots, norm, 1e-6, expected, 1)
-    rope_and_write_kv(parts, table, positions, slots, norm, 1e-6, pool, 1, spreads_next=spreads_next)
+    rope_and_write_kv(partials, table, positions, slots, norm, 1e-6, pool, 1, spreads_next=spreads_next)
     assert relative_error(pool, expected) < 1e-6
-    assert relative_error(parts[0, :, :6], expected_qkv[:, :6]) < 1e-6
+    assert relative_error(partials[0, :, :6], expected_qkv[:, :6]) < 1e-6
 
 
 def test_eight_bit_pools_get_rounded_and_bounded_numbers(device: torch.device) -> None:

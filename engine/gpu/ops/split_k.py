@@ -17,7 +17,7 @@ from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
-from kernels.gpu.parts import add_rms_norm_of_parts, silu_mul_of_parts
+from kernels.gpu.partials import add_rms_norm_of_partials, silu_mul_of_partials
 from kernels.gpu.preloaded_gemm import FEW_ROWS, PreloadedConfig, choose_preloaded, fits_preloaded, preloaded_linear
 
 MAX_HIDDEN = 2048
@@ -52,7 +52,7 @@ def add_partials_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
 
     def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         assert pending is not None, "the stream starts with a pending output"
-        return add_rms_norm_of_parts(pending, residual, weight, eps)
+        return add_rms_norm_of_partials(pending, residual, weight, eps)
 
     return fold
 
@@ -70,7 +70,7 @@ def attention(block: Attention, num_rows: int) -> GpuBody:
 
 def mlp(block: Mlp, num_rows: int) -> GpuBody:
     gate_up, down = gemm(block.gate_up, num_rows), gemm(block.down, num_rows)
-    return lambda x, step: down(silu_mul_of_parts(gate_up(x)))
+    return lambda x, step: down(silu_mul_of_partials(gate_up(x)))
 
 
 def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
