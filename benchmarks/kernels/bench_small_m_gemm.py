@@ -15,7 +15,8 @@ from torch.nn import functional
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, SmallMWorkspace, choose, gemv, small_m_linear
+from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, choose, gemv, small_m_linear
+from kernels.gpu.split_k import SplitKWorkspace
 
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
@@ -50,7 +51,7 @@ DOTS = [
 
 
 def sweep_shape(
-    name: str, n: int, k: int, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace
+    name: str, n: int, k: int, rows_to_try: Sequence[int], read: float, workspace: SplitKWorkspace
 ) -> None:
     weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
     for rows in rows_to_try:
@@ -74,7 +75,7 @@ def sweep_shape(
 
 
 def chosen_shape(
-    name: str, n: int, k: int, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace
+    name: str, n: int, k: int, rows_to_try: Sequence[int], read: float, workspace: SplitKWorkspace
 ) -> None:
     weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
     for rows in rows_to_try:
@@ -99,7 +100,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
     residual, attended = (torch.randn(1, n, device="cuda").bfloat16() for n in (hidden, heads))
     norm = torch.ones(hidden, device="cuda").bfloat16()
-    workspace = SmallMWorkspace(residual.device)
+    workspace = SplitKWorkspace(residual.device)
     configs = [choose(1, *shape) for shape in shapes]
     assert all(config is not None for config in configs)
     q, o, g, d = (config for config in configs if config is not None)
@@ -122,7 +123,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
 def main() -> None:
     options = gemm_options(__doc__, ROWS)
     read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    workspace = SplitKWorkspace(torch.device("cuda"), 1 << 24)
     for name, (n, k) in SHAPES.items():
         if options.only in name:
             (sweep_shape if options.sweep else chosen_shape)(name, n, k, options.rows, read, workspace)

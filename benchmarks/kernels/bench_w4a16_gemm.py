@@ -16,8 +16,9 @@ from torch.nn import functional
 from benchmarks.kernels.quantized import ROWS, SHAPES
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.quantize import quantize_with_sums
-from kernels.gpu.small_m_gemm import SmallMWorkspace, small_m_linear
 from kernels.gpu.small_m_gemm import choose as choose_bf16
+from kernels.gpu.small_m_gemm import small_m_linear
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4_codes import W4CodesConfig, w4_codes_product
 from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, w4_product, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, pack_w4
@@ -49,7 +50,7 @@ Product = Callable[[PackedW4], Tensor]
 
 
 def measure(
-    name: str, group: int, rows_to_try: Sequence[int], sweeps: bool, read: float, workspace: SmallMWorkspace
+    name: str, group: int, rows_to_try: Sequence[int], sweeps: bool, read: float, workspace: SplitKWorkspace
 ) -> None:
     n, k = SHAPES[name]
     packed = [
@@ -78,7 +79,7 @@ def measure(
         )  # fmt: skip
 
 
-def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: SmallMWorkspace) -> list[str]:
+def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: SplitKWorkspace) -> list[str]:
     """The best three with their times in us; those of codes without the rounding of x before."""
     results = []
     for label, call in settings(x, group, workspace):
@@ -91,7 +92,7 @@ def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: 
     return [label for _, label in sorted(results)[:3]]
 
 
-def settings(x: Tensor, group: int, workspace: SmallMWorkspace) -> Iterator[tuple[str, Product]]:
+def settings(x: Tensor, group: int, workspace: SplitKWorkspace) -> Iterator[tuple[str, Product]]:
     rows = x.shape[0]
     if rows <= MAX_ROWS:
         for few in ONE_ROW_CONFIGS if rows == 1 else FEW_ROWS_CONFIGS:
@@ -108,7 +109,7 @@ def settings(x: Tensor, group: int, workspace: SmallMWorkspace) -> Iterator[tupl
 def main() -> None:
     options = gemm_options(__doc__, ROWS)
     read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 26)
+    workspace = SplitKWorkspace(torch.device("cuda"), 1 << 26)
     for name in SHAPES:
         for group in GROUPS:
             if options.only in name:

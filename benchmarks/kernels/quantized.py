@@ -15,7 +15,7 @@ from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_set
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import TileConfig, tiled_gemm
 from kernels.gpu.sliced_k_gemm import MAX_ROWS, SlicedKConfig, sliced_k_gemm
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
@@ -44,7 +44,7 @@ MANY_ROWS_CONFIGS = [
         (128, 256, 128, 1, 8, 3), (128, 128, 128, 1, 4, 4),
     )
 ]  # fmt: skip
-Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None, SmallMWorkspace], Tensor]
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None, SplitKWorkspace], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def run(description: str | None, *kinds: EightBit) -> None:
     """Run the benchmark of these kinds, as its command line asks."""
     options = gemm_options(description, ROWS)
     read = read_bandwidth()
-    workspace = SmallMWorkspace(torch.device("cuda"), 1 << 24)
+    workspace = SplitKWorkspace(torch.device("cuda"), 1 << 24)
     for kind in kinds:
         for name in SHAPES:
             if options.only in name:
                 (sweep if options.sweep else table)(kind, name, options.rows, read, workspace)
 
 
-def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
+def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SplitKWorkspace) -> None:
     """What serves against bfloat16 in cuBLAS and torch's own GEMM of the kind."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
@@ -92,7 +92,7 @@ def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
         )  # fmt: skip
 
 
-def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
+def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SplitKWorkspace) -> None:
     """The best three settings per number of rows; activations are quantized beforehand."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
@@ -137,12 +137,12 @@ def _measure(
         report("skipped", label, why=str(error)[:80])
 
 
-def _serve(kind: EightBit, x: Tensor, workspace: SmallMWorkspace, weight: Tensor, scales: Tensor) -> Tensor:
+def _serve(kind: EightBit, x: Tensor, workspace: SplitKWorkspace, weight: Tensor, scales: Tensor) -> Tensor:
     return kind.gemm(x, weight, scales, None, workspace)
 
 
 def _tiled(
-    values: Tensor, x_scales: Tensor, config: TileConfig, workspace: SmallMWorkspace, weight: Tensor,
+    values: Tensor, x_scales: Tensor, config: TileConfig, workspace: SplitKWorkspace, weight: Tensor,
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
     return tiled_gemm(values, x_scales, weight, scales, None, torch.bfloat16, workspace, config)

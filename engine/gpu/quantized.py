@@ -24,7 +24,7 @@ from kernels.gpu.fp8_gemm import fp8_gemm
 from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantized_gemm import quantized_gemm
 from kernels.gpu.sliced_k_gemm import choose_sliced_k, sliced_k_gated_gemm
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4a16_gemm import w4a16_linear
 from kernels.gpu.w8a8_gemm import MAX_TWO_PLANE_ROWS, w8a16_linear
 from kernels.w4a16_gemm import PackedW4
@@ -43,7 +43,7 @@ class EightBitLinear(ABC):
     num_planes = 1
     max_quantized_rows = sys.maxsize
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
         """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
         if weight.dtype != self.dtype or weight.shape[1] % COLUMN_MULTIPLE:
             raise ValueError(f"{self.dtype} and a multiple of {COLUMN_MULTIPLE} columns are needed: {weight.shape}")
@@ -53,7 +53,7 @@ class EightBitLinear(ABC):
         self.workspace = workspace  # serves one stream, shared by the layers of a model
 
     @classmethod
-    def of(cls, linear: Linear, workspace: SmallMWorkspace) -> Self:
+    def of(cls, linear: Linear, workspace: SplitKWorkspace) -> Self:
         """Quantize a plain layer."""
         weight, scales = quantize_rows(linear.weight, cls.dtype)
         return cls(weight, scales, linear.bias, workspace)
@@ -110,7 +110,7 @@ class W4A16Linear:
 
     __slots__ = ("bias", "packed", "workspace")
 
-    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
+    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
         self.packed = packed
         self.bias = bias
         self.workspace = workspace

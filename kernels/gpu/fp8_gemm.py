@@ -12,14 +12,14 @@ from torch import Tensor
 from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import quantized_gemm
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 
 MAX_OWN_ROWS = 192  # Qwen2.5-7B's gate_up at 64 rows: ours 45 us; at 256: ours 84, torch's 58
 
 
 def fp8_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SmallMWorkspace,
+    workspace: SplitKWorkspace,
 ) -> Tensor:  # fmt: skip
     """values e4m3 (rows, in) with x_scales (rows,); weight e4m3 (out, in) with scales (out,). Returns (rows, out)."""
     if values.shape[0] > MAX_OWN_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
@@ -30,6 +30,6 @@ def fp8_gemm(
     return quantized_gemm(values, x_scales, weight, scales, bias, dtype, workspace)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight e4m3 (out, in); scales float32 (out,). Returns (rows, out)."""
     return fp8_gemm(*quantize_rows(x, FP8_DTYPE), weight, scales, bias, x.dtype, workspace)

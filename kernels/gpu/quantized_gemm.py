@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.sliced_k_gemm import choose_sliced_k, join_planes, sliced_k_gemm
-from kernels.gpu.small_m_gemm import MAX_PREFETCHED, SmallMWorkspace
-from kernels.gpu.splits import add_splits
+from kernels.gpu.small_m_gemm import MAX_PREFETCHED
+from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
 
@@ -79,7 +79,7 @@ def _tiled_kernel(
             total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
 
     exists = inside & (plane_rows < M * PLANES)[None, :]
-    is_last, total = add_splits(total, partials_ptr, counters_ptr, tile, split, exists, SPLIT_K)
+    is_last, total = reduce_splits(total, partials_ptr, counters_ptr, tile, split, exists, SPLIT_K)
     if is_last:
         y = join_planes(total, PLANES) * column_scales * row_scales
         if HAS_BIAS:
@@ -103,7 +103,7 @@ def choose_tile_config(num_rows: int, n: int, k: int) -> TileConfig:
 
 def quantized_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SmallMWorkspace,
+    workspace: SplitKWorkspace,
 ) -> Tensor:  # fmt: skip
     """values (rows or twice as many, in), columns of stride 1; weight (out, in) of their type; scales by row.
 
@@ -120,7 +120,7 @@ def quantized_gemm(
 
 def tiled_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SmallMWorkspace, config: TileConfig,
+    workspace: SplitKWorkspace, config: TileConfig,
 ) -> Tensor:  # fmt: skip
     """values (rows or twice as many, in), columns of stride 1; x_scales (rows,). Returns (rows, out)."""
     num_plane_rows, k = values.shape

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
-from kernels.gpu.splits import add_splits
+from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 
 MAX_ROWS = 64
 MAX_PREFETCHED = 1 << 23  # weights; a whole step of Qwen3-0.6B 3% faster at 1 and 8 rows, of Qwen2.5-7B 2% slower
@@ -62,20 +62,6 @@ def choose(num_rows: int, n: int, k: int) -> SmallMConfig | None:
     if num_tiles < 33:  # each of 4 splits costs less than idle multiprocessors
         return SmallMConfig(64, 128, 4, num_stages=4)
     return SmallMConfig(64, 128, 1 if num_tiles > 128 or k <= 4096 else 2, num_stages=6)
-
-
-class SmallMWorkspace:
-    """Partial sums and counters for launches that run one after the other; the counters are zero between launches."""
-
-    def __init__(self, device: torch.device, num_floats: int = 1 << 22, num_tiles: int = 1 << 14) -> None:
-        self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
-
-    def check(self, num_tiles: int, tile_size: int, split_k: int) -> None:
-        """Raises ValueError if so many tiles, of tile_size sums each in split_k parts, do not fit."""
-        size = num_tiles * split_k * tile_size
-        if split_k > 1 and (size > self.partials.numel() or num_tiles > self.counters.numel()):
-            raise ValueError(f"the workspace is too small for {size} partial sums of {num_tiles} tiles")
 
 
 @triton.jit
@@ -161,7 +147,7 @@ def _small_m_kernel(
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
 
     exists = inside & (rows < M)[None, :]
-    is_last, total = add_splits(total, partials_ptr, counters_ptr, tile_n, split, exists, SPLIT_K)
+    is_last, total = reduce_splits(total, partials_ptr, counters_ptr, tile_n, split, exists, SPLIT_K)
     if is_last:
         if HAS_BIAS:
             total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
@@ -169,7 +155,7 @@ def _small_m_kernel(
 
 
 def small_m_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SmallMWorkspace, config: SmallMConfig
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SplitKWorkspace, config: SmallMConfig
 ) -> Tensor:
     """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out)."""
     if config.is_gemv:

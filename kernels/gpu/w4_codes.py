@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.small_m_gemm import SmallMWorkspace
-from kernels.gpu.splits import add_splits
+from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
@@ -118,7 +117,7 @@ def _w4_codes_kernel(
             total += zero * sums
             total += (scale * 0.0625) * joined
     exists = inside[:, None] & (rows < M)[None, :]
-    is_last, y = add_splits(total, partials_ptr, counters_ptr, tl.program_id(0), tl.program_id(1), exists, SPLIT_K)
+    is_last, y = reduce_splits(total, partials_ptr, counters_ptr, tl.program_id(0), tl.program_id(1), exists, SPLIT_K)
     if is_last:
         y *= tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)[None, :]
         if HAS_BIAS:
@@ -138,7 +137,7 @@ def choose_w4_codes(num_rows: int, n: int, k: int) -> W4CodesConfig:
 
 def w4_codes_product(
     codes: Tensor, x_scales: Tensor, sums: Tensor, packed: PackedW4, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SmallMWorkspace, config: W4CodesConfig,
+    workspace: SplitKWorkspace, config: W4CodesConfig,
 ) -> Tensor:  # fmt: skip
     """codes int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out)."""
     num_rows, k = x_scales.shape[0], codes.shape[1]

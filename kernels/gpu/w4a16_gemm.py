@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantize import quantize_with_sums
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4_codes import MIN_GROUP, choose_w4_codes, w4_codes_product
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
@@ -222,7 +222,7 @@ def _dequantize_kernel(
         tl.store(out_ptr + row * num_words * 4 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
+def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16.
 
     Whole steps of Qwen2.5-7B in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with `w4_codes`, 10.8,

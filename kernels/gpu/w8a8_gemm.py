@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import quantized_gemm
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 
 MAX_TWO_PLANE_ROWS = 256
 BLOCK = 2048  # weights a program writes out
 
 
-def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
+def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
     """x (rows, in), columns of stride 1; weight int8 (out, in); scales float32 (out,). Returns (rows, out).
 
     Sums are integers: a row's result is the same at any number of rows.
@@ -28,7 +28,7 @@ def w8a8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def w8a16_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace
 ) -> Tensor:
     """`w8a8_linear` with x quantized to 16 bits per token, as two int8 planes.
 

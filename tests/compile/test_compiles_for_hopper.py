@@ -27,7 +27,7 @@ from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
@@ -129,7 +129,7 @@ def test_steps(
 def test_products_of_4_bits(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
     n, k = 37888, 3584
     scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
-    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SmallMWorkspace(META))
+    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
 

@@ -21,7 +21,7 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.loader.quantize import Quantizer
 from engine.request import SamplingParams
 from kernels.fp8_gemm import FP8_DTYPE, fp8_linear, quantize_rows_fp8
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import pack_w4
 from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
 from tests.gpu.models import save_tiny_model
@@ -93,7 +93,7 @@ def test_maps_are_made_of_stored_codes(kind: type[EightBitLinear]) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     weight = torch.randn(32, 64, device=device)
     codes = weight.mul(8).to(kind.dtype)
-    workspace = SmallMWorkspace(device)
+    workspace = SplitKWorkspace(device)
     per_tensor = kind(codes, torch.tensor(0.125, device=device), None, workspace)
     per_row = kind(codes, torch.full((32, 1), 0.125, device=device), None, workspace)
     x = torch.randn(3, 64, device=device)
@@ -108,7 +108,7 @@ def test_four_bit_maps() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
     scales, zeros = torch.rand(2, 32, 2, device=device)
-    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SmallMWorkspace(device))
+    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
     spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
     weight = (codes.float() - 8) * spread[0] + spread[1]
     x = torch.randn(3, 64, device=device)

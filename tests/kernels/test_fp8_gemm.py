@@ -7,7 +7,7 @@ from torch.nn import functional
 from kernels.fp8_gemm import fp8_linear as reference
 from kernels.fp8_gemm import quantize_rows_fp8
 from kernels.gpu.fp8_gemm import MAX_OWN_ROWS, fp8_linear
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 
@@ -35,5 +35,5 @@ def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)
     weight, scales = quantize_rows_fp8(torch.randn(80, 272, device=device))
     bias = torch.randn(80, device=device).to(HALF_DTYPE)
-    out = fp8_linear(x, weight, scales, bias, SmallMWorkspace(device))
+    out = fp8_linear(x, weight, scales, bias, SplitKWorkspace(device))
     assert relative_error(out, reference(x, weight, scales, bias)) < BFLOAT16_BOUND

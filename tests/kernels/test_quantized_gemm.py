@@ -10,7 +10,7 @@ from torch.nn import functional
 from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import TileConfig, tiled_gemm
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w8a8_gemm import quantize_rows_int8
 from tests.kernels.helpers import relative_error
 
@@ -31,7 +31,7 @@ def test_tiled_gemm(
     values, x_scales = REFERENCES[dtype](torch.randn(rows, k, device=device))
     weight, scales = REFERENCES[dtype](torch.randn(n, k, device=device))
     bias = torch.randn(n, device=device) if has_bias else None
-    workspace = SmallMWorkspace(device)
+    workspace = SplitKWorkspace(device)
     workspace.partials.fill_(float("nan"))
     expected = functional.linear(dequantized(values, x_scales), dequantized(weight, scales))
     expected = expected if bias is None else expected + bias.double()
@@ -49,14 +49,14 @@ def test_two_planes(rows: int, split_k: int, device: torch.device) -> None:
     weight, scales = quantize_rows_int8(torch.randn(48, 80, device=device))
     values, x_scales = quantize_rows(x.float(), torch.int8, 2)
     config = TileConfig(16, 32, 32, split_k, num_stages=2)
-    out = tiled_gemm(values, x_scales, weight, scales, None, torch.float32, SmallMWorkspace(device), config)
+    out = tiled_gemm(values, x_scales, weight, scales, None, torch.float32, SplitKWorkspace(device), config)
     assert relative_error(out, functional.linear(x, dequantized(weight, scales))) < 5e-5
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     weight, scales = quantize_rows_int8(torch.randn(48, 64, device=device))
     values, x_scales = quantize_rows_int8(torch.randn(2, 64, device=device))
-    workspace = SmallMWorkspace(device, num_floats=16)
+    workspace = SplitKWorkspace(device, num_floats=16)
     with pytest.raises(ValueError, match="too small"):
         tiled_gemm(values, x_scales, weight, scales, None, torch.float32, workspace, TileConfig(16, 32, 32, 2))
     with pytest.raises(ValueError, match="contiguous"):

@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.small_m_gemm import (
-    SmallMConfig,
-    SmallMWorkspace,
-    choose,
-    gemv,
-    small_m_linear,
-)
+from kernels.gpu.small_m_gemm import SmallMConfig, choose, gemv, small_m_linear
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
@@ -47,7 +42,7 @@ def check(
     x = torch.randn(rows, k + 8, device=device).to(dtype)[:, :k]
     weight = torch.randn(n, k, device=device).to(dtype)
     bias = torch.randn(n, device=device).to(dtype) if has_bias else None
-    workspace = SmallMWorkspace(device)
+    workspace = SplitKWorkspace(device)
     workspace.partials.fill_(float("nan"))
     expected = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
     for _ in range(2):  # the second launch finds the counters as the first left them
@@ -77,7 +72,7 @@ def test_one_row_with_norm_gate_and_residual(
 
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     x, weight = torch.randn(9, 128, device=device).to(HALF_DTYPE), torch.randn(48, 128, device=device).to(HALF_DTYPE)
-    workspace = SmallMWorkspace(device)
+    workspace = SplitKWorkspace(device)
     together = small_m_linear(x, weight, None, workspace, CONFIGS[1])
     assert torch.equal(together[3:4], small_m_linear(x[3:4], weight, None, workspace, CONFIGS[1]))
 
@@ -88,7 +83,7 @@ def test_what_is_chosen_fits(rows: int, n: int, k: int, device: torch.device) ->
     config = choose(rows, n, k)
     assert config is not None
     x, weight = torch.randn(rows, k, device=device), torch.randn(n, k, device=device)
-    out = small_m_linear(x, weight, None, SmallMWorkspace(device), replace(config, num_stages=1))
+    out = small_m_linear(x, weight, None, SplitKWorkspace(device), replace(config, num_stages=1))
     assert relative_error(out, functional.linear(x, weight)) < 1e-6
 
 
@@ -98,7 +93,7 @@ def test_many_rows_are_left_to_cublas() -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     weight = torch.randn(48, 64, device=device)
-    workspace = SmallMWorkspace(device, num_floats=16)
+    workspace = SplitKWorkspace(device, num_floats=16)
     with pytest.raises(ValueError, match="too many"):
         small_m_linear(torch.randn(65, 64, device=device), weight, None, workspace, CONFIGS[0])
     with pytest.raises(ValueError, match="too many"):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.quantize import quantize_with_sums
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4_codes import W4CodesConfig, choose_w4_codes, w4_codes_product
 from kernels.w4a16_gemm import dequantize_w4
 from tests.kernels.helpers import relative_error
@@ -29,7 +29,7 @@ def test_equals_the_reference(
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
     expected = expected if bias is None else expected + bias.double()
     out = w4_codes_product(
-        *quantize_with_sums(x, group), packed, bias, torch.float32, SmallMWorkspace(device), config
+        *quantize_with_sums(x, group), packed, bias, torch.float32, SplitKWorkspace(device), config
     )
     assert relative_error(out, expected) < 5e-5
 
@@ -43,14 +43,14 @@ def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
         packed,
         None,
         torch.float32,
-        SmallMWorkspace(device),
+        SplitKWorkspace(device),
         choose_w4_codes(rows, 80, 640),
     )
     assert relative_error(out, functional.linear(x.double(), dequantize_w4(packed, torch.float64))) < 5e-5
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    packed, workspace = packed_of(32, 64, 32, device), SmallMWorkspace(device)
+    packed, workspace = packed_of(32, 64, 32, device), SplitKWorkspace(device)
     codes = quantize_with_sums(torch.randn(2, 64, device=device), 32)
     with pytest.raises(ValueError, match="64 columns"):
         w4_codes_product(*codes, packed, None, torch.float32, workspace, CONFIGS[0])

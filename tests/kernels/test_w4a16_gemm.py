@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4a16_gemm import W4Config, dequantize, w4_product, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.w4a16_gemm import w4a16_linear as reference
@@ -57,7 +57,7 @@ def test_equals_the_reference(rows: int, n: int, k: int, group: int, has_bias: b
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
     expected = expected if bias is None else expected + bias.double()
     assert relative_error(reference(x.float(), packed, None if bias is None else bias.float()), expected) < 1e-6
-    out = w4a16_linear(x, packed, bias, SmallMWorkspace(device))
+    out = w4a16_linear(x, packed, bias, SplitKWorkspace(device))
     assert relative_error(out, expected) < BFLOAT16_BOUND
 
 
@@ -75,7 +75,7 @@ def test_activations_far_from_zero(device: torch.device) -> None:
     packed = packed_of(32, 512, 128, device)
     x = (torch.randn(2, 512, device=device) + 30).bfloat16()
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
-    assert relative_error(w4a16_linear(x, packed, None, SmallMWorkspace(device)), expected) < BFLOAT16_BOUND
+    assert relative_error(w4a16_linear(x, packed, None, SplitKWorkspace(device)), expected) < BFLOAT16_BOUND
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_others_go_through_the_plain_product(rows: int, k: int, dtype: torch.dty
     x = torch.randn(rows, k, device=device).to(dtype)
     bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
     assert (
-        relative_error(w4a16_linear(x, packed, None, SmallMWorkspace(device)), reference(x.float(), packed)) < bound
+        relative_error(w4a16_linear(x, packed, None, SplitKWorkspace(device)), reference(x.float(), packed)) < bound
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w8a8_gemm import w8a8_linear, w8a16_linear
 from kernels.w8a8_gemm import quantize_rows_int8
 from kernels.w8a8_gemm import w8a8_linear as w8a8_reference
@@ -34,7 +34,7 @@ def test_the_reference_is_the_gemm_of_what_was_quantized() -> None:
 def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)
     weight, scales = quantize_rows_int8(torch.randn(80, 272, device=device))
-    bias, workspace = torch.randn(80, device=device).to(HALF_DTYPE), SmallMWorkspace(device)
+    bias, workspace = torch.randn(80, device=device).to(HALF_DTYPE), SplitKWorkspace(device)
     out = w8a8_linear(x, weight, scales, bias, workspace)
     assert relative_error(out, w8a8_reference(x, weight, scales, bias)) < BFLOAT16_BOUND
     out = w8a16_linear(x, weight, scales, bias, workspace)
@@ -44,7 +44,7 @@ def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     x = torch.randn(20, 256, device=device)
     weight, scales = quantize_rows_int8(torch.randn(64, 256, device=device))
-    workspace = SmallMWorkspace(device)
+    workspace = SplitKWorkspace(device)
     together = w8a8_linear(x, weight, scales, None, workspace)
     assert torch.equal(together[3:4], w8a8_linear(x[3:4], weight, scales, None, workspace))
 
@@ -56,5 +56,5 @@ def test_sixteen_bits_of_outliers_are_no_worse_than_bfloat16(device: torch.devic
     weight, scales = quantize_rows_int8(torch.randn(64, 1024, device=device))
     expected = functional.linear(x.double(), weight.double()) * scales
     rounded = functional.linear(x.bfloat16().double(), weight.double()) * scales
-    out = w8a16_linear(x, weight, scales, None, SmallMWorkspace(device))
+    out = w8a16_linear(x, weight, scales, None, SplitKWorkspace(device))
     assert relative_error(out, expected) < relative_error(rounded, expected)

@@ -24,7 +24,8 @@ from engine.layers.mlp import Mlp
 from engine.models.model import Model
 from kernels.gpu.gated_gemm import choose_gated, gated_linear
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.small_m_gemm import SmallMWorkspace, choose, small_m_linear
+from kernels.gpu.small_m_gemm import choose, small_m_linear
+from kernels.gpu.split_k import SplitKWorkspace
 
 Gemm = Callable[[Tensor], Tensor]
 
@@ -34,7 +35,7 @@ class PlainForm(Form):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._workspace = SmallMWorkspace(model.embedding.device)
+        self._workspace = SplitKWorkspace(model.embedding.device)
 
     def takes(self, target: Target) -> bool:
         return True
@@ -50,7 +51,7 @@ class PlainForm(Form):
         return Forward(embed_then(model, bodies[0]), ops, final_norm(model), model.head)
 
 
-def attention(block: Attention, num_rows: int, workspace: SmallMWorkspace) -> GpuBody:
+def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     qkv, output = gemm(block.qkv, num_rows, workspace), gemm(block.output, num_rows, workspace)
 
     def body(x: Tensor, step: GpuStep) -> Tensor:
@@ -59,12 +60,12 @@ def attention(block: Attention, num_rows: int, workspace: SmallMWorkspace) -> Gp
     return body
 
 
-def mlp(block: Mlp, num_rows: int, workspace: SmallMWorkspace) -> GpuBody:
+def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     gated, down = gated_gemm(block.gate_up, num_rows, workspace), gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
 
 
-def gemm(layer: LinearLayer, num_rows: int, workspace: SmallMWorkspace) -> Gemm:
+def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     """(num_rows, in) -> (num_rows, out)."""
     if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2:
         return layer
@@ -74,7 +75,7 @@ def gemm(layer: LinearLayer, num_rows: int, workspace: SmallMWorkspace) -> Gemm:
     return partial(small_m_linear, weight=layer.weight, bias=layer.bias, workspace=workspace, config=config)
 
 
-def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SmallMWorkspace) -> Gemm:
+def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2)."""
     if isinstance(gate_up, Linear):
         config = choose_gated(num_rows, gate_up.weight.shape[0] // 2, gate_up.weight.dtype)
