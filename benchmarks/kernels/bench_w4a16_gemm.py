@@ -1,6 +1,6 @@
 """w4a16_linear against cuBLAS and against the kernels that serve bfloat16, from one row to many.
 
-`--sweep` tries tiles, splits, warps and stages; what the kernels' files choose comes from it.
+`--sweep` tries tiles, splits, warps and stages; the tables in `kernels/gpu/tuning.py` come from it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.small_m_gemm import choose as choose_bf16
 from kernels.gpu.small_m_gemm import small_m_linear
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4_codes import W4CodesConfig, w4_codes_product
-from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, w4_product, w4a16_linear
+from kernels.gpu.w4_planes_gemm import W4PlanesConfig, w4_planes_gemm
+from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, w4_skinny_gemm, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, pack_w4
 
 GROUPS = (128, 32)
@@ -40,13 +40,13 @@ FEW_ROWS_CONFIGS = [
 ]  # fmt: skip
 
 
-CODES_CONFIGS = [
-    W4CodesConfig(block_m, block_n, split_k, num_warps, num_stages)
+PLANES_CONFIGS = [
+    W4PlanesConfig(block_m, block_n, split_k, num_warps, num_stages)
     for block_m in (16, 32, 64, 128)
     for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (128, 8, 3), (128, 4, 4))
     for split_k in (1, 2, 4, 8)
 ]
-Product = Callable[[PackedW4], Tensor]
+Gemm = Callable[[PackedW4], Tensor]
 
 
 def measure(
@@ -80,7 +80,7 @@ def measure(
 
 
 def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: SplitKWorkspace) -> list[str]:
-    """The best three with their times in us; those of codes without the rounding of x before."""
+    """The best three with their times in us; those of int8 planes without the quantization of x."""
     results = []
     for label, call in settings(x, group, workspace):
         try:
@@ -92,17 +92,17 @@ def best_settings(x: Tensor, group: int, packed: Sequence[PackedW4], workspace: 
     return [label for _, label in sorted(results)[:3]]
 
 
-def settings(x: Tensor, group: int, workspace: SplitKWorkspace) -> Iterator[tuple[str, Product]]:
+def settings(x: Tensor, group: int, workspace: SplitKWorkspace) -> Iterator[tuple[str, Gemm]]:
     rows = x.shape[0]
     if rows <= MAX_ROWS:
         for few in ONE_ROW_CONFIGS if rows == 1 else FEW_ROWS_CONFIGS:
-            yield str(few), lambda each, few=few: w4_product(x, each, None, few)
-    codes = quantize_with_sums(x, group)
-    for config in CODES_CONFIGS:
+            yield str(few), lambda each, few=few: w4_skinny_gemm(x, each, None, few)
+    quantized = quantize_with_sums(x, group)
+    for config in PLANES_CONFIGS:
         if config.block_m <= 2 * rows:
             yield (
                 str(config),
-                lambda each, config=config: w4_codes_product(*codes, each, None, x.dtype, workspace, config),
+                lambda each, config=config: w4_planes_gemm(*quantized, each, None, x.dtype, workspace, config),
             )
 
 

@@ -40,15 +40,15 @@ class DecodeWorkspace:
 
     def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
         group = num_heads // num_kv_heads
-        places = max(
+        num_partials = max(
             rows
             * num_heads
             * num_splits(rows, num_kv_heads, device, choose_tuning(rows, num_kv_heads, group, itemsize))
             for rows in range(1, max_rows + 1)
             for itemsize in (1, 2, 4)
         )
-        self.outputs = torch.empty(places, head_dim, dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(places, dtype=torch.float32, device=device)
+        self.outputs = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(num_partials, dtype=torch.float32, device=device)
 
 
 def padded_group(group: int) -> int:
@@ -97,8 +97,8 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
     bytes would take 16 times as many.
     """
     words_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    places = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-    words = tl.load(words_ptr + places, mask=mask, other=0)
+    word_offsets = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
+    words = tl.load(words_ptr + word_offsets, mask=mask, other=0)
     even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     return even, odd
@@ -169,10 +169,10 @@ def _paged_decode_kernel(
         tokens = first_tile * TILE + tl.arange(0, AHEAD)
         tokens = tl.minimum(tokens, tl.maximum(tl.minimum(end_tile * TILE, length) - 1, 0))
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
-        places = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
-        places = places + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
-        prefetch(keys_ptr + places, True)
-        prefetch(values_ptr + places, True)
+        offsets = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
+        offsets = offsets + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
+        prefetch(keys_ptr + offsets, True)
+        prefetch(values_ptr + offsets, True)
     wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
@@ -235,19 +235,19 @@ def _combine_kernel(
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used = splits < num_used
-    places = head * num_splits + splits
+    partial_ids = head * num_splits + splits
     wait_for_predecessor(OVERLAPS)
     if num_used <= 1:
         return
-    log_sums = tl.load(log_sums_ptr + places, mask=used, other=float("-inf"))
-    parts = tl.load(outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
+    log_sums = tl.load(log_sums_ptr + partial_ids, mask=used, other=float("-inf"))
+    partials = tl.load(outputs_ptr + partial_ids[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
     weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-    mixed = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    mixed = tl.sum(partials * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
 
 
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
-    """What products are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
+    """What dots are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
     if q.dtype == torch.float32:
         return tl.float32
     return tl.float16 if q.dtype == torch.float16 or pool.dtype == torch.float8_e4m3fn else tl.bfloat16

@@ -92,24 +92,24 @@ def test_tokens_equal_those_of_the_reference(
 def test_maps_are_made_of_stored_codes(kind: type[EightBitLinear]) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     weight = torch.randn(32, 64, device=device)
-    codes = weight.mul(8).to(kind.dtype)
+    values = weight.mul(8).to(kind.dtype)
     workspace = SplitKWorkspace(device)
-    per_tensor = kind(codes, torch.tensor(0.125, device=device), None, workspace)
-    per_row = kind(codes, torch.full((32, 1), 0.125, device=device), None, workspace)
+    per_tensor = kind(values, torch.tensor(0.125, device=device), None, workspace)
+    per_row = kind(values, torch.full((32, 1), 0.125, device=device), None, workspace)
     x = torch.randn(3, 64, device=device)
     assert torch.equal(per_tensor(x), per_row(x))
     with pytest.raises(ValueError, match="multiple of 16"):
-        kind(codes[:, :40], per_row.scales, None, workspace)
+        kind(values[:, :40], per_row.scales, None, workspace)
     with pytest.raises(ValueError, match="needed"):
-        kind(codes.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
+        kind(values.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
 
 
 def test_four_bit_maps() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
-    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
+    values = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
     scales, zeros = torch.rand(2, 32, 2, device=device)
-    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
+    linear = W4A16Linear(pack_w4(values, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
     spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
-    weight = (codes.float() - 8) * spread[0] + spread[1]
+    weight = (values.float() - 8) * spread[0] + spread[1]
     x = torch.randn(3, 64, device=device)
     torch.testing.assert_close(linear(x), x @ weight.T + 1, rtol=1e-4, atol=1e-4)

@@ -81,9 +81,9 @@ def test_what_triton_compiles_anew_for_is_another_variant(changes: dict[str, Any
 @FastLaunch
 @triton.jit
 def _shift_kernel(x_ptr, out_ptr, n, by, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < n
-    tl.store(out_ptr + places, tl.load(x_ptr + places, mask=inside) + by, mask=inside)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=inside) + by, mask=inside)
 
 
 def test_a_real_kernel_gives_the_same_every_time(device: torch.device) -> None:

@@ -23,9 +23,9 @@ from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
-MIN_GROUP = WORDS.value  # the codes of neighbouring words in one place share a scale
+MIN_GROUP = WORDS.value  # one nibble of neighbouring words shares a scale
 LONG, WIDE = 8192, 8192  # columns, rows of a weight
-NIBBLES = tl.constexpr("""{
+UNPACK = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $4, 4;
     shl.b32 b, $5, 4;
@@ -41,8 +41,8 @@ NIBBLES = tl.constexpr("""{
 
 
 @dataclass(frozen=True, slots=True)
-class W4CodesConfig:
-    """block_m rows of codes x block_n columns a program; split_k programs share a tile's K."""
+class W4PlanesConfig:
+    """block_m rows of planes x block_n columns a program; split_k programs share a tile's K."""
 
     block_m: int
     block_n: int
@@ -52,25 +52,25 @@ class W4CodesConfig:
 
 
 @triton.jit
-def codes_of_places(words):
-    """16 (c - 8) of the four places, int8."""
+def unpack_to_int8(words):
+    """16 (w - 8) of the four nibbles, int8."""
     return tl.inline_asm_elementwise(
-        NIBBLES, "=&r,=&r,=&r,=&r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
+        UNPACK, "=&r,=&r,=&r,=&r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
     )
 
 
 @triton.jit
-def plain_codes_of_places(words):
-    """The same: the interpreter knows no assembly."""
-    codes = ()
-    for place in tl.static_range(4):
-        code = (((words.to(tl.int32) >> 4 * place) & 15) - 8) * 16
-        codes = codes + (code.to(tl.int8),)  # type: ignore[assignment]  # noqa: RUF005
-    return codes
+def unpack_to_int8_plain(words):
+    """`unpack_to_int8` for the interpreter, which knows no assembly."""
+    weights = ()
+    for nibble in tl.static_range(4):
+        weight = (((words.to(tl.int32) >> 4 * nibble) & 15) - 8) * 16
+        weights = weights + (weight.to(tl.int8),)  # type: ignore[assignment]  # noqa: RUF005
+    return weights
 
 
 @triton.jit
-def _w4_codes_kernel(
+def _w4_planes_kernel(
     x_ptr, x_scales_ptr, sums_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N,
     num_chunks,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -82,15 +82,15 @@ def _w4_codes_kernel(
     tile_m = tl.program_id(0) % num_m  # neighbours share a tile of W and run together
     columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
-    code_rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    plane_rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tile_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
-    places = tl.arange(0, WORDS)[None, :]
+    offsets = tl.arange(0, WORDS)[None, :]
     num_words = num_chunks * WORDS  # in this form the compiler knows that rows start at 16 bytes
-    word_at = words_ptr + columns.to(tl.int64)[:, None] * num_words + places
+    word_at = words_ptr + columns.to(tl.int64)[:, None] * num_words + offsets
     pair_at = pairs_ptr + columns.to(tl.int64) * (num_chunks * GROUPS)
-    x_at = x_ptr + code_rows.to(tl.int64)[:, None] * (num_chunks * CHUNK) + places
+    x_at = x_ptr + plane_rows.to(tl.int64)[:, None] * (num_chunks * CHUNK) + offsets
     sum_at = sums_ptr + rows.to(tl.int64) * (num_chunks * GROUPS)
-    has_code = (code_rows < 2 * M)[:, None]
+    has_plane = (plane_rows < 2 * M)[:, None]
     if HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
     wait_for_predecessor(OVERLAPS)
@@ -102,13 +102,13 @@ def _w4_codes_kernel(
             words = tl.load(word_at + chunk * WORDS)
         else:
             words = tl.load(word_at + chunk * WORDS, mask=inside[:, None], other=0)
-        codes = codes_of_places(words) if COMPILED else plain_codes_of_places(words)
+        weights = unpack_to_int8(words) if COMPILED else unpack_to_int8_plain(words)
         for group in tl.static_range(GROUPS):
-            products = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-            for place in tl.static_range(group * 4 // GROUPS, (group + 1) * 4 // GROUPS):
-                x = tl.load(x_at + chunk * CHUNK + place * WORDS, mask=has_code, other=0)
-                products = tl.dot(codes[place], tl.trans(x), products, out_dtype=tl.int32)
-            high, low = tl.split(tl.reshape(products, (BLOCK_N, BLOCK_M // 2, 2)))
+            dots = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+            for nibble in tl.static_range(group * 4 // GROUPS, (group + 1) * 4 // GROUPS):
+                x = tl.load(x_at + chunk * CHUNK + nibble * WORDS, mask=has_plane, other=0)
+                dots = tl.dot(weights[nibble], tl.trans(x), dots, out_dtype=tl.int32)
+            high, low = tl.split(tl.reshape(dots, (BLOCK_N, BLOCK_M // 2, 2)))
             joined = (high * 256 + low).to(tl.float32)  # below 2^30: 128 columns of 128 x 32,639
             pairs = tl.load(pair_at + chunk * GROUPS + group, mask=inside, other=0)[:, None]
             sums = tl.load(sum_at + chunk * GROUPS + group, mask=rows < M, other=0.0)[None, :]
@@ -126,33 +126,33 @@ def _w4_codes_kernel(
         tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def choose_w4_codes(num_rows: int, n: int, k: int) -> W4CodesConfig:
-    """For rows of x and a weight (n, k) on an H200; k is a multiple of 128."""
+def choose_w4_planes(num_rows: int, n: int, k: int) -> W4PlanesConfig:
+    """For x (num_rows, k) and a weight (n, k) on an H200; k is a multiple of 128."""
     block_m = max(16, min(64, triton.next_power_of_2(2 * num_rows)))
     if n >= WIDE:
-        return W4CodesConfig(block_m, 128)
+        return W4PlanesConfig(block_m, 128)
     split_k = 8 if k > LONG else 4 if num_rows <= 64 else 2
-    return W4CodesConfig(block_m, 128, split_k) if block_m <= 32 else W4CodesConfig(block_m, 128, split_k, 8, 3)
+    return W4PlanesConfig(block_m, 128, split_k) if block_m <= 32 else W4PlanesConfig(block_m, 128, split_k, 8, 3)
 
 
-def w4_codes_product(
-    codes: Tensor, x_scales: Tensor, sums: Tensor, packed: PackedW4, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SplitKWorkspace, config: W4CodesConfig,
+def w4_planes_gemm(
+    values: Tensor, x_scales: Tensor, sums: Tensor, packed: PackedW4, bias: Tensor | None, dtype: torch.dtype,
+    workspace: SplitKWorkspace, config: W4PlanesConfig,
 ) -> Tensor:  # fmt: skip
-    """codes int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out)."""
-    num_rows, k = x_scales.shape[0], codes.shape[1]
+    """values int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out)."""
+    num_rows, k = x_scales.shape[0], values.shape[1]
     n = packed.words.shape[0]
     if k % MAX_CHUNK or packed.group_size < MIN_GROUP:
         raise ValueError(f"{k} columns in groups of {packed.group_size}: multiples of {MAX_CHUNK} and {MIN_GROUP}")
     num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(2 * num_rows, config.block_m)
     workspace.check(num_tiles, config.block_n * config.block_m // 2, config.split_k)
-    out = torch.empty(num_rows, n, dtype=dtype, device=codes.device)
-    overlaps = overlaps_launches(codes)
-    _w4_codes_kernel[(num_tiles, config.split_k)](
-        codes, x_scales, sums, packed.words, packed.scales_and_zeros.view(torch.int32),
+    out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
+    overlaps = overlaps_launches(values)
+    _w4_planes_kernel[(num_tiles, config.split_k)](
+        values, x_scales, sums, packed.words, packed.scales_and_zeros.view(torch.int32),
         x_scales if bias is None else bias, out, workspace.partials, workspace.counters, num_rows, n, k // MAX_CHUNK,
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        COMPILED=codes.is_cuda, num_warps=config.num_warps, launch_pdl=overlaps,
+        COMPILED=values.is_cuda, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
