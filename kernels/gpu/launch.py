@@ -27,6 +27,11 @@ def overlaps_launches(x: Tensor) -> bool:
     return x.is_cuda and _supports(x.device.index)
 
 
+def is_compiled(x: Tensor) -> bool:
+    """Whether kernels on the device of `x` are compiled, not interpreted; the constant COMPILED of a kernel."""
+    return x.device.type != "cpu"
+
+
 @triton.jit
 def wait_for_predecessor(OVERLAPS: tl.constexpr):
     """Let the next kernel's programs start, then wait until all memory of the previous kernel is visible."""

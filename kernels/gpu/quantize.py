@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fp8_gemm import FP8_DTYPE, FP8_MAX
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 from kernels.w8a8_gemm import INT8_MAX
 
@@ -209,7 +209,7 @@ def quantize_with_maxima(x: Tensor, maxima: Tensor, dtype: torch.dtype, num_plan
         overlaps = overlaps_launches(x)
         _quantize_with_maxima_kernel[(triton.cdiv(n, MAXIMA_BLOCK), num_rows)](
             x, maxima, values, scales, n, num_maxima, MAX=_largest_value(dtype, num_planes), BLOCK=MAXIMA_BLOCK,
-            PADDED=triton.next_power_of_2(num_maxima), OVERLAPS=overlaps, COMPILED=values.is_cuda, num_warps=4,
+            PADDED=triton.next_power_of_2(num_maxima), OVERLAPS=overlaps, COMPILED=is_compiled(values), num_warps=4,
             launch_pdl=overlaps,
         )  # fmt: skip
     return values, scales
@@ -237,5 +237,5 @@ def _row_constants(values: Tensor, num_planes: int) -> dict[str, Any]:
     overlaps = overlaps_launches(values)
     return {
         "MAX": _largest_value(values.dtype, num_planes), "BLOCK": block, "OVERLAPS": overlaps,
-        "COMPILED": values.is_cuda, "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
+        "COMPILED": is_compiled(values), "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
     }  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
@@ -153,6 +153,6 @@ def w4_planes_gemm(
         x_scales if bias is None else bias, out, workspace.partials, workspace.counters, num_rows, n, k // MAX_CHUNK,
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        COMPILED=values.is_cuda, num_warps=config.num_warps, launch_pdl=overlaps,
+        COMPILED=is_compiled(values), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out

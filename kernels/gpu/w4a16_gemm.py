@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.w4_planes_gemm import MIN_GROUP, choose_w4_planes, w4_planes_gemm
@@ -254,7 +254,7 @@ def w4_skinny_gemm(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4C
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0 and not rest,
         BLOCK_M=1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n,
         CHUNKS=config.num_warps, AHEAD=min(config.ahead, num_steps), PREFETCHED=config.prefetched if overlaps else 0,
-        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=x.is_cuda, num_warps=config.num_warps,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x), num_warps=config.num_warps,
         launch_pdl=overlaps,
     )  # fmt: skip
     return out
