@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.gated_gemm import choose_gated, gated_linear
+from kernels.gpu.gated_gemm import gated_linear
 from kernels.gpu.silu_mul import silu_mul
+from kernels.gpu.tuning import SKINNY_GATED
 
 SHAPES = {"qwen2.5-7b": (18944, 3584), "llama3.1-8b": (14336, 4096), "qwen3-8b": (12288, 4096)}
 ROWS = (8, 16, 64)
@@ -25,7 +26,7 @@ def main() -> None:
     for name, (n, k) in SHAPES.items():
         weights = [torch.randn(2 * n, k, device="cuda").bfloat16() for _ in range(num_input_sets(4 * n * k))]
         for rows in ROWS:
-            config = choose_gated(rows, n, torch.bfloat16)
+            config = SKINNY_GATED.find(rows, n, k)
             if config is None:
                 continue
             x = torch.randn(rows, k, device="cuda").bfloat16()

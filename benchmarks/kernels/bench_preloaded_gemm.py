@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.preloaded_gemm import choose_preloaded, preloaded_linear
+from kernels.gpu.preloaded_gemm import preloaded_linear
+from kernels.gpu.tuning import PRELOADED
 
 SHAPES = {
     "qwen3-0.6b qkv": (4096, 1024), "qwen3-0.6b o": (1024, 2048), "qwen3-0.6b gate_up": (6144, 1024),
@@ -25,7 +26,7 @@ def main() -> None:
             continue
         weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k))]
         for rows in options.rows:
-            config = choose_preloaded(rows, n, k)
+            config = PRELOADED.find(rows, n, k)
             if config is None:
                 continue
             x = torch.randn(rows, k, device="cuda").bfloat16()
@@ -34,7 +35,7 @@ def main() -> None:
                 [functools.partial(preloaded_linear, x, weight, None, config) for weight in weights]
             )
             report(
-                "preloaded_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, splits=float(config.num_splits(k)),
+                "preloaded_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, config=str(config),
                 cublas_ratio=cublas / seconds, of_read=2 * n * k / seconds / read,
             )  # fmt: skip
 

@@ -15,25 +15,26 @@ from torch.nn import functional
 
 from benchmarks.kernels.quantized import ROWS, SHAPES
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
+from engine.gpu.ops.plain import gemm
+from engine.layers.linear import Linear
 from kernels.gpu.quantize import quantize_with_sums
-from kernels.gpu.small_m_gemm import choose as choose_bf16
-from kernels.gpu.small_m_gemm import small_m_linear
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4_planes_gemm import W4PlanesConfig, w4_planes_gemm
-from kernels.gpu.w4a16_gemm import MAX_ROWS, W4Config, w4_skinny_gemm, w4a16_linear
+from kernels.gpu.tuning import SlicedKConfig, TileConfig
+from kernels.gpu.w4_planes_gemm import w4_planes_gemm
+from kernels.gpu.w4a16_gemm import MAX_ROWS, w4_skinny_gemm, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, pack_w4
 
 GROUPS = (128, 32)
 ONE_ROW_CONFIGS = [
-    W4Config(*option)
-    for option in (
+    SlicedKConfig(block_n, 128, *option)
+    for block_n, *option in (
         (32, 4, 3), (32, 4, 3, 0, 16), (32, 4, 3, 1, 16), (64, 4, 3), (64, 4, 3, 0, 16), (16, 16, 2), (16, 16, 3),
         (16, 16, 3, 1), (16, 16, 3, 0, 16), (32, 16, 2), (32, 8, 3, 0, 16), (16, 4, 3, 4),
     )
 ]  # fmt: skip
 FEW_ROWS_CONFIGS = [
-    W4Config(*option)
-    for option in (
+    SlicedKConfig(block_n, 128, *option)
+    for block_n, *option in (
         (64, 4, 2), (64, 4, 3), (32, 4, 3), (32, 8, 2), (64, 2, 3), (32, 8, 3), (64, 8, 2), (16, 8, 3), (16, 4, 2),
         (32, 4, 2), (16, 8, 2), (32, 4, 3, 1),
     )
@@ -41,7 +42,7 @@ FEW_ROWS_CONFIGS = [
 
 
 PLANES_CONFIGS = [
-    W4PlanesConfig(block_m, block_n, split_k, num_warps, num_stages)
+    TileConfig(block_n, 128, split_k, num_warps, num_stages, block_m)
     for block_m in (16, 32, 64, 128)
     for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (128, 8, 3), (128, 4, 4))
     for split_k in (1, 2, 4, 8)
@@ -65,12 +66,7 @@ def measure(
     for rows in rows_to_try:
         x = torch.randn(rows, k, device="cuda").bfloat16()
         cublas = graph_seconds([functools.partial(functional.linear, x, weight) for weight in plain])
-        own_bf16 = cublas
-        config_bf16 = choose_bf16(rows, n, k)
-        if config_bf16 is not None:
-            own_bf16 = graph_seconds(
-                [functools.partial(small_m_linear, x, weight, None, workspace, config_bf16) for weight in plain]
-            )
+        own_bf16 = graph_seconds([functools.partial(gemm(Linear(weight), rows, workspace), x) for weight in plain])
         ours = graph_seconds([functools.partial(w4a16_linear, x, each, None, workspace) for each in packed], 5)
         best = {"best": " | ".join(best_settings(x, group, packed, workspace))} if sweeps else {}
         report(

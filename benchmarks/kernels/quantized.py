@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.quantize import quantize_rows
-from kernels.gpu.quantized_gemm import TileConfig, tiled_gemm
-from kernels.gpu.sliced_k_gemm import MAX_ROWS, SlicedKConfig, sliced_k_gemm
+from kernels.gpu.skinny_gemm import skinny_gemm
+from kernels.gpu.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import SlicedKConfig, TileConfig
 
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
@@ -24,7 +25,7 @@ SHAPES = {
 }  # fmt: skip
 ROWS = (1, 8, 64, 256, 2048)
 FEW_ROWS_CONFIGS = [
-    TileConfig(0, *option)
+    TileConfig(*option)
     for option in (
         (64, 256, 1, 4, 4), (64, 256, 2, 4, 4), (64, 256, 4, 4, 4), (64, 128, 1, 4, 6), (64, 128, 2, 4, 6),
         (64, 512, 1, 4, 3), (64, 512, 2, 4, 3), (128, 128, 1, 4, 5), (128, 128, 2, 4, 5),
@@ -40,8 +41,8 @@ SLICED_K_CONFIGS = [
 MANY_ROWS_CONFIGS = [
     TileConfig(*option)
     for option in (
-        (128, 64, 128, 1, 4, 4), (128, 128, 128, 1, 8, 4), (256, 128, 128, 1, 8, 3), (256, 128, 128, 1, 8, 4),
-        (128, 256, 128, 1, 8, 3), (128, 128, 128, 1, 4, 4),
+        (64, 128, 1, 4, 4, 128), (128, 128, 1, 8, 4, 128), (128, 128, 1, 8, 3, 256), (128, 128, 1, 8, 4, 256),
+        (256, 128, 1, 8, 3, 128), (128, 128, 1, 4, 4, 128),
     )
 ]  # fmt: skip
 Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None, SplitKWorkspace], Tensor]
@@ -103,18 +104,10 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
         results: list[tuple[float, str]] = []
         if num_plane_rows <= MAX_ROWS:
             for sliced in SLICED_K_CONFIGS:
-                label = str(sliced).replace("SlicedKConfig", "sliced-K ")
-                _measure(label, functools.partial(_sliced_k, values, x_scales, sliced), weights, results)
-        few = (
-            [TileConfig(max(16, num_plane_rows), *_rest(c)) for c in FEW_ROWS_CONFIGS] if num_plane_rows <= 64 else []
-        )
-        for config in few + MANY_ROWS_CONFIGS * (num_plane_rows > 64):
-            label = (
-                f"{config.block_m}x{config.block_n}x{config.block_k}/{config.split_k} w{config.num_warps} "
-                f"s{config.num_stages}"
-            )
+                _measure(str(sliced), functools.partial(_sliced_k, values, x_scales, sliced), weights, results)
+        for config in MANY_ROWS_CONFIGS if num_plane_rows > 64 else FEW_ROWS_CONFIGS:
             call = functools.partial(_tiled, values, x_scales, config, workspace)
-            _measure(label, call, weights, results)
+            _measure(str(config), call, weights, results)
         if kind.library is not None and rows > 16:
             _measure("library with quantization", functools.partial(kind.library, x), weights, results)
         _measure("as served, with quantization", functools.partial(_serve, kind, x, workspace), weights, results)
@@ -145,12 +138,8 @@ def _tiled(
     values: Tensor, x_scales: Tensor, config: TileConfig, workspace: SplitKWorkspace, weight: Tensor,
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
-    return tiled_gemm(values, x_scales, weight, scales, None, torch.bfloat16, workspace, config)
+    return skinny_gemm(values, weight, None, workspace, config, x_scales, scales, torch.bfloat16)
 
 
 def _sliced_k(values: Tensor, x_scales: Tensor, config: SlicedKConfig, weight: Tensor, scales: Tensor) -> Tensor:
     return sliced_k_gemm(values, x_scales, weight, scales, None, torch.bfloat16, config)
-
-
-def _rest(config: TileConfig) -> tuple[int, int, int, int, int]:
-    return config.block_n, config.block_k, config.split_k, config.num_warps, config.num_stages

@@ -23,10 +23,11 @@ from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.fp8_gemm import fp8_gemm
 from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantized_gemm import quantized_gemm
-from kernels.gpu.sliced_k_gemm import choose_sliced_k, sliced_k_gated_gemm
+from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.w4a16_gemm import w4a16_linear
-from kernels.gpu.w8a8_gemm import MAX_TWO_PLANE_ROWS, w8a16_linear
+from kernels.gpu.w8a8_gemm import w8a16_linear
 from kernels.w4a16_gemm import PackedW4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
@@ -68,7 +69,7 @@ class EightBitLinear(ABC):
     def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
         """The same for gate and up beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
-        config = choose_sliced_k(values.shape[0], n // 2, k, is_gated=True)
+        config = SLICED_K_GATED.find(values.shape[0], n // 2, k)
         if config is None:
             return silu_mul_quantize(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
         inner, maxima = sliced_k_gated_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, config)

@@ -13,8 +13,7 @@ from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import quantized_gemm
 from kernels.gpu.split_k import SplitKWorkspace
-
-MAX_OWN_ROWS = 192  # Qwen2.5-7B's gate_up at 64 rows: ours 45 us; at 256: ours 84, torch's 58
+from kernels.gpu.tuning import MAX_FP8_ROWS
 
 
 def fp8_gemm(
@@ -22,7 +21,7 @@ def fp8_gemm(
     workspace: SplitKWorkspace,
 ) -> Tensor:  # fmt: skip
     """values e4m3 (rows, in) with x_scales (rows,); weight e4m3 (out, in) with scales (out,). Returns (rows, out)."""
-    if values.shape[0] > MAX_OWN_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
+    if values.shape[0] > MAX_FP8_ROWS and weight.shape[0] % 16 == 0 and dtype == torch.bfloat16:
         y: Tensor = torch._scaled_mm(
             values, weight.t(), x_scales[:, None], scales[None, :], out_dtype=dtype, use_fast_accum=True
         )

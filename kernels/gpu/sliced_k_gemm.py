@@ -16,8 +16,6 @@ Knows nothing of how rows are quantized. References: `kernels/{w8a8_gemm,fp8_gem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -25,36 +23,11 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.skinny_gemm import join_planes
+from kernels.gpu.tuning import SlicedKConfig
 
 MAX_ROWS = 16
-MAX_GATED_ROWS = 8
-LONG = 8192  # columns: too many to hold before the wait
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedKConfig:
-    """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
-
-    ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 4
-    ahead: int = 0
-    prefetched: int = 0
-
-
-@triton.jit
-def join_planes(sums, PLANES: tl.constexpr):
-    """Sums (columns, PLANES * rows) -> float32 (columns, rows): of two planes, 256 of the first and the other."""
-    joined = sums.to(tl.float32)
-    if PLANES == 2:
-        high, low = tl.split(tl.reshape(joined, (sums.shape[0], sums.shape[1] // 2, 2)))
-        joined = high * 256.0 + low
-    return joined
 
 
 @triton.jit
@@ -125,23 +98,6 @@ def _sliced_k_kernel(
         bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |y|, NaN above all
         largest = tl.max(tl.where(exists, bits, 0), axis=0).to(tl.float32, bitcast=True)
         tl.store(maxima_ptr + rows * tl.num_programs(0) + tl.program_id(0), largest, mask=rows < M)
-
-
-def choose_sliced_k(num_rows: int, n: int, k: int, is_gated: bool = False) -> SlicedKConfig | None:
-    """For quantized rows and a weight (n, k), or (2 n, k) with a gate, on an H200. None: `tiled_gemm`.
-
-    Whole captured steps of Qwen2.5-7B in fp8, us: one row 2,553 with `tiled_gemm` alone and 2,231 with these, 8
-    rows 2,726 and 2,471. At 16 rows gate and up are faster apart (2,849 and 2,886).
-    """
-    if num_rows > (MAX_GATED_ROWS if is_gated else MAX_ROWS):
-        return None
-    if is_gated:
-        return SlicedKConfig(16, 128, num_warps=2, num_stages=5, ahead=1)
-    if n > 2 * k:
-        return SlicedKConfig(16, 128)
-    if k > LONG:
-        return SlicedKConfig(16, 128, num_stages=8, ahead=2)
-    return SlicedKConfig(16, 128, num_stages=3, ahead=6)  # nearly all of a program's W is in flight before the wait
 
 
 def sliced_k_gemm(

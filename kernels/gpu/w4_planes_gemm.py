@@ -11,8 +11,6 @@ Layout of the weights and reference: `kernels/w4a16_gemm.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,11 +18,11 @@ from torch import Tensor
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
+from kernels.gpu.tuning import TileConfig
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
 MIN_GROUP = WORDS.value  # one nibble of neighbouring words shares a scale
-LONG, WIDE = 8192, 8192  # columns, rows of a weight
 UNPACK = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $4, 4;
@@ -38,17 +36,6 @@ UNPACK = tl.constexpr("""{
     prmt.b32 $1, a, b, 0x6420;
     prmt.b32 $3, a, b, 0x7531;
 }""")
-
-
-@dataclass(frozen=True, slots=True)
-class W4PlanesConfig:
-    """block_m rows of planes x block_n columns a program; split_k programs share a tile's K."""
-
-    block_m: int
-    block_n: int
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
 
 
 @triton.jit
@@ -126,32 +113,27 @@ def _w4_planes_kernel(
         tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def choose_w4_planes(num_rows: int, n: int, k: int) -> W4PlanesConfig:
-    """For x (num_rows, k) and a weight (n, k) on an H200; k is a multiple of 128."""
-    block_m = max(16, min(64, triton.next_power_of_2(2 * num_rows)))
-    if n >= WIDE:
-        return W4PlanesConfig(block_m, 128)
-    split_k = 8 if k > LONG else 4 if num_rows <= 64 else 2
-    return W4PlanesConfig(block_m, 128, split_k) if block_m <= 32 else W4PlanesConfig(block_m, 128, split_k, 8, 3)
-
-
 def w4_planes_gemm(
     values: Tensor, x_scales: Tensor, sums: Tensor, packed: PackedW4, bias: Tensor | None, dtype: torch.dtype,
-    workspace: SplitKWorkspace, config: W4PlanesConfig,
+    workspace: SplitKWorkspace, config: TileConfig,
 ) -> Tensor:  # fmt: skip
-    """values int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out)."""
+    """values int8 (2 rows, in), contiguous; x_scales (rows,); sums (rows, groups). Returns (rows, out).
+
+    The config's block_k is a chunk, 128.
+    """
     num_rows, k = x_scales.shape[0], values.shape[1]
     n = packed.words.shape[0]
     if k % MAX_CHUNK or packed.group_size < MIN_GROUP:
         raise ValueError(f"{k} columns in groups of {packed.group_size}: multiples of {MAX_CHUNK} and {MIN_GROUP}")
-    num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(2 * num_rows, config.block_m)
-    workspace.check(num_tiles, config.block_n * config.block_m // 2, config.split_k)
+    block_m = max(16, min(config.block_m, triton.next_power_of_2(2 * num_rows)))
+    num_tiles = triton.cdiv(n, config.block_n) * triton.cdiv(2 * num_rows, block_m)
+    workspace.check(num_tiles, config.block_n * block_m // 2, config.split_k)
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     overlaps = overlaps_launches(values)
     _w4_planes_kernel[(num_tiles, config.split_k)](
         values, x_scales, sums, packed.words, packed.scales_and_zeros.view(torch.int32),
         x_scales if bias is None else bias, out, workspace.partials, workspace.counters, num_rows, n, k // MAX_CHUNK,
-        HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0, BLOCK_M=config.block_m,
+        HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0, BLOCK_M=block_m,
         BLOCK_N=config.block_n, SPLIT_K=config.split_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
         COMPILED=is_compiled(values), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip

@@ -7,14 +7,12 @@ is a multiple of the sum of x, which the matrix units compute as well. Per group
     y += s (sum_k (128 + w_k) x_k) + (z - 136 s) sum_k x_k
 
 in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
-meet at the end. This is for up to 8 rows of bfloat16, with groups below 128 up to 32. 9 to 128 rows in groups of 128
-go through `kernels/gpu/w4_planes_gemm.py`. For others (more rows, other types, groups below 32, rows of W that are no
-multiple of 128) the weight is written out, for cuBLAS.
+meet at the end. This is for few rows of bfloat16; more of them, in groups of 128, go through
+`kernels/gpu/w4_planes_gemm.py`. For others (more rows, other types, groups below 32, rows of W that are no multiple
+of 128) the weight is written out, for cuBLAS. `kernels/gpu/tuning.py` says how many rows.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,12 +23,11 @@ from torch.nn import functional
 from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4_planes_gemm import MIN_GROUP, choose_w4_planes, w4_planes_gemm
+from kernels.gpu.tuning import W4_PLANES, W4_ROWS, SlicedKConfig
+from kernels.gpu.w4_planes_gemm import MIN_GROUP, w4_planes_gemm
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
-MAX_ROWS = 32  # gate and up of Qwen2.5-7B at 64 rows: 144 us, as long as writing the weight out takes
-PLANES_ROWS = range(9, 129)  # in groups of 128, by `w4_planes_gemm`
-LONG = 8192  # columns: too many to read before the wait
+MAX_ROWS = 32
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
 # The four nibbles of two words, each pair as two bfloat16 128 + w.
@@ -44,33 +41,6 @@ UNPACK = tl.constexpr("""{
     shr.u32 t, $4, 12;
     lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
-
-
-@dataclass(frozen=True, slots=True)
-class W4Config:
-    """block_n columns of y a program; num_warps chunks of 128 columns of x in a step, one a warp.
-
-    ahead: steps whose words are read before the wait. prefetched: lines of a row that are asked for then.
-    """
-
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 5
-    ahead: int = 0
-    prefetched: int = 0
-
-
-def choose(num_rows: int, n: int, k: int) -> W4Config:
-    """For up to 32 rows and a weight (n, k) on an H200; k is a multiple of 128. From 9 rows on the kernel is slower
-    than bfloat16 in cuBLAS; for more than 16 rows, 32 columns would keep 800 bytes a thread outside of registers.
-    """
-    if num_rows > 8:
-        return W4Config(32 if num_rows <= 16 else 16, 4, 2)
-    if num_rows > 1:
-        return W4Config(64 if n > k else 32, 4, 3)
-    if n > 2 * k:
-        return W4Config(32, 4, 3)
-    return W4Config(16, 16, 2) if k > LONG else W4Config(16, 4, 3, ahead=4)
 
 
 @triton.jit
@@ -223,24 +193,19 @@ def _dequantize_kernel(
 
 
 def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16.
-
-    Whole steps of Qwen2.5-7B in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with `w4_planes_gemm`,
-    10.8, 11.1, 11.7, 13.0 with the weight written out; bfloat16 4.2, 4.6, 5.1, 6.5. In groups of 32 at 16, 32, 64
-    rows 6.3, 8.5, 13.2 with `w4_planes_gemm`, 5.0 and 8.1 with the kernel above, 11.6 at 64 rows with the weight
-    written out.
-    """
-    (num_rows, k), n = x.shape, packed.words.shape[0]
+    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16."""
+    num_rows, n, k = x.shape[0], packed.words.shape[0], x.shape[1]
     if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_GROUP:
-        if packed.group_size == MAX_GROUP and num_rows in PLANES_ROWS:
-            quantized, config = quantize_with_sums(x, packed.group_size), choose_w4_planes(num_rows, n, k)
-            return w4_planes_gemm(*quantized, packed, bias, x.dtype, workspace, config)
-        if num_rows <= MAX_ROWS:
-            return w4_skinny_gemm(x, packed, bias, choose(num_rows, n, k))
+        planes = W4_PLANES.find(num_rows, n, k) if packed.group_size == MAX_GROUP else None
+        if planes is not None:
+            return w4_planes_gemm(*quantize_with_sums(x, MAX_GROUP), packed, bias, x.dtype, workspace, planes)
+        config = W4_ROWS.find(num_rows, n, k)
+        if config is not None:
+            return w4_skinny_gemm(x, packed, bias, config)
     return functional.linear(x, dequantize(packed, x.dtype), bias)
 
 
-def w4_skinny_gemm(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config) -> Tensor:
+def w4_skinny_gemm(x: Tensor, packed: PackedW4, bias: Tensor | None, config: SlicedKConfig) -> Tensor:
     """x (up to 32 rows, in), bfloat16, columns of stride 1 -> (rows, out)."""
     (num_rows, k), n = x.shape, packed.words.shape[0]
     if num_rows > MAX_ROWS or k % MAX_CHUNK:

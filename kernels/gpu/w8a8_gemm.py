@@ -14,8 +14,8 @@ from torch.nn import functional
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.quantized_gemm import quantized_gemm
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS
 
-MAX_TWO_PLANE_ROWS = 256
 BLOCK = 2048  # weights a program writes out
 
 

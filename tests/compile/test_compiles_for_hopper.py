@@ -99,12 +99,12 @@ def check(compiled: list[Compiled], *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "quant_mode", "kv_dtype", "gemms"),
     [
-        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_small_m_kernel", "_gated_kernel"]),
+        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_skinny_kernel", "_gated_kernel"]),
         ("qwen3-0.6b", "none", torch.bfloat16, ["_preloaded_kernel"]),
-        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_small_m_kernel"]),
+        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_skinny_kernel"]),
         ("qwen2.5-7b", "fp8", torch.bfloat16, ["_sliced_k_kernel", "_add_rms_norm_quantize_kernel"]),
         ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_sliced_k_kernel", "_add_rms_norm_quantize_kernel"]),
-        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_tiled_kernel"]),
+        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"]),
         ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
     ],
 )

@@ -68,9 +68,9 @@ def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str],
 ATTEND = ["rope", "paged_decode"]
 PLAIN = {
     1: repeated(["embedding"], ["gemv", *ATTEND, "gemv"], ["gemv", "gemv"], "rms_norm", ""),
-    8: repeated(["embed_norm"], ["small_m", *ATTEND, "small_m"], ["gated", "small_m"], "rms_norm", "rms_norm"),
+    8: repeated(["embed_norm"], ["skinny", *ATTEND, "skinny"], ["gated", "skinny"], "rms_norm", "rms_norm"),
     32: repeated(
-        ["embed_norm"], ["small_m", *ATTEND, "small_m"], ["small_m", "silu_mul", "small_m"], "rms_norm", "rms_norm"
+        ["embed_norm"], ["skinny", *ATTEND, "skinny"], ["skinny", "silu_mul", "skinny"], "rms_norm", "rms_norm"
     ),
     64: repeated(["embed_norm"], ["cublas", *ATTEND, "cublas"], ["gated", "cublas"], "rms_norm", "rms_norm"),
     200: repeated(

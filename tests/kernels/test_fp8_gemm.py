@@ -6,8 +6,9 @@ from torch.nn import functional
 
 from kernels.fp8_gemm import fp8_linear as reference
 from kernels.fp8_gemm import quantize_rows_fp8
-from kernels.gpu.fp8_gemm import MAX_OWN_ROWS, fp8_linear
+from kernels.gpu.fp8_gemm import fp8_linear
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import MAX_FP8_ROWS
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 
@@ -30,7 +31,7 @@ def test_the_reference_is_the_gemm_of_what_was_quantized() -> None:
 
 
 # Many rows go to torch's GEMM where there is a GPU.
-@pytest.mark.parametrize("rows", [1, 3, 40, MAX_OWN_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, 40, MAX_FP8_ROWS + 1])
 def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 272, device=device).to(HALF_DTYPE)
     weight, scales = quantize_rows_fp8(torch.randn(80, 272, device=device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
+from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.quantize import (
     MAXIMA_BLOCK,
     add_rms_norm_quantize,
@@ -15,18 +15,15 @@ from kernels.gpu.quantize import (
 )
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
-from kernels.w8a8_gemm import quantize_rows_int8
-from tests.kernels.helpers import relative_error
-
-REFERENCES = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}
+from tests.kernels.helpers import QUANTIZERS, relative_error
 
 
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 def test_rows_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(5, 80, device=device).mul_(3).to(torch.float16)[:, :72]
     x[3] = 0
     values, scales = quantize_rows(x, dtype)
-    expected_values, expected_scales = REFERENCES[dtype](x)
+    expected_values, expected_scales = QUANTIZERS[dtype](x)
     torch.testing.assert_close(scales, expected_scales)
     assert (values.float() - expected_values.float()).abs().max() == 0
     assert not values[3].float().any()
@@ -67,7 +64,7 @@ def test_fused_kernels_write_two_planes(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(3, 72, device=device)
     x[0, 7], x[1, 9] = float("nan"), float("inf")
@@ -75,29 +72,29 @@ def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch
     assert scales.isfinite().tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_add_rms_norm_quantize(dtype: torch.dtype, adds: bool, device: torch.device) -> None:
     residual, norm = torch.randn(5, 72, device=device) * 3, torch.randn(72, device=device)
     x = torch.randn(5, 72, device=device) if adds else None
     total = residual if x is None else residual + x
-    expected_values, expected_scales = REFERENCES[dtype](rms_norm(total, norm, 1e-6))
+    expected_values, expected_scales = QUANTIZERS[dtype](rms_norm(total, norm, 1e-6))
     values, scales = add_rms_norm_quantize(x, residual, norm, 1e-6, dtype)
     torch.testing.assert_close(residual, total)
     torch.testing.assert_close(scales, expected_scales)
     assert relative_error(values.float(), expected_values.float()) < 5e-3  # at the edge of two values: either
 
 
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 def test_silu_mul_quantize(dtype: torch.dtype, device: torch.device) -> None:
     gate_up = torch.randn(5, 144, device=device)
-    expected_values, expected_scales = REFERENCES[dtype](silu_mul(gate_up))
+    expected_values, expected_scales = QUANTIZERS[dtype](silu_mul(gate_up))
     values, scales = silu_mul_quantize(gate_up, dtype)
     torch.testing.assert_close(scales, expected_scales)
     assert relative_error(values.float(), expected_values.float()) < 5e-3
 
 
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 def test_quantize_with_maxima(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(3, MAXIMA_BLOCK + 72, device=device)
     x[1] = 0

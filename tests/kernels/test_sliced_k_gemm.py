@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from kernels.fp8_gemm import FP8_DTYPE, quantize_rows_fp8
 from kernels.gpu.quantize import quantize_rows
-from kernels.gpu.sliced_k_gemm import SlicedKConfig, choose_sliced_k, sliced_k_gated_gemm, sliced_k_gemm
+from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm, sliced_k_gemm
+from kernels.gpu.tuning import SLICED_K, SlicedKConfig
 from kernels.silu_mul import silu_mul
 from kernels.w8a8_gemm import quantize_rows_int8
-from tests.kernels.helpers import relative_error
+from tests.kernels.helpers import QUANTIZERS, dequantized, relative_error
 
-REFERENCES = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}
 CONFIGS = [SlicedKConfig(16, 32, 2, 2), SlicedKConfig(16, 32, 2, 2, 2, 4)]
 
 
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    return values.double() * scales.double()[:, None]
-
-
-@pytest.mark.parametrize("dtype", REFERENCES)
+@pytest.mark.parametrize("dtype", QUANTIZERS)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 48, 256), (5, 37, 144), (13, 32, 320)])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gemm_with_and_without_gate(
     dtype: torch.dtype, rows: int, n: int, k: int, config: SlicedKConfig, has_bias: bool, device: torch.device
 ) -> None:
-    values, x_scales = REFERENCES[dtype](torch.randn(rows, k, device=device))
-    weight, scales = REFERENCES[dtype](torch.randn(2 * n, k, device=device))
+    values, x_scales = QUANTIZERS[dtype](torch.randn(rows, k, device=device))
+    weight, scales = QUANTIZERS[dtype](torch.randn(2 * n, k, device=device))
     bias = torch.randn(2 * n, device=device) if has_bias else None
     expected = functional.linear(dequantized(values, x_scales), dequantized(weight, scales))
     expected = expected if bias is None else expected + bias.double()
@@ -68,7 +62,7 @@ def test_what_is_not_finite_shows_in_the_maxima(device: torch.device) -> None:
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     weight, scales = quantize_rows_int8(torch.randn(64, 64, device=device))
     values, x_scales = quantize_rows_int8(torch.randn(17, 64, device=device))
-    assert choose_sliced_k(17, 64, 64) is None
+    assert SLICED_K.find(17, 64, 64) is None
     with pytest.raises(ValueError, match="too many"):
         sliced_k_gemm(values, x_scales, weight, scales, None, torch.float32, CONFIGS[0])
     with pytest.raises(ValueError, match="contiguous"):

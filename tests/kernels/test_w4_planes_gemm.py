@@ -8,12 +8,13 @@ from torch.nn import functional
 
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4_planes_gemm import W4PlanesConfig, choose_w4_planes, w4_planes_gemm
+from kernels.gpu.tuning import W4_PLANES, TileConfig
+from kernels.gpu.w4_planes_gemm import w4_planes_gemm
 from kernels.w4a16_gemm import dequantize_w4
 from tests.kernels.helpers import relative_error
 from tests.kernels.test_w4a16_gemm import packed_of
 
-CONFIGS = [W4PlanesConfig(8, 32, 1, 4, 2), W4PlanesConfig(16, 16, 2, 4, 2)]
+CONFIGS = [TileConfig(32, 128, 1, 4, 2, block_m=16), TileConfig(16, 128, 2, 4, 2, block_m=16)]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -21,7 +22,7 @@ CONFIGS = [W4PlanesConfig(8, 32, 1, 4, 2), W4PlanesConfig(16, 16, 2, 4, 2)]
 @pytest.mark.parametrize(("n", "k", "group"), [(48, 256, 128), (37, 384, 32), (37, 128, 64)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_equals_the_reference(
-    config: W4PlanesConfig, rows: int, n: int, k: int, group: int, has_bias: bool, device: torch.device
+    config: TileConfig, rows: int, n: int, k: int, group: int, has_bias: bool, device: torch.device
 ) -> None:
     packed = packed_of(n, k, group, device)
     x = torch.randn(rows, k, device=device)
@@ -32,18 +33,12 @@ def test_equals_the_reference(
     assert relative_error(out, expected) < 5e-5
 
 
-@pytest.mark.parametrize("rows", [1, 5, 20, 70])
+@pytest.mark.parametrize("rows", [9, 20, 70])
 def test_settings_that_are_chosen_fit(rows: int, device: torch.device) -> None:
-    packed = packed_of(80, 640, 128, device)
+    packed, config = packed_of(80, 640, 128, device), W4_PLANES.find(rows, 80, 640)
+    assert config is not None
     x = torch.randn(rows, 640, device=device) + 30  # what all columns have in common counts too
-    out = w4_planes_gemm(
-        *quantize_with_sums(x, 128),
-        packed,
-        None,
-        torch.float32,
-        SplitKWorkspace(device),
-        choose_w4_planes(rows, 80, 640),
-    )
+    out = w4_planes_gemm(*quantize_with_sums(x, 128), packed, None, torch.float32, SplitKWorkspace(device), config)
     assert relative_error(out, functional.linear(x.double(), dequantize_w4(packed, torch.float64))) < 5e-5
 
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.w4a16_gemm import W4Config, dequantize, w4_skinny_gemm, w4a16_linear
+from kernels.gpu.tuning import SlicedKConfig
+from kernels.gpu.w4a16_gemm import dequantize, w4_skinny_gemm, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.w4a16_gemm import w4a16_linear as reference
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
@@ -67,7 +68,10 @@ def test_few_rows(rows: int, ahead: int, device: torch.device) -> None:
     packed = packed_of(37, 384, 32, device)
     x = torch.randn(rows, 384, device=device).bfloat16()
     expected = functional.linear(x.double(), dequantize_w4(packed, torch.float64))
-    assert relative_error(w4_skinny_gemm(x, packed, None, W4Config(16, 2, 2, ahead, 4)), expected) < BFLOAT16_BOUND
+    assert (
+        relative_error(w4_skinny_gemm(x, packed, None, SlicedKConfig(16, 128, 2, 2, ahead, 4)), expected)
+        < BFLOAT16_BOUND
+    )
 
 
 def test_activations_far_from_zero(device: torch.device) -> None:
@@ -93,4 +97,4 @@ def test_others_go_through_the_plain_gemm(rows: int, k: int, dtype: torch.dtype,
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     packed = packed_of(48, 64, 32, device)
     with pytest.raises(ValueError, match="too many"):
-        w4_skinny_gemm(torch.randn(2, 64, device=device).bfloat16(), packed, None, W4Config(16))
+        w4_skinny_gemm(torch.randn(2, 64, device=device).bfloat16(), packed, None, SlicedKConfig(16, 128))

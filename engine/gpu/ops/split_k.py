@@ -18,7 +18,8 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
 from kernels.gpu.partials import add_rms_norm_of_partials, silu_mul_of_partials
-from kernels.gpu.preloaded_gemm import FEW_ROWS, PreloadedConfig, choose_preloaded, fits_preloaded, preloaded_linear
+from kernels.gpu.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
+from kernels.gpu.tuning import PRELOADED, SPREAD_ROWS, PreloadedConfig
 
 MAX_HIDDEN = 2048
 
@@ -58,7 +59,7 @@ def add_partials_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
 
 
 def attention(block: Attention, num_rows: int) -> GpuBody:
-    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > FEW_ROWS
+    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > SPREAD_ROWS
 
     def body(x: Tensor, step: GpuStep) -> Tensor:
         partials = qkv(x)
@@ -82,6 +83,7 @@ def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
 
 
 def config_of(layer: LinearLayer, num_rows: int) -> PreloadedConfig | None:
-    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2:
+    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2 or layer.weight.shape[1] % COLUMN_MULTIPLE:
         return None
-    return choose_preloaded(num_rows, *layer.weight.shape)
+    n, k = layer.weight.shape
+    return PRELOADED.find(num_rows, n, k)

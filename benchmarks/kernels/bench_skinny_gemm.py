@@ -1,22 +1,24 @@
-"""small_m_linear against cuBLAS: read bandwidth of the weight at 1 to 64 rows, for the shapes of the models served.
+"""skinny_gemm and gemv against cuBLAS: read bandwidth of the weight at 1 to 64 rows, for shapes of the models served.
 
-`--sweep` tries tiles, splits, warps and stages; `choose` in the kernel's file comes from it.
+`--sweep` tries tiles, splits, warps and stages; `kernels/gpu/tuning.py` comes from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.timing import gemm_options, graph_seconds, num_input_sets, read_bandwidth, report
+from kernels.gpu.gemv import gemv
 from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.small_m_gemm import FUSED_GEMV, SmallMConfig, choose, gemv, small_m_linear
+from kernels.gpu.skinny_gemm import skinny_gemm
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import FUSED_GEMV, GEMV, SKINNY, GemvConfig, TileConfig
 
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
@@ -29,7 +31,7 @@ SHAPES = {
 LAYERS = {"qwen2.5-7b": (3584, 3584, 18944, 4608), "qwen3-0.6b": (1024, 2048, 3072, 4096)}
 ROWS = (1, 8, 32)
 GEMVS = [
-    SmallMConfig(block_n, block_k, 1, num_warps, num_stages, is_gemv=True)
+    GemvConfig(block_n, block_k, num_warps, num_stages)
     for block_n, block_k, num_warps in (
         (4, 512, 4),
         (8, 512, 4),
@@ -41,13 +43,21 @@ GEMVS = [
     for num_stages in (1, 3, 5)
 ]
 DOTS = [
-    SmallMConfig(*option)
+    TileConfig(*option)
     for option in (
         (64, 128, 1, 4, 6), (64, 128, 2, 4, 6), (64, 128, 1, 4, 4), (64, 128, 4, 4, 4), (64, 64, 1, 4, 8),
         (32, 128, 1, 4, 6), (32, 128, 1, 4, 8), (32, 256, 1, 4, 4), (32, 128, 2, 4, 6), (16, 256, 1, 4, 4),
         (16, 256, 1, 4, 6), (16, 512, 1, 4, 3), (32, 128, 1, 2, 6), (128, 64, 1, 4, 6),
     )
 ]  # fmt: skip
+
+
+def call_of(
+    x: Tensor, weight: Tensor, config: GemvConfig | TileConfig, workspace: SplitKWorkspace
+) -> Callable[[], Tensor]:
+    if isinstance(config, GemvConfig):
+        return functools.partial(gemv, x, weight, None, config)
+    return functools.partial(skinny_gemm, x, weight, None, workspace, config)
 
 
 def sweep_shape(
@@ -58,18 +68,15 @@ def sweep_shape(
         x = torch.randn(rows, k, device="cuda").bfloat16()
         cublas = graph_seconds([functools.partial(functional.linear, x, weight) for weight in weights], 5)
         results = []
-        for config in GEMVS * (rows == 1) + DOTS:
-            calls = [functools.partial(small_m_linear, x, weight, None, workspace, config) for weight in weights]
+        for config in (*GEMVS * (rows == 1), *DOTS):
             if k % config.block_k == 0:
-                results.append((graph_seconds(calls, 5), config))
+                results.append(
+                    (graph_seconds([call_of(x, weight, config, workspace) for weight in weights], 5), config)
+                )
         results.sort(key=lambda result: result[0])
-        best = " | ".join(
-            f"{'gemv' if c.is_gemv else 'dot'} {c.block_n}x{c.block_k}/{c.split_k} w{c.num_warps} s{c.num_stages} "
-            f"{seconds * 1e6:.2f}"
-            for seconds, c in results[:3]
-        )
+        best = " | ".join(f"{config} {seconds * 1e6:.2f}" for seconds, config in results[:3])
         report(
-            "small_m_gemm", f"{name} [{rows},{n},{k}]", cublas_us=cublas * 1e6, best=best,
+            "skinny_gemm", f"{name} [{rows},{n},{k}]", cublas_us=cublas * 1e6, best=best,
             cublas_ratio=cublas / results[0][0], of_read=2 * n * k / results[0][0] / read,
         )  # fmt: skip
 
@@ -79,16 +86,14 @@ def chosen_shape(
 ) -> None:
     weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
     for rows in rows_to_try:
-        config = choose(rows, n, k)
+        config = GEMV.find(1, n, k) if rows == 1 else SKINNY.find(rows, n, k)
         if config is None:
             continue
         x = torch.randn(rows, k, device="cuda").bfloat16()
         cublas = graph_seconds([functools.partial(functional.linear, x, weight) for weight in weights])
-        seconds = graph_seconds(
-            [functools.partial(small_m_linear, x, weight, None, workspace, config) for weight in weights]
-        )
+        seconds = graph_seconds([call_of(x, weight, config, workspace) for weight in weights])
         report(
-            "small_m_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, cublas_ratio=cublas / seconds,
+            "skinny_gemm", f"{name} [{rows},{n},{k}]", us=seconds * 1e6, cublas_ratio=cublas / seconds,
             of_read=2 * n * k / seconds / read,
         )  # fmt: skip
 
@@ -100,9 +105,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
     residual, attended = (torch.randn(1, n, device="cuda").bfloat16() for n in (hidden, heads))
     norm = torch.ones(hidden, device="cuda").bfloat16()
-    workspace = SplitKWorkspace(residual.device)
-    configs = [choose(1, *shape) for shape in shapes]
-    assert all(config is not None for config in configs)
+    configs = [GEMV.find(1, *shape) for shape in shapes]
     q, o, g, d = (config for config in configs if config is not None)
 
     def fused(weights: list[Tensor]) -> None:
@@ -112,10 +115,10 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
         gemv(inner_row, weights[3], None, d, added_to=residual)
 
     def plain(weights: list[Tensor]) -> None:
-        small_m_linear(rms_norm(residual, norm, 1e-6), weights[0], None, workspace, q)
-        out = small_m_linear(attended, weights[1], None, workspace, o)
-        gate_up = small_m_linear(add_rms_norm(out, residual, norm, 1e-6), weights[2], None, workspace, g)
-        residual.add_(small_m_linear(silu_mul(gate_up), weights[3], None, workspace, d))
+        gemv(rms_norm(residual, norm, 1e-6), weights[0], None, q)
+        out = gemv(attended, weights[1], None, o)
+        gate_up = gemv(add_rms_norm(out, residual, norm, 1e-6), weights[2], None, g)
+        residual.add_(gemv(silu_mul(gate_up), weights[3], None, d))
 
     return graph_seconds([functools.partial(fused if is_fused else plain, weights) for weights in layers])
 
