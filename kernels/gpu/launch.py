@@ -32,6 +32,11 @@ def is_compiled(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 @triton.jit
 def wait_for_predecessor(OVERLAPS: tl.constexpr):
     """Let the next kernel's programs start, then wait until all memory of the previous kernel is visible."""

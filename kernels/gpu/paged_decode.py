@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_tuning import DecodeTuning, choose_tuning, num_splits, tokens_ahead
 from kernels.gpu.fast_launch import FastLaunch
-from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch import num_multiprocessors, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.tuning import DECODE, MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
+MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
@@ -43,12 +44,25 @@ class DecodeWorkspace:
         num_partials = max(
             rows
             * num_heads
-            * num_splits(rows, num_kv_heads, device, choose_tuning(rows, num_kv_heads, group, itemsize))
+            * num_splits(rows, num_kv_heads, device, decode_config(rows, num_kv_heads, group, itemsize))
             for rows in range(1, max_rows + 1)
             for itemsize in (1, 2, 4)
         )
         self.outputs = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
         self.log_sums = torch.empty(num_partials, dtype=torch.float32, device=device)
+
+
+def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeConfig:
+    """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
+    config = DECODE.find(programs=num_rows * num_kv_heads, group=group, itemsize=itemsize)
+    assert config is not None, "the last rule has no bounds"
+    return config
+
+
+def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:
+    """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
+    programs = config.programs_per_sm * num_multiprocessors(device)
+    return max(1, min(MAX_SPLITS, programs // (num_rows * num_kv_heads)))
 
 
 def padded_group(group: int) -> int:
@@ -255,7 +269,7 @@ def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
 
 def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    tuning: DecodeTuning | None = None, splits: int | None = None, combined_dims: int | None = None,
+    config: DecodeConfig | None = None, splits: int | None = None, combined_dims: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
@@ -272,8 +286,8 @@ def paged_decode(
     if num_rows == 0:
         return out
     group = num_heads // num_kv_heads
-    tuning = tuning or choose_tuning(num_rows, num_kv_heads, group, pool.itemsize)
-    count = splits or num_splits(num_rows, num_kv_heads, q.device, tuning)
+    config = config or decode_config(num_rows, num_kv_heads, group, pool.itemsize)
+    count = splits or num_splits(num_rows, num_kv_heads, q.device, config)
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     overlaps = overlaps_launches(q)
@@ -282,16 +296,16 @@ def paged_decode(
         layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_STAGES=tuning.num_stages,
-        COMPUTE=compute_dtype(q, pool), AHEAD=tokens_ahead(num_rows) if overlaps else 0,
-        LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=tuning.lists_blocks, OVERLAPS=overlaps,
-        num_warps=tuning.num_warps, launch_pdl=overlaps,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages,
+        COMPUTE=compute_dtype(q, pool), AHEAD=PREFETCHED_KEYS if overlaps and num_rows <= MAX_PREFETCH_ROWS else 0,
+        LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=config.lists_blocks, OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
         dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
         _combine_kernel[(num_heads, num_rows, head_dim // dims)](
             lengths, out, workspace.outputs, workspace.log_sums, count,
-            HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, PADDED_SPLITS=triton.next_power_of_2(count),
+            HEAD_DIM=head_dim, DIMS=dims, TILE=config.tile, PADDED_SPLITS=triton.next_power_of_2(count),
             OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
         )  # fmt: skip
     return out

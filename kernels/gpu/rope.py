@@ -13,8 +13,6 @@ Reference: `rope_reference` below, from `kernels/rms_norm.py`, `kernels/rotary.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,31 +20,12 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
+from kernels.gpu.tuning import ROPE, RopeConfig
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 
-
-@dataclass(frozen=True, slots=True)
-class RopeTuning:
-    """tokens, heads: what one program takes.
-
-    Of 13 settings on an H200, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the fastest or
-    within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).
-    """
-
-    tokens: int
-    heads: int
-    num_warps: int
-
-
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
-MANY_TOKENS, FEW_TOKENS = RopeTuning(4, 4, 4), RopeTuning(1, 8, 4)
-
-
-def rope_tuning(num_tokens: int) -> RopeTuning:
-    """Settings for a step of so many tokens."""
-    return FEW_TOKENS if num_tokens < 32 else MANY_TOKENS
 
 
 @triton.jit
@@ -119,7 +98,7 @@ def _rope_kernel(
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int, keeps_k: bool = True, tuning: RopeTuning | None = None, spreads_next: bool = True,
+    pool: Tensor, layer: int, keeps_k: bool = True, config: RopeConfig | None = None, spreads_next: bool = True,
 ) -> None:  # fmt: skip
     """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
 
@@ -142,15 +121,16 @@ def rope_and_write_kv(
         raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
-    chosen = tuning or rope_tuning(num_tokens)
-    heads = min(chosen.heads, triton.next_power_of_2(num_all_heads))
-    _rope_kernel[(triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(num_all_heads, heads))](
+    config = config or ROPE.find(tokens=num_tokens)
+    assert config is not None, "the last rule has no bounds"
+    heads = min(config.heads, triton.next_power_of_2(num_all_heads))
+    _rope_kernel[(triton.cdiv(num_tokens, config.tokens), triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
         num_tokens, layer, qkv.stride(-3), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, NUM_SPLITS=qkv.shape[0] if qkv.dim() == 4 else 1, HAS_NORM=qk_norm is not None,
-        KEEPS_K=keeps_k, TOKENS=chosen.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
-        OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=chosen.num_warps,
+        KEEPS_K=keeps_k, TOKENS=config.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
+        OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=config.num_warps,
         launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
 

@@ -42,8 +42,9 @@ class Table(Generic[Config]):
 
     def __init__(self, *rules: Rule[Config]) -> None:
         self.rules = rules
+        self.find: Callable[..., Config | None] = lru_cache(maxsize=4096)(self._find)  # asked at every launch
 
-    def find(self, **numbers: float) -> Config | None:
+    def _find(self, **numbers: float) -> Config | None:
         for rule in self.rules:
             if all(low < numbers[name] <= high for name, (low, high) in rule.bounds.items()):
                 return rule.config
@@ -62,7 +63,7 @@ class GemmTable(Generic[Config]):
 
     def _find(self, rows: int, n: int, k: int) -> Config | None:
         tiles = -(-n // 64) * -(-k // 512)
-        return Table(*self.rules).find(rows=rows, n=n, k=k, n_per_k=n / k, outputs=rows * n, tiles=tiles)
+        return Table(*self.rules)._find(rows=rows, n=n, k=k, n_per_k=n / k, outputs=rows * n, tiles=tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,39 @@ class PreloadedConfig:
     chunk: int
     num_chunks: int = 1
     depth: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """tile: keys per step of a program's loop. num_stages: of its pipeline, the step that computes among them.
+    programs_per_sm: how many programs a multiprocessor gets when rows and heads alone are too few.
+    lists_blocks: the ids of a program's blocks are read before its loop and all stages hold keys and values; else
+    half of the stages wait for ids, which takes half the shared memory, so that more programs fit.
+    """
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    lists_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """tile_n: keys per step of a program's loop."""
+
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """tokens, heads: what one program takes."""
+
+    tokens: int
+    heads: int
+    num_warps: int
 
 
 # One row of 16 bits, `gemv`. Against cuBLAS, shapes of Qwen2.5-7B and Qwen3-0.6B: 1.10 to 1.4 times as fast, 1.9
@@ -207,6 +241,47 @@ W4_ROWS = GemmTable(
     Rule(SlicedKConfig(32, 128, 4, 2), rows=at_most(16)),
     Rule(SlicedKConfig(16, 128, 4, 2), rows=at_most(32)),
 )
+
+# `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V. The
+# fastest, or within 1% of it, at 1k and 32k of context (decision 0087), where the rotation before lets these
+# programs start late, so that they spread. Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up
+# to 16 rows: FEW_HEADS 941 | 1746 | 2861, LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of
+# Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 | 5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093
+# | 4862 | 5517 | 6586. More programs than two to a multiprocessor come in two rounds with FEW_HEADS: Qwen3-0.6B at
+# 40 | 48 rows 2352 | 2452, LONG_TILES 1968 | 2198. By the kernel's own benchmark: 256 rows, Qwen2.5-7B and
+# Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k |
+# 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
+LONG_TILES = DecodeConfig(32, 2, 7, 2)
+FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
+SHORT_TILES = DecodeConfig(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
+MANY_PROGRAMS = DecodeConfig(32, 1, 4, 4)
+FOUR_BYTES = DecodeConfig(32, 2, 4, 2)
+ONE_BYTE = DecodeConfig(64, 4, 5, 4)
+ONE_BYTE_MANY_ROWS = DecodeConfig(64, 1, 4, 8)
+DECODE = Table(
+    Rule(FOUR_BYTES, itemsize=above(2)),
+    Rule(ONE_BYTE, itemsize=at_most(1), programs=at_most(511)),
+    Rule(ONE_BYTE_MANY_ROWS, itemsize=at_most(1)),
+    Rule(FEW_HEADS, group=at_most(4), programs=at_most(264)),
+    Rule(LONG_TILES, programs=at_most(511)),
+    Rule(SHORT_TILES, programs=at_most(1023)),
+    Rule(MANY_PROGRAMS),
+)
+# Keys that a decode program asks for while the previous kernel still runs, and up to how many rows; more take
+# bandwidth from that kernel. A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys
+# 986 | 1149 | 1895, with all of 1k 1000 | 1183 | 2043.
+PREFETCHED_KEYS, MAX_PREFETCH_ROWS = 32, 32
+
+# `paged_prefill`, by rows of a tile. TFLOP/s with pages of 64, Qwen2.5-7B at 2k | 8k | 2k over 16k, Qwen3-0.6B at
+# 2k | 8k. Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2 373
+# | 454 | 381, 376 | 433; two blocks a step, 128 x 128, 8, 2 358 | 482 | 403, 364 | 454; 3 stages are slower.
+# Through pointers: 128 x 128, 8, 2 320 | 435 | 370, 319 | 412; 64 x 64, 4, 3 334 | 407 | 338, 352 | 407.
+PREFILL_BY_DESCRIPTOR = {128: PrefillConfig(64, 4, 2), 64: PrefillConfig(64, 4, 2)}
+PREFILL_BY_POINTERS = {128: PrefillConfig(128, 8, 2), 64: PrefillConfig(64, 4, 3)}
+
+# `rope_and_write_kv`. Of 13 settings, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the
+# fastest or within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).
+ROPE = Table(Rule(RopeConfig(1, 8, 4), tokens=at_most(31)), Rule(RopeConfig(4, 4, 4)))
 
 # Weights up to so many are asked for before the wait: a whole step of Qwen3-0.6B is 3% faster at 1 and 8 rows, of
 # Qwen2.5-7B 2% slower.
