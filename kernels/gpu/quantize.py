@@ -16,8 +16,6 @@ References: `quantize_rows_int8` and `quantize_rows_fp8` in `kernels/`, `kernels
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -63,76 +61,43 @@ def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMP
 
 
 @triton.jit
-def _store_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
-    """Quantize a row of float32, zero where it has no columns. NaN in x gives the scale NaN, which GEMMs pass on."""
+def _quantize_kernel(
+    x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, sums_ptr, K, x_stride, eps, PROLOGUE: tl.constexpr,
+    ADDS: tl.constexpr, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One row a program. What a prologue does not read is None. NaN in x gives the scale NaN, which GEMMs pass on."""
+    if PROLOGUE == "norm":  # its weight was there before the step
+        columns = tl.arange(0, BLOCK)
+        norm = tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    inside = ks < K
+    if PROLOGUE == "norm":
+        value = tl.load(residual_ptr + row * K + ks, mask=inside, other=0.0)
+        dtype = value.dtype
+        if ADDS:
+            added = tl.load(x_ptr + row * K + ks, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+            tl.store(residual_ptr + row * K + ks, value, mask=inside)
+        value = value.to(tl.float32)
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
+        x = value.to(dtype).to(tl.float32)
+    elif PROLOGUE == "silu_mul":
+        gate = tl.load(x_ptr + row * 2 * K + ks, mask=inside, other=0.0)
+        up = tl.load(x_ptr + row * 2 * K + K + ks, mask=inside, other=0.0)
+        x = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + row * x_stride + ks, mask=inside, other=0.0).to(tl.float32)
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
     largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
     _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
     tl.store(scales_ptr + row, largest / MAX)
-
-
-@triton.jit
-def _quantize_rows_kernel(
-    x_ptr, values_ptr, scales_ptr, K, x_stride, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    ks = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
-    _store_row(x, values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
-
-
-@triton.jit
-def _quantize_with_sums_kernel(
-    x_ptr, values_ptr, scales_ptr, sums_ptr, K, x_stride, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    ks = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + ks, mask=ks < K, other=0.0).to(tl.float32)
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
-    _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
-    tl.store(scales_ptr + row, largest / MAX)
-    groups = tl.arange(0, BLOCK // GROUP)
-    sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1) * (MAX / tl.maximum(largest, TINY))
-    tl.store(sums_ptr + row * (K // GROUP) + groups, sums, mask=groups < K // GROUP)
-
-
-@triton.jit
-def _add_rms_norm_quantize_kernel(
-    x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, K, eps, ADDS: tl.constexpr, MAX: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    ks = tl.arange(0, BLOCK)
-    inside = ks < K
-    norm = tl.load(norm_ptr + ks, mask=inside, other=0.0).to(tl.float32)
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    value = tl.load(residual_ptr + row * K + ks, mask=inside, other=0.0)
-    dtype = value.dtype
-    if ADDS:
-        added = tl.load(x_ptr + row * K + ks, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
-        tl.store(residual_ptr + row * K + ks, value, mask=inside)
-    value = value.to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
-    _store_row(value.to(dtype).to(tl.float32), values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
-
-
-@triton.jit
-def _silu_mul_quantize_kernel(
-    gate_up_ptr, values_ptr, scales_ptr, K, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
-    ks = tl.arange(0, BLOCK)
-    gate = tl.load(gate_up_ptr + row * 2 * K + ks, mask=ks < K, other=0.0)
-    up = tl.load(gate_up_ptr + row * 2 * K + K + ks, mask=ks < K, other=0.0)
-    value = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype)
-    _store_row(value.to(tl.float32), values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
+    if sums_ptr is not None:
+        groups = tl.arange(0, BLOCK // GROUP)
+        sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1) * (MAX / tl.maximum(largest, TINY))
+        tl.store(sums_ptr + row * (K // GROUP) + groups, sums, mask=groups < K // GROUP)
 
 
 @triton.jit
@@ -153,11 +118,9 @@ def _quantize_with_maxima_kernel(
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
     """x (rows, in), columns of stride 1 -> values of `dtype` (num_planes * rows, in), float32 scales (rows,)."""
-    values, scales = _empty_outputs(x.shape[0], x.shape[1], dtype, num_planes, x.device)
-    if x.shape[0]:
-        constants = _row_constants(values, num_planes)
-        _quantize_rows_kernel[(x.shape[0],)](x, values, scales, x.shape[1], x.stride(0), **constants)
-    return values, scales
+    outputs = _empty_outputs(x.shape[0], x.shape[1], dtype, num_planes, x.device)
+    _quantize(outputs, num_planes, x, x_stride=x.stride(0))
+    return outputs
 
 
 def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,14 +128,10 @@ def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tens
     groups of columns, in units of the scale: float32 (rows, in / group_size).
     """
     num_rows, k = x.shape
-    values, scales = _empty_outputs(num_rows, k, torch.int8, 2, x.device)
+    outputs = _empty_outputs(num_rows, k, torch.int8, 2, x.device)
     sums = torch.empty(num_rows, k // group_size, dtype=torch.float32, device=x.device)
-    if num_rows:
-        constants = _row_constants(values, 2)
-        _quantize_with_sums_kernel[(num_rows,)](
-            x, values, scales, sums, k, x.stride(0), GROUP=group_size, **constants
-        )
-    return values, scales, sums
+    _quantize(outputs, 2, x, x_stride=x.stride(0), sums=sums, group_size=group_size)
+    return *outputs, sums
 
 
 def add_rms_norm_quantize(
@@ -181,24 +140,35 @@ def add_rms_norm_quantize(
     """Add x, if given, to `residual` (rows, n) in place, and quantize the RMS norm of the sum."""
     if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
-    values, scales = _empty_outputs(residual.shape[0], residual.shape[1], dtype, num_planes, residual.device)
-    if residual.shape[0]:
-        _add_rms_norm_quantize_kernel[(residual.shape[0],)](
-            residual if x is None else x, residual, norm, values, scales, residual.shape[1], eps, ADDS=x is not None,
-            **_row_constants(values, num_planes),
-        )  # fmt: skip
-    return values, scales
+    outputs = _empty_outputs(residual.shape[0], residual.shape[1], dtype, num_planes, residual.device)
+    added = residual if x is None else x
+    _quantize(outputs, num_planes, added, "norm", residual=residual, norm=norm, eps=eps, adds=x is not None)
+    return outputs
 
 
 def silu_mul_quantize(gate_up: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
     """(rows, 2 n), gate first, contiguous -> silu(gate) * up: values (num_planes * rows, n), scales (rows,)."""
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
-    num_rows, n = gate_up.shape[0], gate_up.shape[1] // 2
-    values, scales = _empty_outputs(num_rows, n, dtype, num_planes, gate_up.device)
-    if num_rows:
-        _silu_mul_quantize_kernel[(num_rows,)](gate_up, values, scales, n, **_row_constants(values, num_planes))
-    return values, scales
+    outputs = _empty_outputs(gate_up.shape[0], gate_up.shape[1] // 2, dtype, num_planes, gate_up.device)
+    _quantize(outputs, num_planes, gate_up, "silu_mul")
+    return outputs
+
+
+def _quantize(
+    outputs: tuple[Tensor, Tensor], num_planes: int, x: Tensor, prologue: str = "", x_stride: int | None = None,
+    residual: Tensor | None = None, norm: Tensor | None = None, eps: float | None = None, adds: bool = False,
+    sums: Tensor | None = None, group_size: int = 0,
+) -> None:  # fmt: skip
+    values, scales = outputs
+    if scales.shape[0]:
+        block = triton.next_power_of_2(values.shape[1])
+        overlaps = overlaps_launches(values)
+        _quantize_kernel[(scales.shape[0],)](
+            x, residual, norm, values, scales, sums, values.shape[1], x_stride, eps, PROLOGUE=prologue,
+            ADDS=adds, GROUP=group_size, MAX=_largest_value(values.dtype, num_planes), BLOCK=block, OVERLAPS=overlaps,
+            COMPILED=is_compiled(values), num_warps=min(16, max(4, block // 512)), launch_pdl=overlaps,
+        )  # fmt: skip
 
 
 def quantize_with_maxima(x: Tensor, maxima: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
@@ -229,13 +199,3 @@ def _empty_outputs(
 ) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_rows, dtype=torch.float32, device=device)
     return torch.empty(num_planes * num_rows, n, dtype=dtype, device=device), scales
-
-
-def _row_constants(values: Tensor, num_planes: int) -> dict[str, Any]:
-    """What kernels with one program a row have in common."""
-    block = triton.next_power_of_2(values.shape[1])
-    overlaps = overlaps_launches(values)
-    return {
-        "MAX": _largest_value(values.dtype, num_planes), "BLOCK": block, "OVERLAPS": overlaps,
-        "COMPILED": is_compiled(values), "num_warps": min(16, max(4, block // 512)), "launch_pdl": overlaps,
-    }  # fmt: skip

@@ -98,8 +98,8 @@ def test_decode_steps_of_quantized_inputs(mode: str, launches: list[str]) -> Non
     """Only the attention's output is quantized in a kernel of its own."""
     forward = forward_over(model_of("qwen2.5-7b", mode, NUM_LAYERS), torch.bfloat16)
     gemm = "sliced_k"
-    attention = ["add_rms_norm_quantize", gemm, *ATTEND, "quantize_rows", gemm]
-    mlp = ["add_rms_norm_quantize", gemm, "quantize_with_maxima", gemm]
+    attention = ["quantize", gemm, *ATTEND, "quantize", gemm]
+    mlp = ["quantize", gemm, "quantize_with_maxima", gemm]
     assert launched(forward, decode_inputs(8), launches) == repeated(["embedding"], attention, mlp, "rms_norm", "")
 
 
