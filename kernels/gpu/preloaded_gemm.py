@@ -3,7 +3,7 @@
 A program's tile of W fits into shared memory and does not depend on the step, so the copy engine brings it while the
 previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
 loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
-(`partials`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
+(`rms_norm`, `silu_mul`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
 
 This pays where the programs of a launch find room at once, so for small weights: `kernels/gpu/tuning.py`.
 Reference: `functional.linear`.

@@ -1,6 +1,7 @@
-"""Split-K within one launch: several programs share a tile's K, and the last of them to finish adds the partial sums.
+"""Split-K: several programs share a tile's K, and their partial sums are added in the order of the splits.
 
-In the order of the splits, so that the result does not depend on timing.
+`reduce_splits`: by the last of them to finish, within the launch. `sum_partials`: by the next kernel, as it reads
+them. Either way the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -42,3 +43,12 @@ def reduce_splits(total, partials_ptr, counters_ptr, tile, split, exists, SPLIT_
             for i in tl.static_range(SPLIT_K):
                 total += tl.load(base + i * (COLUMNS * ROWS) + offsets, mask=exists, other=0, cache_modifier=".cg")
     return is_last, total
+
+
+@triton.jit
+def sum_partials(ptr, offsets, mask, split_stride, NUM_SPLITS: tl.constexpr):
+    """Elements at `offsets` of each split's partial sums, added up in float32."""
+    total = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(ptr + split * split_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    return total
