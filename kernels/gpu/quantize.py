@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8_gemm import FP8_DTYPE, FP8_MAX
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
-from kernels.w8a8_gemm import INT8_MAX
+from kernels.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX
 
 PLANES_MAX = 32639.0  # 127 * 256 + 127
 TWO_PLANES = tl.constexpr(PLANES_MAX)

@@ -7,7 +7,7 @@
 A tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N operand. Narrow W does not give every
 multiprocessor a tile, so K can be split (`kernels/gpu/split_k.py`). The result does not depend on padding rows.
 
-References: `functional.linear`, `kernels/w8a8_gemm.py`, `kernels/fp8_gemm.py`.
+References: `functional.linear`, `kernels/quantized_gemm.py`.
 """
 
 from __future__ import annotations

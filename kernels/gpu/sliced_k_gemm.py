@@ -11,7 +11,7 @@ end. So there are programs enough for every multiprocessor without a split of K 
 counter and second reading took 2 us of a GEMM of 6. What does not depend on the previous kernel is read before the
 wait for it: scales, bias and the first tiles of W.
 
-Knows nothing of how rows are quantized. References: `kernels/{w8a8_gemm,fp8_gemm}.py`.
+Knows nothing of how rows are quantized. Reference: `kernels/quantized_gemm.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fp8_gemm import FP8_DTYPE
 from kernels.gpu.quantize import (
     MAXIMA_BLOCK,
     add_rms_norm_quantize,
@@ -13,6 +12,7 @@ from kernels.gpu.quantize import (
     quantize_with_maxima,
     silu_mul_quantize,
 )
+from kernels.quantized_gemm import FP8_DTYPE
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import QUANTIZERS, relative_error

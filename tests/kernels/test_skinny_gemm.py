@@ -10,7 +10,7 @@ from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.skinny_gemm import skinny_gemm
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import SKINNY, TileConfig
-from kernels.w8a8_gemm import quantize_rows_int8
+from kernels.quantized_gemm import quantize_rows_int8
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, QUANTIZERS, dequantized, relative_error
 
 CONFIGS = [TileConfig(16, 32, split_k, 4, 2) for split_k in (1, 3)]

@@ -9,8 +9,8 @@ from torch.nn import functional
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm, sliced_k_gemm
 from kernels.gpu.tuning import SLICED_K, SlicedKConfig
+from kernels.quantized_gemm import quantize_rows_int8
 from kernels.silu_mul import silu_mul
-from kernels.w8a8_gemm import quantize_rows_int8
 from tests.kernels.helpers import QUANTIZERS, dequantized, relative_error
 
 CONFIGS = [SlicedKConfig(16, 32, 2, 2), SlicedKConfig(16, 32, 2, 2, 2, 4)]
