@@ -39,6 +39,12 @@ UNPACK = tl.constexpr("""{
 
 
 @triton.jit
+def scale_and_zero(pairs):
+    """Both of a group, float32, from one word: bfloat16 is the upper half of a float32."""
+    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def unpack_to_int8(words):
     """16 (w - 8) of the four nibbles, int8."""
     return tl.inline_asm_elementwise(
@@ -99,8 +105,7 @@ def _w4_planes_kernel(
             joined = (high * 256 + low).to(tl.float32)  # below 2^30: 128 columns of 128 x 32,639
             pairs = tl.load(pair_at + chunk * GROUPS + group, mask=inside, other=0)[:, None]
             sums = tl.load(sum_at + chunk * GROUPS + group, mask=rows < M, other=0.0)[None, :]
-            scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
-            zero = (pairs & -65536).to(tl.float32, bitcast=True)
+            scale, zero = scale_and_zero(pairs)
             total += zero * sums
             total += (scale * 0.0625) * joined
     exists = inside[:, None] & (rows < M)[None, :]

@@ -24,11 +24,10 @@ from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_fo
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import W4_PLANES, W4_ROWS, SlicedKConfig
-from kernels.gpu.w4_planes_gemm import MIN_GROUP, w4_planes_gemm
+from kernels.gpu.w4_planes_gemm import MIN_GROUP, WORDS, scale_and_zero, w4_planes_gemm
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
 MAX_ROWS = 32
-WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
 # The four nibbles of two words, each pair as two bfloat16 128 + w.
 UNPACK = tl.constexpr("""{
@@ -62,14 +61,6 @@ def unpack_plain(words):
 
 
 @triton.jit
-def apply_scales(pairs, dots, sums, BIAS: tl.constexpr):
-    """Apply a group's scales and offsets to its sums of (w + BIAS) x and of x."""
-    scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
-    zero = (pairs & -65536).to(tl.float32, bitcast=True)
-    return scale * dots + (zero - BIAS * scale) * sums
-
-
-@triton.jit
 def _load_one_row(x_at, has_x):
     """x of the four nibbles, each (chunks, words, 1): one load for all."""
     x = tl.load(x_at + (tl.arange(0, 4) * WORDS)[None, :, None], mask=has_x, other=0.0)
@@ -95,6 +86,7 @@ def _load_rows(x_at, has_x):
 def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
     """The sums of one chunk a warp: (chunks, columns, rows)."""
     OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
     NIBBLES: tl.constexpr = GROUP // WORDS  # of a group
     x = _load_one_row(x_at, has_x) if x_at.shape[1] == 1 else _load_rows(x_at, has_x)
     weights = unpack_to_bfloat16(words) if COMPILED else unpack_plain(words)
@@ -108,7 +100,8 @@ def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: 
             dots = tl.dot(weights[nibble], x[nibble].to(OPERAND), dots, input_precision="ieee")
             sums = tl.dot(ones, x[nibble].to(OPERAND), sums, input_precision="ieee")
         pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
-        total += apply_scales(pairs, dots, sums, 136.0 if COMPILED else 8.0)
+        scale, zero = scale_and_zero(pairs)
+        total += scale * dots + (zero - BIAS * scale) * sums
     return total
 
 
@@ -185,8 +178,7 @@ def _dequantize_kernel(
     for nibble in tl.static_range(4):
         column = first + nibble * PER_CHUNK
         pairs = tl.load(pairs_ptr + row * (num_words * 4 // GROUP) + column // GROUP, mask=inside, other=0)
-        scale = (pairs << 16).to(tl.float32, bitcast=True)
-        zero = (pairs & -65536).to(tl.float32, bitcast=True)
+        scale, zero = scale_and_zero(pairs)
         value = (((words >> 4 * nibble) & 15) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + w
         weight = (value - 8388616.0) * scale + zero
         tl.store(out_ptr + row * num_words * 4 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
