@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.paged_decode import MAX_SPLITS, DecodeWorkspace, num_splits, paged_decode
+from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
+from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
 from kernels.gpu.simple_decode import simple_decode
 from kernels.gpu.tuning import DecodeConfig

@@ -5,10 +5,8 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
 the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
-of its blocks before its loop, or in it, at the cost of half of the loop's stages. Each split leaves its partial
-output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are few, per 32
-of its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine was tried:
-6 us slower at 7 heads a group, because one program then does what 7 can.)
+of its blocks before its loop, or in it, at the cost of half of the loop's stages. Splits are combined by a second
+kernel (`kernels/gpu/kv_splits.py`); a sequence of one share is written directly.
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -23,46 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
-from kernels.gpu.launch import num_multiprocessors, overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.tuning import DECODE, MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
+from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, decode_config, num_splits
+from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
-MAX_SPLITS = 128
-MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
-COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
-
-
-class DecodeWorkspace:
-    """Partial results of one launch of at most `max_rows` rows.
-
-    One workspace serves launches that run one after the other: all layers of all steps of one stream.
-    """
-
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        group = num_heads // num_kv_heads
-        num_partials = max(
-            rows
-            * num_heads
-            * num_splits(rows, num_kv_heads, device, decode_config(rows, num_kv_heads, group, itemsize))
-            for rows in range(1, max_rows + 1)
-            for itemsize in (1, 2, 4)
-        )
-        self.outputs = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(num_partials, dtype=torch.float32, device=device)
-
-
-def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeConfig:
-    """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
-    config = DECODE.find(programs=num_rows * num_kv_heads, group=group, itemsize=itemsize)
-    assert config is not None, "the last rule has no bounds"
-    return config
-
-
-def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:
-    """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
-    programs = config.programs_per_sm * num_multiprocessors(device)
-    return max(1, min(MAX_SPLITS, programs // (num_rows * num_kv_heads)))
 
 
 def padded_group(group: int) -> int:
@@ -234,32 +198,6 @@ def _paged_decode_kernel(
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
 
 
-@FastLaunch
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_kernel(
-    lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, num_splits,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Weighted mean of one head's splits, in their order; DIMS of its dimensions."""
-    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
-    num_tiles = tl.cdiv(length, TILE)
-    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE)))
-    splits = tl.arange(0, PADDED_SPLITS)
-    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    used = splits < num_used
-    partial_ids = head * num_splits + splits
-    wait_for_predecessor(OVERLAPS)
-    if num_used <= 1:
-        return
-    log_sums = tl.load(log_sums_ptr + partial_ids, mask=used, other=float("-inf"))
-    partials = tl.load(outputs_ptr + partial_ids[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-    mixed = tl.sum(partials * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
-
-
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
     """What dots are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
     if q.dtype == torch.float32:
@@ -269,7 +207,7 @@ def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
 
 def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    config: DecodeConfig | None = None, splits: int | None = None, combined_dims: int | None = None,
+    config: DecodeConfig | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
@@ -302,10 +240,5 @@ def paged_decode(
         num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
-        dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
-        _combine_kernel[(num_heads, num_rows, head_dim // dims)](
-            lengths, out, workspace.outputs, workspace.log_sums, count,
-            HEAD_DIM=head_dim, DIMS=dims, TILE=config.tile, PADDED_SPLITS=triton.next_power_of_2(count),
-            OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
-        )  # fmt: skip
+        combine_splits(lengths, out, workspace, count, config.tile)
     return out

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.paged_decode import LISTED_BLOCKS, DecodeWorkspace, decode_config, num_splits, paged_decode
+from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
+from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
 from kernels.gpu.simple_decode import simple_decode
 from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, DecodeConfig
 from kernels.paged_attention import attend_sequence
