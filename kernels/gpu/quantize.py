@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 from kernels.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX
@@ -59,6 +60,7 @@ def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMP
             tl.store(values_ptr + row * K + ks, number.to(tl.int8), mask=inside)
 
 
+@FastLaunch
 @triton.jit
 def _quantize_kernel(
     x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, sums_ptr, K, x_stride, eps, PROLOGUE: tl.constexpr,

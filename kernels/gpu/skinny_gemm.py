@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS, TileConfig
@@ -35,6 +36,7 @@ def join_planes(sums, PLANES: tl.constexpr):
     return joined
 
 
+@FastLaunch
 @triton.jit
 def _skinny_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
