@@ -20,7 +20,7 @@ from engine.layers.reordered import Reordered
 from engine.models.model import Model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
-MAX_ROWS = 64  # above, memory traffic counts and not the number of operations
+MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
 
 class Rows(Enum):
@@ -31,7 +31,7 @@ class Rows(Enum):
     """
 
     ANY = "prompts, alone or beside generated tokens"
-    FEW = f"generated tokens alone, at most {MAX_ROWS}"
+    FEW = f"generated tokens alone, at most {MAX_FEW_ROWS}"
 
 
 class CpuForwards:
@@ -43,7 +43,7 @@ class CpuForwards:
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
         """only_decodes: every row is one generated token."""
-        return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_ROWS else Rows.ANY]
+        return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
 
 
 def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
