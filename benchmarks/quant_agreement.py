@@ -31,9 +31,8 @@ from engine.engine import Engine
 from engine.layers.linear import Linear, LinearLayer
 from engine.loader.gguf_int4 import quantize_int4
 from engine.loader.load import LoadedModel, load_model
-from kernels.fp8_gemm import fp8_linear, quantize_rows_fp8
+from kernels.quantized_gemm import quantize_rows_fp8, quantize_rows_int8, quantized_linear, w8a16_linear
 from kernels.w4a16_gemm import pack_w4, w4a16_linear
-from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
@@ -50,11 +49,11 @@ QUESTIONS = (
 
 
 def fp8(linear: Linear) -> LinearLayer:
-    return partial(_gemm, fp8_linear, *quantize_rows_fp8(linear.weight), linear.bias)
+    return partial(_gemm, quantized_linear, *quantize_rows_fp8(linear.weight), linear.bias)
 
 
 def w8a8(linear: Linear) -> LinearLayer:
-    return partial(_gemm, w8a8_linear, *quantize_rows_int8(linear.weight), linear.bias)
+    return partial(_gemm, quantized_linear, *quantize_rows_int8(linear.weight), linear.bias)
 
 
 def int8_weight(linear: Linear) -> LinearLayer:

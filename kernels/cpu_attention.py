@@ -1,12 +1,12 @@
-"""Attention for CPUs in plain torch: weighted sums of rows for single queries, batched products for chunks.
+"""Attention for CPUs in plain torch: weighted sums of rows for single queries, batched GEMMs for chunks.
 
 Same formula as `kernels/paged_attention.py`. A single query does with each key and value so little that a batched
 product spends its time on bringing them into the order it wants. `embedding_bag` sums rows of a table, each with a
 weight, in one pass over them as they lie: the output is a sum of value rows with the softmax as weights, and when
 keys are kept with their dimensions as rows, the scores are a sum of 64 such rows with the query as weights. 8
-sequences of 170 tokens, 9 query and 3 KV heads of 64 in bfloat16, take 97 us on one core, batched products 169.
+sequences of 170 tokens, 9 query and 3 KV heads of 64 in bfloat16, take 97 us on one core, batched GEMMs 169.
 
-For chunks, two rules make batched products fast. The number of keys is padded to few distinct values, because the
+For chunks, two rules make batched GEMMs fast. The number of keys is padded to few distinct values, because the
 library behind `bmm` compiles a program per shape (0.9 ms). Long chunks are cut into blocks of queries, each against
 the keys it can see: on two cores, 512 queries over 1024 keys, 9 heads of 64 in bfloat16, take 2.9 ms; one
 `scaled_dot_product_attention` takes 8.1.
@@ -36,7 +36,7 @@ def padded_len(num_keys: int) -> int:
 
 
 def mask_source(max_keys: int, dtype: torch.dtype) -> Tensor:
-    """(2 * max_keys,): what `key_mask` cuts masks from, first visible places, then hidden ones."""
+    """(2 * max_keys,): what `key_mask` cuts masks from, first visible keys, then hidden ones."""
     source = torch.zeros(2 * max_keys, dtype=dtype)
     source[max_keys:] = MINUS_INFINITY
     return source
@@ -69,10 +69,10 @@ class KVRows:
     ) -> KVRows:
         """rows: which of those that `keys` and `values` hold. num_keys: of each, at most `capacity`."""
         heads = torch.arange(num_heads, dtype=torch.int32) // (num_heads // kv_heads)
-        places = (torch.tensor(rows, dtype=torch.int32)[:, None] * kv_heads + heads).view(-1, 1)
+        head_rows = (torch.tensor(rows, dtype=torch.int32)[:, None] * kv_heads + heads).view(-1, 1)
 
         def pick(num_rows: int, count: int) -> tuple[Tensor, Tensor]:
-            ids = places * num_rows + torch.arange(count, dtype=torch.int32)
+            ids = head_rows * num_rows + torch.arange(count, dtype=torch.int32)
             return ids.view(-1), torch.arange(0, ids.numel(), count, dtype=torch.int32)
 
         return cls(num_keys, *pick(head_dim, head_dim), *pick(capacity, num_keys))

@@ -1,7 +1,8 @@
 """Counter-based sampling noise: exponential variates as a pure function of (seed, position, token id).
 
 The token that minimizes E_i / p_i, with E_i exponential, is distributed like p; -log E_i is Gumbel noise. Because
-each E_i depends on nothing but its three numbers, a draw is the same in any batch, chunking, worker or device.
+each E_i depends on nothing but its three numbers, the sampled token is the same in any batch, chunking, worker or
+device.
 
 (seed, position) is hashed to two 32-bit keys on the host (splitmix64); each token id is mixed with them by two rounds
 of xor-shift and multiply in wrapping int32 arithmetic, which CPUs and GPUs do alike.
@@ -17,7 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """Two signed 32-bit keys of the draw at `position` (an index into the sequence) under `seed`."""
+    """Two signed 32-bit keys of the token sampled at `position` (an index into the sequence) under `seed`."""
     mixed = _splitmix64((_splitmix64(seed & _MASK64) + position * _GOLDEN) & _MASK64)
     return _signed32(mixed & 0xFFFFFFFF), _signed32(mixed >> 32)
 

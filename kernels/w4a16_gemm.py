@@ -1,10 +1,10 @@
-"""Linear maps over 4-bit weights with a scale and an offset per group of columns: packing and reference.
+"""GEMMs with int4 weights, with a scale and an offset per group of columns: packing and reference.
 
-    w_nk = (c_nk - 8) s_ng + z_ng,  g = k / group_size;      y = x w^T + b
+    y = x v^T + b,   v_nk = (w_nk - 8) s_ng + z_ng,  g = k / group_size
 
-Four codes share an int16. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a row: code i
-of a chunk's word j is column i C / 4 + j, in bits 4 i and up. So the codes of neighbouring words in one place are
-neighbouring columns, and a word's four places are a quarter of a chunk apart. Checkpoints that say w = (c - zero) s
+Four int4 weights share an int16 word. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a
+row: nibble i of a chunk's word j is column i C / 4 + j, in bits 4 i and up. So one nibble of neighbouring words holds
+neighbouring columns, and a word's four nibbles are a quarter of a chunk apart. Checkpoints that say v = (w - zero) s
 have z = (8 - zero) s.
 """
 
@@ -34,34 +34,34 @@ class PackedW4:
 
     @property
     def chunk(self) -> int:
-        """Columns whose codes lie in the same words."""
+        """Columns whose weights share words."""
         return chunk_of(self.num_columns)
 
 
 def chunk_of(num_columns: int) -> int:
-    """Of rows of so many columns."""
+    """The chunk of rows of so many columns."""
     return min(num_columns & -num_columns, MAX_CHUNK)
 
 
-def pack_w4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedW4:
-    """codes uint8 (out, in), 0 to 15; scales and zeros (out, in / group_size).
+def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedW4:
+    """values uint8 (out, in), 0 to 15; scales and zeros (out, in / group_size).
 
     Groups are powers of two from 16 columns; those above 128 are stored as several. Raises ValueError for others.
     """
-    num_rows, num_columns = codes.shape
+    num_rows, num_columns = values.shape
     group_size = num_columns // scales.shape[1]
     if group_size * scales.shape[1] != num_columns or zeros.shape != scales.shape or num_columns % 16:
-        raise ValueError(f"codes {list(codes.shape)}, scales {list(scales.shape)} and zeros do not fit together")
+        raise ValueError(f"values {list(values.shape)}, scales {list(scales.shape)} and zeros do not fit together")
     pair = torch.stack([scales, zeros], dim=-1).to(dtype)
     stored = min(group_size & -group_size, MAX_GROUP)
     if stored < 16:
         raise ValueError(f"groups of {group_size} columns are not supported: 16, 32, 64, 128 or multiples of those")
     pair = pair.repeat_interleave(group_size // stored, dim=1)
     chunk = chunk_of(num_columns)
-    places = codes.view(num_rows, num_columns // chunk, 4, chunk // 4)
-    words = torch.zeros(num_rows, num_columns // chunk, chunk // 4, dtype=torch.int16, device=codes.device)
-    for place in range(4):  # one of four at a time: little extra memory
-        words |= places[:, :, place].to(torch.int16) << 4 * place
+    nibbles = values.view(num_rows, num_columns // chunk, 4, chunk // 4)
+    words = torch.zeros(num_rows, num_columns // chunk, chunk // 4, dtype=torch.int16, device=values.device)
+    for nibble in range(4):  # one of four at a time: little extra memory
+        words |= nibbles[:, :, nibble].to(torch.int16) << 4 * nibble
     return PackedW4(words.flatten(1), pair.contiguous(), stored)
 
 
@@ -69,8 +69,8 @@ def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     """(out, in), computed in float32 and rounded once."""
     shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=packed.words.device)
     words = packed.words.view(len(packed.words), -1, 1, packed.chunk // 4)
-    codes = (words >> shifts[:, None]) & 15
-    groups = codes.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
+    values = (words >> shifts[:, None]) & 15
+    groups = values.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
     scales, zeros = packed.scales_and_zeros.float().unbind(-1)
     return groups.mul_(scales[..., None]).add_(zeros[..., None]).flatten(1).to(dtype)
 

@@ -3,7 +3,7 @@
 Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
 still running when those of attention come decides where these find room (decision 0087).
 
-`--sweep` tries tile sizes, warps, stages and splits; the defaults in `paged_decode` come from it.
+`--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/tuning.py` comes from it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
-from kernels.gpu.decode_tuning import MAX_SPLITS, DecodeTuning, num_splits
-from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
+from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
+from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
 from kernels.gpu.simple_decode import simple_decode
+from kernels.gpu.tuning import DecodeConfig
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {
@@ -56,21 +57,21 @@ class Case:
         self.workspace.outputs = torch.empty(most, head_dim, device="cuda")
         self.workspace.log_sums = torch.empty(most, device="cuda")
 
-    def seconds(self, tuning: DecodeTuning | None = None, splits: int | None = None) -> float:
+    def seconds(self, config: DecodeConfig | None = None, splits: int | None = None) -> float:
         layers = range(self.num_layers)
-        both = graph_seconds([functools.partial(self.rotate_and_run, layer, tuning, splits) for layer in layers])
+        both = graph_seconds([functools.partial(self.rotate_and_run, layer, config, splits) for layer in layers])
         return both - graph_seconds([functools.partial(self.rotate, layer) for layer in layers])
 
     def rotate(self, layer: int) -> None:
         """By nothing, and without storing K and V."""
         rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
 
-    def rotate_and_run(self, layer: int, tuning: DecodeTuning | None, splits: int | None) -> Tensor:
+    def rotate_and_run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:
         self.rotate(layer)
-        return self.run(layer, tuning, splits)
+        return self.run(layer, config, splits)
 
-    def run(self, layer: int, tuning: DecodeTuning | None, splits: int | None) -> Tensor:
-        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace, tuning, splits)
+    def run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:
+        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace, config, splits)
 
     def simple_seconds(self) -> float:
         return graph_seconds(
@@ -89,12 +90,12 @@ def sweep(models: list[str], read: float, block_size: int, kv_dtype: str) -> Non
             results = {}
             for option in OPTIONS[kv_dtype]:
                 for programs_per_sm in (2, 4, 8):
-                    tuning = DecodeTuning(*option, programs_per_sm)
+                    config = DecodeConfig(*option, programs_per_sm)
                     name = (
-                        f"{'/'.join(map(str, option))} x{num_splits(rows, MODELS[model][1], case.q.device, tuning)}"
+                        f"{'/'.join(map(str, option))} x{num_splits(rows, MODELS[model][1], case.q.device, config)}"
                     )
                     if name not in results:
-                        results[name] = case.seconds(tuning)
+                        results[name] = case.seconds(config)
             fastest = sorted(results.items(), key=lambda item: item[1])
             report(
                 "paged_decode sweep", f"{model} {kv_dtype} bs{block_size} {rows}x{length}",

@@ -12,12 +12,12 @@ from benchmarks.kernels.timing import graph_seconds, report
 from kernels.gpu.paged_prefill import (
     LARGE_TILE,
     SMALL_TILE,
-    PrefillTuning,
     choose_tile,
     paged_prefill,
     prefill_tiles,
     takes_boxes,
 )
+from kernels.gpu.tuning import PrefillConfig
 
 HEAD_DIM = 128
 SHAPES = [(512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (512, 8704), (2048, 18432)]
@@ -41,12 +41,12 @@ class Case:
         pairs = queries * (length - queries) + queries * (queries + 1) // 2
         self.flop = 4 * HEAD_DIM * num_heads * pairs
 
-    def seconds(self, tile_m: int, tuning: PrefillTuning | None = None, has_boxes: bool | None = None) -> float:
+    def seconds(self, tile_m: int, config: PrefillConfig | None = None, has_boxes: bool | None = None) -> float:
         tiles = prefill_tiles([0, self.queries], [self.length], self.group, tile_m)
         on_device = torch.tensor(tiles, dtype=torch.int32, device="cuda")
         calls = [
             functools.partial(
-                paged_prefill, self.q, self.pool, layer, self.table, on_device, tile_m, None, tuning, has_boxes
+                paged_prefill, self.q, self.pool, layer, self.table, on_device, tile_m, None, config, has_boxes
             )
             for layer in (0, 1)
         ]
@@ -87,10 +87,10 @@ def sweep(case: Case, shape: str) -> None:
     for has_boxes in [True, False] if takes_boxes(case.pool) else [False]:
         for tile_m in (LARGE_TILE, SMALL_TILE):
             for option in BY_DESCRIPTOR if has_boxes else BY_POINTERS:
-                seconds = case.seconds(tile_m, PrefillTuning(*option), has_boxes)
+                seconds = case.seconds(tile_m, PrefillConfig(*option), has_boxes)
                 rate = case.flop / seconds / 1e12
                 name = f"{'boxes' if has_boxes else 'pointers'} {tile_m}x{'x'.join(map(str, option))}"
-                report("paged_prefill sweep", shape, tuning=name, us=seconds * 1e6, tflop_per_s=rate)
+                report("paged_prefill sweep", shape, config=name, us=seconds * 1e6, tflop_per_s=rate)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
-from kernels.gpu.rope import RopeTuning, rope_and_write_kv
+from kernels.gpu.rope import rope_and_write_kv
+from kernels.gpu.tuning import RopeConfig
 from kernels.paged_attention import write_kv
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 4
@@ -68,7 +69,7 @@ def main() -> None:
             ]
             if options.sweep:
                 for option in TUNINGS:
-                    seconds = graph_seconds([functools.partial(call, tuning=RopeTuning(*option)) for call in ours])
+                    seconds = graph_seconds([functools.partial(call, config=RopeConfig(*option)) for call in ours])
                     shape = f"{model} {rows} {'x'.join(map(str, option))}"
                     report("rope sweep", shape, us=seconds * 1e6, of_copy=moved / seconds / copy)
                 continue

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -87,12 +86,3 @@ def report(kernel: str, shape: str, **figures: float | str) -> None:
     """One JSON line; numbers with four digits."""
     line = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"kernel": kernel, "shape": shape, **line}), flush=True)
-
-
-def gemm_options(description: str | None, rows: Sequence[int]) -> argparse.Namespace:
-    """The command line of a GEMM's benchmark: `sweep`, `rows` and `only`."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=rows)
-    parser.add_argument("--only", default="", help="part of a shape's name")
-    return parser.parse_args()

@@ -18,7 +18,8 @@ from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
 from engine.models.model import Model
-from kernels.gpu.paged_decode import DecodeWorkspace, paged_decode
+from kernels.gpu.kv_splits import DecodeWorkspace
+from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
 
 

@@ -30,7 +30,7 @@ from kvstore.layout import PoolGeometry
 
 logger = logging.getLogger(__name__)
 TRIAL_BLOCKS = 64  # sequences of a trial share them: what they hold does not matter
-DRIVER_BYTES = 1_000_000_000  # context, kernels, libraries; measured 0.7 to 0.9 GB on an H200
+DRIVER_BYTES = 1_000_000_000  # context, kernels, libraries; 0.7 to 0.9 GB were measured
 GRAPH_BYTES = 12_000_000  # the driver's share of one decode graph
 GRAPH_SLACK = 1.25  # a graph's memory pool against the peak of the same step without one
 COPY_BYTES = NUM_PIECES * PIECE_BYTES  # of copies to and from host slots; the trials have none

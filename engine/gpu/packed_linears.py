@@ -20,7 +20,7 @@ from engine.gpu.quantized import (
 )
 from engine.layers.linear import Linear, LinearLayer
 from engine.loader.quantized_rows import QuantizedRows
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import pack_w4
 
 FP8_CAPABILITY = (8, 9)  # of GPUs with matrix units for e4m3
@@ -33,7 +33,7 @@ class GpuLinearMaker:
     quantizes_plain = False
 
     def __init__(self, device: torch.device) -> None:
-        self._workspace = SmallMWorkspace(device)
+        self._workspace = SplitKWorkspace(device)
         self._has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:

@@ -6,34 +6,33 @@
     W4A16Linear   4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
-Knows no models and no files. GEMMs: `kernels.gpu.{w8a8_gemm,fp8_gemm,w4a16_gemm}`.
+Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.layers.linear import Linear
-from kernels.fp8_gemm import FP8_DTYPE
-from kernels.gpu.eight_bit import codes_product
-from kernels.gpu.few_codes import choose_few, few_rows_gated
-from kernels.gpu.fp8_gemm import fp8_product
-from kernels.gpu.rounding import known_codes, quantize_rows, silu_codes
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
+from kernels.gpu.quantized_gemm import dequantize, quantized_gemm
+from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm
+from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.w4a16_gemm import w4a16_linear
-from kernels.gpu.w8a8_gemm import MAX_PAIRED_ROWS, w8a16_linear
+from kernels.quantized_gemm import FP8_DTYPE
 from kernels.w4a16_gemm import PackedW4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 
 
-class EightBitLinear(ABC):
+class EightBitLinear:
     """One byte a weight, with a scale per row. Inputs are quantized to the type of the weights, or to two planes of
     it: the same result at any number of rows, up to `max_quantized_rows`.
     """
@@ -43,7 +42,7 @@ class EightBitLinear(ABC):
     num_planes = 1
     max_quantized_rows = sys.maxsize
 
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
         """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
         if weight.dtype != self.dtype or weight.shape[1] % COLUMN_MULTIPLE:
             raise ValueError(f"{self.dtype} and a multiple of {COLUMN_MULTIPLE} columns are needed: {weight.shape}")
@@ -53,7 +52,7 @@ class EightBitLinear(ABC):
         self.workspace = workspace  # serves one stream, shared by the layers of a model
 
     @classmethod
-    def of(cls, linear: Linear, workspace: SmallMWorkspace) -> Self:
+    def of(cls, linear: Linear, workspace: SplitKWorkspace) -> Self:
         """Quantize a plain layer."""
         weight, scales = quantize_rows(linear.weight, cls.dtype)
         return cls(weight, scales, linear.bias, workspace)
@@ -61,18 +60,18 @@ class EightBitLinear(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         return self.gemm(*quantize_rows(x, self.dtype, self.num_planes), x.dtype)
 
-    @abstractmethod
     def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of a `QuantizedInput`, see `kernels.gpu.rounding`. Returns (rows, out) in `dtype`."""
+        """Of a `QuantizedInput`, see `kernels.gpu.quantize`. Returns (rows, out) in `dtype`."""
+        return quantized_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
     def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
         """The same for gate and up beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
-        config = choose_few(values.shape[0], n // 2, k, is_gated=True)
+        config = SLICED_K_GATED.find(values.shape[0], n // 2, k)
         if config is None:
-            return silu_codes(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
-        inner, maxima = few_rows_gated(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
-        return known_codes(inner, maxima, self.dtype, self.num_planes)
+            return silu_mul_quantize(self.gemm(values, x_scales, dtype), self.dtype, self.num_planes)
+        inner, maxima = sliced_k_gated_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, config)
+        return quantize_with_maxima(inner, maxima, self.dtype, self.num_planes)
 
 
 class W8A8Linear(EightBitLinear):
@@ -80,19 +79,23 @@ class W8A8Linear(EightBitLinear):
 
     __slots__ = ()
 
-    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return codes_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
+class W8A16Linear(EightBitLinear):
+    """int8 weights, inputs of 16 bits as two planes.
 
-class W8A16Linear(W8A8Linear):
-    """int8 weights, inputs of 16 bits."""
+    That adds less error to a row than rounding it to bfloat16 did, while its largest element is below 187 times its
+    root mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the
+    dtype of x is faster.
+    """
 
     __slots__ = ()
     num_planes = 2
-    max_quantized_rows = MAX_PAIRED_ROWS
+    max_quantized_rows = MAX_TWO_PLANE_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
-        return w8a16_linear(x, self.weight, self.scales, self.bias, self.workspace)
+        if x.shape[0] > MAX_TWO_PLANE_ROWS:
+            return functional.linear(x, dequantize(self.weight, self.scales, x.dtype), self.bias)
+        return super().__call__(x)
 
 
 class Fp8Linear(EightBitLinear):
@@ -101,16 +104,13 @@ class Fp8Linear(EightBitLinear):
     __slots__ = ()
     dtype = FP8_DTYPE
 
-    def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return fp8_product(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
-
 
 class W4A16Linear:
     """4-bit weights in groups; `kernels.w4a16_gemm.pack_w4` packs them."""
 
     __slots__ = ("bias", "packed", "workspace")
 
-    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> None:
+    def __init__(self, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> None:
         self.packed = packed
         self.bias = bias
         self.workspace = workspace

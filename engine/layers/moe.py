@@ -62,9 +62,9 @@ class Moe(Block):
         shares, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in sorted(set(chosen.flatten().tolist())):
-            tokens, places = torch.where(chosen == index)
+            tokens, choices = torch.where(chosen == index)
             y = self.experts[index](x[tokens])
-            out.index_add_(0, tokens, y * shares[tokens, places, None])  # float32, as shares are
+            out.index_add_(0, tokens, y * shares[tokens, choices, None])  # float32, as shares are
         return out.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:

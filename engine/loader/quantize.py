@@ -27,7 +27,7 @@ from kernels.w4a16_gemm import pack_w4
 
 if TYPE_CHECKING:
     from engine.gpu.quantized import EightBitLinear
-    from kernels.gpu.small_m_gemm import SmallMWorkspace
+    from kernels.gpu.split_k import SplitKWorkspace
 
 INT4_ROW_MULTIPLE = 16  # of the packed layout on a CPU
 
@@ -110,14 +110,14 @@ class GpuLinears:
         heads: dict[str, type[EightBitLinear]] = {"fp8": W8A8Linear}  # int8 keeps more greedy tokens there than e4m3
         self._kind = kinds.get(quant_mode, W8A16Linear)
         self._head_kind = heads.get(quant_mode, self._kind)
-        self._workspace: SmallMWorkspace | None = None
+        self._workspace: SplitKWorkspace | None = None
 
     def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearLayer:
         """parts: the 4-bit rows that `linear` was made of, if there are. is_head: it is the output projection."""
         from engine.gpu.quantized import COLUMN_MULTIPLE, W4A16Linear
-        from kernels.gpu.small_m_gemm import SmallMWorkspace
+        from kernels.gpu.split_k import SplitKWorkspace
 
-        workspace = self._workspace = self._workspace or SmallMWorkspace(linear.weight.device)
+        workspace = self._workspace = self._workspace or SplitKWorkspace(linear.weight.device)
         if parts:
             values, scales, zeros = (
                 torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales", "zeros")

@@ -1,8 +1,8 @@
-"""Gate and up of a decoder layer for few rows on a GPU: y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
+"""Skinny GEMM of gate and up on a GPU: y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
 
-As in `small_m_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a power of two, the N operand; a
-program holds the tiles of gate and up for the same columns, so x is read once for both and neither product is ever
-written. Rounded once.
+As in `skinny_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a power of two, the N operand; a
+program holds the tiles of gate and up for the same columns, so x is read once for both and neither GEMM's output is
+ever written. Rounded once.
 
 Reference: `functional.linear` and `kernels/silu_mul.py`.
 """
@@ -16,27 +16,9 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
-from kernels.gpu.small_m_gemm import MAX_ROWS, SmallMConfig
+from kernels.gpu.tuning import TileConfig
 
-
-def choose_gated(num_rows: int, n: int, dtype: torch.dtype) -> SmallMConfig | None:
-    """What to run for n columns on an H200; None: the product and `silu_mul` apart.
-
-    A whole step of Qwen2.5-7B: 4,233 -> 4,210 us at 8 rows, 4,497 -> 4,472 at 16, 5,418 -> 5,186 at 64; at 32
-    4,879 -> 4,992, against `small_m_gemm`, so not there.
-
-    Qwen2.5-7B, n 18,944, hidden 3584, this against cuBLAS and `silu_mul`: 70.3 and 74.6 us at 8 rows, 71.3 and 76.3
-    at 32, 73.1 and 77.0 at 64, 94 and 79 at 128. With too few tiles for all multiprocessors nothing is gained. At 64
-    rows Qwen3-8B, n 12,288, takes 55.4 and 54.3, Llama-3.1-8B, n 14,336, 80.4 and 64.9 us. Whole steps of the latter
-    are faster with this one all the same: 5,985 and 6,067 us at 40 rows, 6,570 and 6,686 at 64.
-    """
-    if dtype.itemsize != 2 or n < 8192:
-        return None
-    if num_rows <= 16:
-        return SmallMConfig(64, 128, num_stages=4)
-    if num_rows <= 32 or num_rows > MAX_ROWS:
-        return None
-    return SmallMConfig(64, 64, num_stages=3)
+MAX_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -70,11 +52,11 @@ def _gated_kernel(
         gate += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     y = silu_times(gate, up)
-    places = rows.to(tl.int64)[None, :] * N + columns[:, None]
-    tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=inside & (rows < M)[None, :])
+    outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
+    tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & (rows < M)[None, :])
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallMConfig) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig) -> Tensor:
     """x (rows <= 64, in), columns of stride 1; weight (2 n, in), contiguous, gate first; bias (2 n,) -> (rows, n)."""
     num_rows, k = x.shape
     n = weight.shape[0] // 2

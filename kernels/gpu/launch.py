@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel's programs start while the kernel before is still running.
+"""Programmatic dependent launch: a kernel's programs start while the previous kernel is still running.
 
 A kernel that takes part lets its successor start and waits for its predecessor before it touches memory that another
 kernel of the step writes (`wait_for_predecessor`). Every kernel waits, so that what is two kernels back has ended
@@ -27,9 +27,19 @@ def overlaps_launches(x: Tensor) -> bool:
     return x.is_cuda and _supports(x.device.index)
 
 
+def is_compiled(x: Tensor) -> bool:
+    """Whether kernels on the device of `x` are compiled, not interpreted; the constant COMPILED of a kernel."""
+    return x.device.type != "cpu"
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 @triton.jit
 def wait_for_predecessor(OVERLAPS: tl.constexpr):
-    """Let the next kernel's programs start, then wait until all memory of the kernel before is visible."""
+    """Let the next kernel's programs start, then wait until all memory of the previous kernel is visible."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -5,10 +5,8 @@ For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's fir
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
 the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
-of its blocks before its loop, or in it, at the cost of half of the loop's stages. Each split leaves its partial
-output and log-sum-exp, and a second kernel combines them, one program per query head or, when heads are few, per 32
-of its dimensions; a sequence of one share is written directly. (Letting the last split to finish combine was tried:
-6 us slower at 7 heads a group, because one program then does what 7 can.)
+of its blocks before its loop, or in it, at the cost of half of the loop's stages. Splits are combined by a second
+kernel (`kernels/gpu/kv_splits.py`); a sequence of one share is written directly.
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -22,33 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_tuning import DecodeTuning, choose_tuning, num_splits, tokens_ahead
 from kernels.gpu.fast_launch import FastLaunch
+from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, decode_config, num_splits
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
-MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
-COMBINE_PROGRAMS = 512  # fewer heads than this are combined in pieces of 32 dimensions
 LOG2_E = 1.4426950408889634
-
-
-class DecodeWorkspace:
-    """Partial results of one launch of at most `max_rows` rows.
-
-    One workspace serves launches that run one after the other: all layers of all steps of one stream.
-    """
-
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        group = num_heads // num_kv_heads
-        places = max(
-            rows
-            * num_heads
-            * num_splits(rows, num_kv_heads, device, choose_tuning(rows, num_kv_heads, group, itemsize))
-            for rows in range(1, max_rows + 1)
-            for itemsize in (1, 2, 4)
-        )
-        self.outputs = torch.empty(places, head_dim, dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(places, dtype=torch.float32, device=device)
 
 
 def padded_group(group: int) -> int:
@@ -97,8 +75,8 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
     bytes would take 16 times as many.
     """
     words_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    places = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-    words = tl.load(words_ptr + places, mask=mask, other=0)
+    word_offsets = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
+    words = tl.load(words_ptr + word_offsets, mask=mask, other=0)
     even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     return even, odd
@@ -169,10 +147,10 @@ def _paged_decode_kernel(
         tokens = first_tile * TILE + tl.arange(0, AHEAD)
         tokens = tl.minimum(tokens, tl.maximum(tl.minimum(end_tile * TILE, length) - 1, 0))
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
-        places = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
-        places = places + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
-        prefetch(keys_ptr + places, True)
-        prefetch(values_ptr + places, True)
+        offsets = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
+        offsets = offsets + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
+        prefetch(keys_ptr + offsets, True)
+        prefetch(values_ptr + offsets, True)
     wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
@@ -220,34 +198,8 @@ def _paged_decode_kernel(
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
 
 
-@FastLaunch
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_kernel(
-    lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, num_splits,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Weighted mean of one head's splits, in their order; DIMS of its dimensions."""
-    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
-    num_tiles = tl.cdiv(length, TILE)
-    num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE)))
-    splits = tl.arange(0, PADDED_SPLITS)
-    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    used = splits < num_used
-    places = head * num_splits + splits
-    wait_for_predecessor(OVERLAPS)
-    if num_used <= 1:
-        return
-    log_sums = tl.load(log_sums_ptr + places, mask=used, other=float("-inf"))
-    parts = tl.load(outputs_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=used[:, None], other=0.0)
-    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-    mixed = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
-
-
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
-    """What products are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
+    """What dots are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
     if q.dtype == torch.float32:
         return tl.float32
     return tl.float16 if q.dtype == torch.float16 or pool.dtype == torch.float8_e4m3fn else tl.bfloat16
@@ -255,7 +207,7 @@ def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
 
 def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    tuning: DecodeTuning | None = None, splits: int | None = None, combined_dims: int | None = None,
+    config: DecodeConfig | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
@@ -263,7 +215,7 @@ def paged_decode(
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
         q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows. Both
-        are inputs of the step: they are read before the kernel before has ended.
+        are inputs of the step: they are read before the previous kernel has ended.
     Returns (num_rows, num_heads * head_dim).
     """
     num_rows, num_heads, head_dim = q.shape
@@ -272,8 +224,8 @@ def paged_decode(
     if num_rows == 0:
         return out
     group = num_heads // num_kv_heads
-    tuning = tuning or choose_tuning(num_rows, num_kv_heads, group, pool.itemsize)
-    count = splits or num_splits(num_rows, num_kv_heads, q.device, tuning)
+    config = config or decode_config(num_rows, num_kv_heads, group, pool.itemsize)
+    count = splits or num_splits(num_rows, num_kv_heads, q.device, config)
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     overlaps = overlaps_launches(q)
@@ -282,16 +234,11 @@ def paged_decode(
         layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=tuning.tile, NUM_STAGES=tuning.num_stages,
-        COMPUTE=compute_dtype(q, pool), AHEAD=tokens_ahead(num_rows) if overlaps else 0,
-        LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=tuning.lists_blocks, OVERLAPS=overlaps,
-        num_warps=tuning.num_warps, launch_pdl=overlaps,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages,
+        COMPUTE=compute_dtype(q, pool), AHEAD=PREFETCHED_KEYS if overlaps and num_rows <= MAX_PREFETCH_ROWS else 0,
+        LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=config.lists_blocks, OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
-        dims = combined_dims or (head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32))
-        _combine_kernel[(num_heads, num_rows, head_dim // dims)](
-            lengths, out, workspace.outputs, workspace.log_sums, count,
-            HEAD_DIM=head_dim, DIMS=dims, TILE=tuning.tile, PADDED_SPLITS=triton.next_power_of_2(count),
-            OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
-        )  # fmt: skip
+        combine_splits(lengths, out, workspace, count, config.tile)
     return out

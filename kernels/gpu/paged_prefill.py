@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,36 +22,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.launch import num_multiprocessors
 from kernels.gpu.paged_decode import LOG2_E, compute_dtype, tile_offsets
+from kernels.gpu.tuning import PREFILL_BY_DESCRIPTOR, PREFILL_BY_POINTERS, PrefillConfig
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
 WAVES = 3  # large tiles are for launches with so many programs a multiprocessor
 BOX = 64  # keys that one copy of the descriptor brings
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """tile_n: keys per step of a program's loop.
-
-    TFLOP/s on an H200 with pages of 64, Qwen2.5-7B at 2k | 8k | 2k over 16k, Qwen3-0.6B at 2k | 8k.
-    Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2
-    373 | 454 | 381, 376 | 433; two blocks a step, 128 x 128, 8, 2 358 | 482 | 403, 364 | 454; 3 stages are slower.
-    Through pointers: 128 x 128, 8, 2 320 | 435 | 370, 319 | 412; 64 x 64, 4, 3 334 | 407 | 338, 352 | 407.
-    """
-
-    tile_n: int
-    num_warps: int
-    num_stages: int
-
-
-BY_DESCRIPTOR = {LARGE_TILE: PrefillTuning(BOX, 4, 2), SMALL_TILE: PrefillTuning(BOX, 4, 2)}
-BY_POINTERS = {LARGE_TILE: PrefillTuning(128, 8, 2), SMALL_TILE: PrefillTuning(64, 4, 3)}
-
-
 def choose_tile(num_tokens: int, num_heads: int, device: torch.device) -> int:
     """The tile size for a launch of so many tokens: large ones read K and V less often, small ones fill the GPU."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return LARGE_TILE if num_tokens * num_heads >= WAVES * num_sms * LARGE_TILE else SMALL_TILE
+    is_large = num_tokens * num_heads >= WAVES * num_multiprocessors(device) * LARGE_TILE
+    return LARGE_TILE if is_large else SMALL_TILE
 
 
 def prefill_tiles(
@@ -186,7 +168,7 @@ def takes_boxes(pool: Tensor) -> bool:
 
 def paged_prefill(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tile_m: int = LARGE_TILE,
-    out: Tensor | None = None, tuning: PrefillTuning | None = None, has_boxes: bool | None = None,
+    out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names.
 
@@ -209,13 +191,14 @@ def paged_prefill(
     if has_boxes:
         rows = pool.view(-1, head_dim)
         boxes = TensorDescriptor(rows, list(rows.shape), [head_dim, 1], [BOX, head_dim])
-    chosen = tuning or (BY_DESCRIPTOR if has_boxes else BY_POINTERS).get(tile_m) or PrefillTuning(tile_m, 4, 2)
+    table = PREFILL_BY_DESCRIPTOR if has_boxes else PREFILL_BY_POINTERS
+    config = config or table.get(tile_m) or PrefillConfig(tile_m, 4, 2)
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](
         q, pool, boxes, block_tables, tiles, out,
         layer, num_layers, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        TILE_M=tile_m, TILE_N=chosen.tile_n, NUM_STAGES=chosen.num_stages, COMPUTE=compute_dtype(q, pool),
-        HAS_BOXES=has_boxes, num_warps=chosen.num_warps,
+        TILE_M=tile_m, TILE_N=config.tile_n, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
+        HAS_BOXES=has_boxes, num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.rms_norm import num_warps_for
 
 GATHER_CHUNK = 4096
@@ -178,7 +178,7 @@ def sum_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pe
     _sum_norm_kernel[(num_rows,)](
         x, residual, weight, out, peers.addresses, peers.counters, n, peers.num_programs, peers.width,
         peers.flag_bytes, eps, RANK=peers.rank, SIZE=peers.size, BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps,
-        COMPILED=not x.is_cpu, num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
+        COMPILED=is_compiled(x), num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
@@ -200,6 +200,6 @@ def gather_columns(x: Tensor, peers: PeerSegments, only: Tensor | None = None) -
     _gather_kernel[(chunks, num_rows)](
         x, out, x if only is None else only, peers.addresses, peers.counters, n, peers.num_programs,
         peers.flag_bytes, HAS_ONLY=only is not None, RANK=peers.rank, SIZE=peers.size, CHUNK=GATHER_CHUNK,
-        OVERLAPS=overlaps, COMPILED=not x.is_cpu, num_warps=8, launch_pdl=overlaps,
+        OVERLAPS=overlaps, COMPILED=is_compiled(x), num_warps=8, launch_pdl=overlaps,
     )  # fmt: skip
     return out

@@ -1,17 +1,15 @@
-"""Linear maps of few rows whose weights are in shared memory before the kernel before has ended: y = x W^T + b.
+"""Skinny GEMM whose weights are in shared memory before the previous kernel has ended: y = x W^T + b.
 
 A program's tile of W fits into shared memory and does not depend on the step, so the copy engine brings it while the
-kernel before still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
-loops over K there are programs along K: each leaves a part of the sum, rounded like a product, and the kernel behind
-(`parts`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
+previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
+loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
+(`rms_norm`, `silu_mul`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
 
-This pays where the programs of a launch find room at once, so for small weights: `choose_preloaded`.
+This pays where the programs of a launch find room at once, so for small weights: `kernels/gpu/tuning.py`.
 Reference: `functional.linear`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,45 +18,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first
+from kernels.gpu.tuning import PreloadedConfig
 
 MAX_ROWS = 64
-FEW_ROWS = 32
-MAX_PROGRAMS = 264  # two to each multiprocessor of an H200
-MAX_PROGRAMS_OF_FEW_ROWS = 1024
+COLUMN_MULTIPLE = 8  # of the weight, whose rows are then aligned
 SHARED_BYTES = 196_608  # 64 x 1024 of W and 32 x 1024 of x
 BLOCK_N = 64  # rows of W in a tile: the smallest M of the matrix units' instruction
-
-
-@dataclass(frozen=True, slots=True)
-class PreloadedConfig:
-    """chunk: columns of W and x that are loaded at a time. num_chunks: of a program. depth: chunks of x in flight."""
-
-    chunk: int
-    num_chunks: int = 1
-    depth: int = 1
-
-    def num_parts(self, k: int) -> int:
-        return -(-k // (self.chunk * self.num_chunks))
-
-
-def choose_preloaded(num_rows: int, n: int, k: int) -> PreloadedConfig | None:
-    """What to run for x (num_rows, k) and a 16-bit weight (n, k) on an H200; None: another kernel.
-
-    The fastest in whole captured steps of Qwen3-0.6B. Tiles of 512 columns take 64 KB and up to 64 KB more for x; two
-    programs fit a multiprocessor when x comes in halves, which costs a microsecond, so only where one to each is
-    not enough (64 rows 2,761 -> 2,661 us). Up to 32 rows, whose x is small, two tiles in one program leave nothing
-    to add up (32 rows 1,780 -> 1,741 us). With more programs than fit, Qwen3-1.7B at 1, 8, 32 and 64 rows: 1,516 ->
-    1,372, 1,684 -> 1,694, 2,614 -> 2,542, 3,502 -> 4,217 us.
-    """
-    if num_rows > MAX_ROWS or k % 8:
-        return None
-    chunk = min(512, triton.next_power_of_2(k))
-    num_programs = triton.cdiv(n, BLOCK_N) * triton.cdiv(k, chunk)
-    if num_programs > (MAX_PROGRAMS_OF_FEW_ROWS if num_rows <= FEW_ROWS else MAX_PROGRAMS):
-        return None
-    if num_rows <= FEW_ROWS:
-        return PreloadedConfig(chunk, 2, 2) if chunk < k <= 2 * chunk else PreloadedConfig(chunk)
-    return PreloadedConfig(chunk // 2, 2) if 2 * num_programs > MAX_PROGRAMS else PreloadedConfig(chunk)
 
 
 def fits_preloaded(device: torch.device) -> bool:
@@ -77,8 +42,8 @@ def _preloaded_kernel(
 ):  # fmt: skip
     let_successor_start(OVERLAPS)
     first_column = tl.program_id(0) * BLOCK_N
-    part = tl.program_id(1)
-    first = part * (CHUNK * NUM_CHUNKS)
+    split = tl.program_id(1)
+    first = split * (CHUNK * NUM_CHUNKS)
     weights = ()  # beyond the weight's end there are zeros
     for i in tl.static_range(NUM_CHUNKS):
         tile = weight_desc.load([first_column, first + i * CHUNK])
@@ -103,33 +68,34 @@ def _preloaded_kernel(
 
     columns = first_column + tl.arange(0, BLOCK_N)
     if HAS_BIAS:  # noqa: SIM102  this is known to the compiler
-        if part == 0:
+        if split == 0:
             total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-    places = (part * M + rows)[None, :] * N + columns[:, None]
+    offsets = (split * M + rows)[None, :] * N + columns[:, None]
     exists = (rows < M)[None, :] & (columns < N)[:, None]
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def preloaded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PreloadedConfig) -> Tensor:
     """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous, in a multiple of 8; bias (out,) or None.
 
-    The weight is read before the kernel before has ended: nothing in a step may write it.
-    Returns (num_parts, rows, out) of x's type, to be added up.
+    The weight is read before the previous kernel has ended: nothing in a step may write it.
+    Returns split-K partials (num_splits, rows, out) of x's type.
     """
     num_rows, k = x.shape
     n = weight.shape[0]
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows are too many")
-    if not weight.is_contiguous() or weight.shape[1] != k or k % 8:
-        raise ValueError(f"a contiguous weight of {k} columns, a multiple of 8, is needed")
-    num_parts = config.num_parts(k)
-    out = torch.empty(num_parts, num_rows, n, dtype=x.dtype, device=x.device)
+    if not weight.is_contiguous() or weight.shape[1] != k or k % COLUMN_MULTIPLE:
+        raise ValueError(f"a contiguous weight of {k} columns, a multiple of {COLUMN_MULTIPLE}, is needed")
+    chunk = min(config.chunk, triton.next_power_of_2(k))
+    num_splits = triton.cdiv(k, chunk * config.num_chunks)
+    out = torch.empty(num_splits, num_rows, n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
-    _preloaded_kernel[(triton.cdiv(n, BLOCK_N), num_parts)](
-        x, TensorDescriptor(weight, [n, k], [k, 1], [BLOCK_N, config.chunk]), bias if bias is not None else x, out,
+    _preloaded_kernel[(triton.cdiv(n, BLOCK_N), num_splits)](
+        x, TensorDescriptor(weight, [n, k], [k, 1], [BLOCK_N, chunk]), bias if bias is not None else x, out,
         num_rows, n, k, x.stride(0),
-        HAS_BIAS=bias is not None, EVEN=k % (config.chunk * config.num_chunks) == 0,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=BLOCK_N, CHUNK=config.chunk,
+        HAS_BIAS=bias is not None, EVEN=k % (chunk * config.num_chunks) == 0,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=BLOCK_N, CHUNK=chunk,
         NUM_CHUNKS=config.num_chunks, DEPTH=config.depth, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
     )  # fmt: skip
     return out

@@ -2,6 +2,7 @@
 
 rms_norm:        y = x / sqrt(mean(x^2) + eps) * weight
 add_rms_norm:    residual += x;  y = rms_norm(residual)
+add_rms_norm_of_partials: the same, x being the sum of split-K partials
 embed_rms_norm:  residual = embedding[token];  y = rms_norm(residual)
 
 One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
@@ -18,6 +19,15 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.split_k import sum_partials
+
+
+@triton.jit
+def _normed(x, weight, n, eps):
+    """float32 of a row x, zero where it has no columns."""
+    value = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
+    return value * scale * weight
 
 
 @FastLaunch
@@ -36,9 +46,7 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + row * n + columns, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + row * n + columns, x, mask=inside)
-    value = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
-    tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + columns, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @FastLaunch
@@ -55,9 +63,24 @@ def _embed_norm_kernel(
     token_id = tl.load(token_ids_ptr + row).to(tl.int64)
     x = tl.load(embedding_ptr + token_id * n + columns, mask=inside, other=0.0)
     tl.store(residual_ptr + row * n + columns, x, mask=inside)
-    value = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
-    tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + columns, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_rms_norm_of_partials_kernel(
+    partials_ptr, residual_ptr, weight_ptr, out_ptr, n, split_stride, eps, NUM_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    offsets = tl.program_id(0) * n + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(OVERLAPS)
+    residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+    x = residual.to(tl.float32) + sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
+    x = x.to(residual.dtype)
+    tl.store(residual_ptr + offsets, x, mask=inside)
+    tl.store(out_ptr + offsets, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -86,6 +109,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_wa
         raise ValueError("the residual must be contiguous")
     out = torch.empty_like(residual)
     _launch(x, residual, weight, out, eps, num_warps)
+    return out
+
+
+def add_rms_norm_of_partials(partials: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add partials (num_splits, rows, n) to `residual` (rows, n) in place. Returns the sum's norm. All contiguous."""
+    if not (partials.is_contiguous() and residual.is_contiguous()):
+        raise ValueError("partials and residual must be contiguous")
+    num_splits, num_rows, n = partials.shape
+    out = torch.empty_like(residual)
+    if num_rows:
+        overlaps = overlaps_launches(partials)
+        _add_rms_norm_of_partials_kernel[(num_rows,)](
+            partials, residual, weight, out, n, num_rows * n, eps,
+            NUM_SPLITS=num_splits, BLOCK=triton.next_power_of_2(n),
+            OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+        )  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""What lies between the q/k/v product and attention, in one pass: QK-norm, rotary embedding, KV write.
+"""What lies between the q/k/v GEMM and attention, in one pass: QK-norm, rotary embedding, KV write.
 
 For every head x of q and k:  x = rms_norm(x) * weight (when the model has QK-norm), then
 x * cos + (second half, first half) * sin with the position's row of the table, sin carrying the rotation's sign.
@@ -13,8 +13,6 @@ Reference: `rope_reference` below, from `kernels/rms_norm.py`, `kernels/rotary.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -22,31 +20,12 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
+from kernels.gpu.tuning import ROPE, RopeConfig
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 
-
-@dataclass(frozen=True, slots=True)
-class RopeTuning:
-    """tokens, heads: what one program takes.
-
-    Of 13 settings on an H200, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the fastest or
-    within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).
-    """
-
-    tokens: int
-    heads: int
-    num_warps: int
-
-
 STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
-MANY_TOKENS, FEW_TOKENS = RopeTuning(4, 4, 4), RopeTuning(1, 8, 4)
-
-
-def rope_tuning(num_tokens: int) -> RopeTuning:
-    """Settings for a step of so many tokens."""
-    return FEW_TOKENS if num_tokens < 32 else MANY_TOKENS
 
 
 @triton.jit
@@ -63,7 +42,7 @@ def _rope_kernel(
     qkv_ptr, table_ptr, positions_ptr, slots_ptr, norm_ptr, pool_ptr,
     num_tokens, layer, token_stride, block_stride, layer_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_PARTS: tl.constexpr, HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_NORM: tl.constexpr, KEEPS_K: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, STREAMS: tl.constexpr, OVERLAPS: tl.constexpr, SPREADS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -91,8 +70,8 @@ def _rope_kernel(
     source = qkv_ptr + (tokens * token_stride)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
     first = tl.load(source, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
     second = tl.load(source + HALF, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        other = source + part * (num_tokens * token_stride)
+    for split in tl.static_range(1, NUM_SPLITS):
+        other = source + split * (num_tokens * token_stride)
         first += tl.load(other, mask=exists, other=0.0).to(tl.float32)
         second += tl.load(other + HALF, mask=exists, other=0.0).to(tl.float32)
     x, y = first, second
@@ -109,9 +88,9 @@ def _rope_kernel(
     stays = exists & (heads < num_kept)[None, :, None]
     tl.store(source, out_first.to(qkv_ptr.dtype.element_ty), mask=stays, cache_modifier=STREAM)
     tl.store(source + HALF, out_second.to(qkv_ptr.dtype.element_ty), mask=stays, cache_modifier=STREAM)
-    places = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD_DIM
-    places += layer.to(tl.int64) * layer_stride
-    target = pool_ptr + places[:, None, None] + ((heads - NUM_HEADS) * (BLOCK_SIZE * HEAD_DIM))[None, :, None] + dims
+    offsets = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD_DIM
+    offsets += layer.to(tl.int64) * layer_stride
+    target = pool_ptr + offsets[:, None, None] + ((heads - NUM_HEADS) * (BLOCK_SIZE * HEAD_DIM))[None, :, None] + dims
     is_kv = exists & (heads >= NUM_HEADS)[None, :, None] & (slots >= 0)[:, None, None]
     tl.store(target, as_stored(out_first, pool_ptr.dtype.element_ty), mask=is_kv, cache_modifier=STREAM)
     tl.store(target + HALF, as_stored(out_second, pool_ptr.dtype.element_ty), mask=is_kv, cache_modifier=STREAM)
@@ -119,12 +98,12 @@ def _rope_kernel(
 
 def rope_and_write_kv(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
-    pool: Tensor, layer: int, keeps_k: bool = True, tuning: RopeTuning | None = None, spreads_next: bool = True,
+    pool: Tensor, layer: int, keeps_k: bool = True, config: RopeConfig | None = None, spreads_next: bool = True,
 ) -> None:  # fmt: skip
     """Rotate q in place, and with `keeps_k` k too; store rotated k, and v, in the pool.
 
-    qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two. Or parts
-        of it (num_parts, ...), whose sum is taken: the first then holds the result.
+    qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two. Or split-K
+        partials (num_splits, ...), which are added up: the first then holds the result.
     table: (num_positions, 2, head_dim), cosines and signed sines: the halves of a row hold the same numbers but for
         the sines' sign, and one of each is read. positions: int (num_tokens,).
     slots: int (num_tokens,): block id * block_size + offset in the block; negative: nothing is stored.
@@ -132,7 +111,7 @@ def rope_and_write_kv(
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
     spreads_next: the programs of the next kernel, attention, come when all kernels before this one have left, and so
         spread evenly. Early they would hide their start, but stay where they find room (decision 0080).
-    positions, slots and table are inputs of the step: they are read before the kernel before has ended.
+    positions, slots and table are inputs of the step: they are read before the previous kernel has ended.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape[-3:]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
@@ -142,15 +121,16 @@ def rope_and_write_kv(
         raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
-    chosen = tuning or rope_tuning(num_tokens)
-    heads = min(chosen.heads, triton.next_power_of_2(num_all_heads))
-    _rope_kernel[(triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(num_all_heads, heads))](
+    config = config or ROPE.find(tokens=num_tokens)
+    assert config is not None, "the last rule has no bounds"
+    heads = min(config.heads, triton.next_power_of_2(num_all_heads))
+    _rope_kernel[(triton.cdiv(num_tokens, config.tokens), triton.cdiv(num_all_heads, heads))](
         qkv, table, positions, slots, qk_norm if qk_norm is not None else table, pool,
         num_tokens, layer, qkv.stride(-3), pool.stride(0), pool.stride(1), eps,
         NUM_HEADS=num_all_heads - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size, NUM_PARTS=qkv.shape[0] if qkv.dim() == 4 else 1, HAS_NORM=qk_norm is not None,
-        KEEPS_K=keeps_k, TOKENS=chosen.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
-        OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=chosen.num_warps,
+        BLOCK_SIZE=block_size, NUM_SPLITS=qkv.shape[0] if qkv.dim() == 4 else 1, HAS_NORM=qk_norm is not None,
+        KEEPS_K=keeps_k, TOKENS=config.tokens, HEADS=heads, STREAMS=qkv.nbytes > STREAMED_BYTES,
+        OVERLAPS=overlaps_launches(qkv), SPREADS=spreads_next, num_warps=config.num_warps,
         launch_pdl=overlaps_launches(qkv),
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Gated activation on a GPU: y = gate / (1 + exp(-gate)) * up, gate and up side by side in one tensor.
 
-Computed in float32 and rounded once. Reference: `kernels/silu_mul.py`.
+Computed in float32 and rounded once; `silu_mul_of_partials` adds up split-K partials of both first.
+Reference: `kernels/silu_mul.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.split_k import sum_partials
 
 BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from each half
 
@@ -47,4 +49,35 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         _silu_mul_kernel[(triton.cdiv(n, BLOCK), num_tokens)](
             gate_up, out, n, BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
         )
+    return out
+
+
+@triton.jit
+def _silu_mul_of_partials_kernel(
+    partials_ptr, out_ptr, n, split_stride, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAPS)
+    row = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    offsets = row * 2 * n + columns
+    gate = sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
+    up = sum_partials(partials_ptr, offsets + n, inside, split_stride, NUM_SPLITS)
+    value = silu_times(gate, up)
+    tl.store(out_ptr + row * n + columns, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul_of_partials(partials: Tensor) -> Tensor:
+    """(num_splits, rows, 2 n), contiguous -> (rows, n). At most 65,535 rows."""
+    if not partials.is_contiguous():
+        raise ValueError("partials must be contiguous")
+    num_splits, num_rows, width = partials.shape
+    n = width // 2
+    out = torch.empty(num_rows, n, dtype=partials.dtype, device=partials.device)
+    if num_rows:
+        overlaps = overlaps_launches(partials)
+        _silu_mul_of_partials_kernel[(triton.cdiv(n, BLOCK), num_rows)](
+            partials, out, n, num_rows * width,
+            NUM_SPLITS=num_splits, BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+        )  # fmt: skip
     return out

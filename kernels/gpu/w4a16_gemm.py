@@ -1,20 +1,18 @@
-"""Linear maps over 4-bit weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
+"""GEMMs with packed int4 weights on a GPU. Formula, layout and reference: `kernels/w4a16_gemm.py`.
 
-A code's bits, masked out and put under the exponent of 128, are the bfloat16 128 + c. Two of them cost a shift and a
-logical operation and go to the matrix units as they are, place by place of the words; what 128 and the offset add is
-a multiple of the sum of x, which the matrix units compute as well. Per group
+A weight's bits, masked out and put under the exponent of 128, are the bfloat16 128 + w. Two of them cost a shift and
+a logical operation and go to the matrix units as they are, nibble by nibble of the words; what 128 and the offset add
+is a multiple of the sum of x, which the matrix units compute as well. Per group
 
-    y += s (sum_k (128 + c_k) x_k) + (z - 136 s) sum_k x_k
+    y += s (sum_k (128 + w_k) x_k) + (z - 136 s) sum_k x_k
 
 in float32. A program owns few columns of y and all of K: each warp takes another chunk of 128 columns, their sums
-meet at the end. This is for up to 8 rows of bfloat16, with groups below 128 up to 32. 9 to 128 rows in groups of 128
-go through `kernels/gpu/w4_codes.py`. For others (more rows, other types, groups below 32, rows of W that are no
-multiple of 128) the weight is written out, for cuBLAS.
+meet at the end. This is for few rows of bfloat16; more of them, in groups of 128, go through
+`kernels/gpu/w4_planes_gemm.py`. For others (more rows, other types, groups below 32, rows of W that are no multiple
+of 128) the weight is written out, for cuBLAS. `kernels/gpu/tuning.py` says how many rows.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,19 +20,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.rounding import grouped_codes
-from kernels.gpu.small_m_gemm import SmallMWorkspace
-from kernels.gpu.w4_codes import MIN_GROUP, choose_w4_codes, w4_codes_product
+from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.quantize import quantize_with_sums
+from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import W4_PLANES, W4_ROWS, SlicedKConfig
+from kernels.gpu.w4_planes_gemm import MIN_GROUP, WORDS, scale_and_zero, w4_planes_gemm
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
-MAX_ROWS = 32  # gate and up of Qwen2.5-7B at 64 rows: 144 us, as long as writing the weight out takes
-PAIRED_ROWS = range(9, 129)  # in groups of 128, by `w4_codes`
-LONG = 8192  # columns: too many to read before the wait
-WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk
+MAX_ROWS = 32
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
-# Of two words, the pairs of codes in the four places, each as two bfloat16 128 + c.
-CODES = tl.constexpr("""{
+# The four nibbles of two words, each pair as two bfloat16 128 + w.
+UNPACK = tl.constexpr("""{
     .reg .b32 t;
     lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
     shr.u32 t, $4, 4;
@@ -46,62 +42,27 @@ CODES = tl.constexpr("""{
 }""")
 
 
-@dataclass(frozen=True, slots=True)
-class W4Config:
-    """block_n columns of y a program; num_warps chunks of 128 columns of x in a step, one a warp.
-
-    ahead: steps whose words are read before the wait. prefetched: lines of a row that are asked for then.
-    """
-
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 5
-    ahead: int = 0
-    prefetched: int = 0
-
-
-def choose(num_rows: int, n: int, k: int) -> W4Config:
-    """For up to 32 rows and a weight (n, k) on an H200; k is a multiple of 128. From 9 rows on the kernel is slower
-    than bfloat16 in cuBLAS; for more than 16 rows, 32 columns would keep 800 bytes a thread outside of registers.
-    """
-    if num_rows > 8:
-        return W4Config(32 if num_rows <= 16 else 16, 4, 2)
-    if num_rows > 1:
-        return W4Config(64 if n > k else 32, 4, 3)
-    if n > 2 * k:
-        return W4Config(32, 4, 3)
-    return W4Config(16, 16, 2) if k > LONG else W4Config(16, 4, 3, ahead=4)
-
-
 @triton.jit
-def codes_plus_128(words):
-    """Of the four places, bfloat16."""
+def unpack_to_bfloat16(words):
+    """128 + w of the four nibbles, bfloat16."""
     return tl.inline_asm_elementwise(
-        CODES, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True,
-        pack=2,
+        UNPACK, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def plain_codes(words):
-    """Of the four places, float32: the interpreter knows no assembly."""
-    codes = ()
-    for place in tl.static_range(4):
-        codes = codes + (((words >> 4 * place) & 15).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return codes
+def unpack_plain(words):
+    """w of the four nibbles, float32: for the interpreter, which knows no assembly."""
+    weights = ()
+    for nibble in tl.static_range(4):
+        weights = weights + (((words >> 4 * nibble) & 15).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return weights
 
 
 @triton.jit
-def scaled(pairs, products, sums, BIAS: tl.constexpr):
-    """Scales and offsets of a group, applied to sums over it of codes + BIAS times x, and of x."""
-    scale = (pairs << 16).to(tl.float32, bitcast=True)  # bfloat16 is the upper half of a float32
-    zero = (pairs & -65536).to(tl.float32, bitcast=True)
-    return scale * products + (zero - BIAS * scale) * sums
-
-
-@triton.jit
-def _places_of_one_row(x_at, has_x):
-    """x of the four places, each (chunks, words, 1): one load for all."""
+def _load_one_row(x_at, has_x):
+    """x of the four nibbles, each (chunks, words, 1): one load for all."""
     x = tl.load(x_at + (tl.arange(0, 4) * WORDS)[None, :, None], mask=has_x, other=0.0)
     even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[2], 2, 2)))
     x0, x2 = tl.split(even)
@@ -110,8 +71,8 @@ def _places_of_one_row(x_at, has_x):
 
 
 @triton.jit
-def _places_of_rows(x_at, has_x):
-    """The same of several rows, each (chunks, words, rows)."""
+def _load_rows(x_at, has_x):
+    """The same for several rows, each (chunks, words, rows)."""
     x0 = tl.load(x_at, mask=has_x, other=0.0)
     x1 = tl.load(x_at + WORDS, mask=has_x, other=0.0)
     x2 = tl.load(x_at + 2 * WORDS, mask=has_x, other=0.0)
@@ -123,22 +84,24 @@ def _places_of_rows(x_at, has_x):
 
 @triton.jit
 def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
-    """Products of one chunk a warp (chunks, columns, rows)."""
+    """The sums of one chunk a warp: (chunks, columns, rows)."""
     OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
-    PLACES: tl.constexpr = GROUP // WORDS  # of a group
-    x = _places_of_one_row(x_at, has_x) if x_at.shape[1] == 1 else _places_of_rows(x_at, has_x)
-    codes = codes_plus_128(words) if COMPILED else plain_codes(words)
+    BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
+    NIBBLES: tl.constexpr = GROUP // WORDS  # of a group
+    x = _load_one_row(x_at, has_x) if x_at.shape[1] == 1 else _load_rows(x_at, has_x)
+    weights = unpack_to_bfloat16(words) if COMPILED else unpack_plain(words)
     ones = tl.full(words.shape, 1.0, OPERAND)
     none = tl.zeros((words.shape[0], words.shape[1], x_at.shape[1]), tl.float32)
     total = none
-    for group in tl.static_range(4 // PLACES):
+    for group in tl.static_range(4 // NIBBLES):
         sums = none
-        products = none
-        for place in tl.static_range(group * PLACES, (group + 1) * PLACES):
-            products = tl.dot(codes[place], x[place].to(OPERAND), products, input_precision="ieee")
-            sums = tl.dot(ones, x[place].to(OPERAND), sums, input_precision="ieee")
+        dots = none
+        for nibble in tl.static_range(group * NIBBLES, (group + 1) * NIBBLES):
+            dots = tl.dot(weights[nibble], x[nibble].to(OPERAND), dots, input_precision="ieee")
+            sums = tl.dot(ones, x[nibble].to(OPERAND), sums, input_precision="ieee")
         pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
-        total += scaled(pairs, products, sums, 136.0 if COMPILED else 8.0)
+        scale, zero = scale_and_zero(pairs)
+        total += scale * dots + (zero - BIAS * scale) * sums
     return total
 
 
@@ -153,16 +116,16 @@ def _w4_rows_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     rows = tl.arange(0, BLOCK_M)
-    own = tl.arange(0, CHUNKS)
+    chunk_ids = tl.arange(0, CHUNKS)
     num_words = num_chunks * WORDS  # in this form the compiler knows that rows start at 16 bytes
     word_rows = words_ptr + columns.to(tl.int64)[None, :, None] * num_words
-    word_at = word_rows + (own * WORDS)[:, None, None] + tl.arange(0, WORDS)[None, None, :]
+    word_at = word_rows + (chunk_ids * WORDS)[:, None, None] + tl.arange(0, WORDS)[None, None, :]
     pair_at = (
         pairs_ptr
         + columns.to(tl.int64)[None, :] * (num_chunks * (CHUNK // GROUP))
-        + (own * (CHUNK // GROUP))[:, None]
+        + (chunk_ids * (CHUNK // GROUP))[:, None]
     )
-    x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + (own * CHUNK)[:, None, None]
+    x_at = x_ptr + rows.to(tl.int64)[None, :, None] * x_stride + (chunk_ids * CHUNK)[:, None, None]
     x_at = x_at + tl.arange(0, WORDS)[None, None, :]
     has_row = (rows < M)[None, :, None]
     if PREFETCHED > 0:
@@ -174,18 +137,18 @@ def _w4_rows_kernel(
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
     ahead = ()
     for step in tl.static_range(AHEAD):
-        exists = (step * CHUNKS + own < num_chunks)[:, None, None] & inside[None, :, None]
+        exists = (step * CHUNKS + chunk_ids < num_chunks)[:, None, None] & inside[None, :, None]
         ahead = ahead + (tl.load(word_at + step * CHUNKS * WORDS, mask=exists, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_predecessor(OVERLAPS)
     total = tl.zeros((CHUNKS, BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.static_range(AHEAD):
-        exists = step * CHUNKS + own < num_chunks
+        exists = step * CHUNKS + chunk_ids < num_chunks
         total += _step(
             ahead[step], x_at + step * CHUNKS * CHUNK, pair_at + step * CHUNKS * (CHUNK // GROUP),
             has_row & exists[:, None, None], inside[None, :] & exists[:, None], GROUP, COMPILED,
         )  # fmt: skip
     for first in tl.range(AHEAD * CHUNKS, num_chunks, CHUNKS, num_stages=NUM_STAGES):
-        exists = first + own < num_chunks
+        exists = first + chunk_ids < num_chunks
         if EVEN:
             words = tl.load(word_at + first * WORDS)
             has_x, has_pair = has_row, (columns >= 0)[None, :]
@@ -212,34 +175,29 @@ def _dequantize_kernel(
     inside = at < num_words
     words = tl.load(words_ptr + row * num_words + at, mask=inside, other=0).to(tl.int32)
     first = at // PER_CHUNK * (4 * PER_CHUNK) + at % PER_CHUNK
-    for place in tl.static_range(4):
-        column = first + place * PER_CHUNK
+    for nibble in tl.static_range(4):
+        column = first + nibble * PER_CHUNK
         pairs = tl.load(pairs_ptr + row * (num_words * 4 // GROUP) + column // GROUP, mask=inside, other=0)
-        scale = (pairs << 16).to(tl.float32, bitcast=True)
-        zero = (pairs & -65536).to(tl.float32, bitcast=True)
-        code = (((words >> 4 * place) & 15) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + c
-        weight = (code - 8388616.0) * scale + zero
+        scale, zero = scale_and_zero(pairs)
+        value = (((words >> 4 * nibble) & 15) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + w
+        weight = (value - 8388616.0) * scale + zero
         tl.store(out_ptr + row * num_words * 4 + column, weight.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SmallMWorkspace) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16.
-
-    Whole steps of Qwen2.5-7B in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with `w4_codes`, 10.8,
-    11.1, 11.7, 13.0 with the weight written out; bfloat16 4.2, 4.6, 5.1, 6.5. In groups of 32 at 16, 32, 64 rows 6.3,
-    8.5, 13.2 with `w4_codes`, 5.0 and 8.1 with the kernel above, 11.6 at 64 rows with the weight written out.
-    """
-    (num_rows, k), n = x.shape, packed.words.shape[0]
+def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
+    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16."""
+    num_rows, n, k = x.shape[0], packed.words.shape[0], x.shape[1]
     if x.dtype == torch.bfloat16 and k % MAX_CHUNK == 0 and packed.group_size >= MIN_GROUP:
-        if packed.group_size == MAX_GROUP and num_rows in PAIRED_ROWS:
-            codes, config = grouped_codes(x, packed.group_size), choose_w4_codes(num_rows, n, k)
-            return w4_codes_product(*codes, packed, bias, x.dtype, workspace, config)
-        if num_rows <= MAX_ROWS:
-            return w4_product(x, packed, bias, choose(num_rows, n, k))
+        planes = W4_PLANES.find(num_rows, n, k) if packed.group_size == MAX_GROUP else None
+        if planes is not None:
+            return w4_planes_gemm(*quantize_with_sums(x, MAX_GROUP), packed, bias, x.dtype, workspace, planes)
+        config = W4_ROWS.find(num_rows, n, k)
+        if config is not None:
+            return w4_skinny_gemm(x, packed, bias, config)
     return functional.linear(x, dequantize(packed, x.dtype), bias)
 
 
-def w4_product(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Config) -> Tensor:
+def w4_skinny_gemm(x: Tensor, packed: PackedW4, bias: Tensor | None, config: SlicedKConfig) -> Tensor:
     """x (up to 32 rows, in), bfloat16, columns of stride 1 -> (rows, out)."""
     (num_rows, k), n = x.shape, packed.words.shape[0]
     if num_rows > MAX_ROWS or k % MAX_CHUNK:
@@ -253,14 +211,14 @@ def w4_product(x: Tensor, packed: PackedW4, bias: Tensor | None, config: W4Confi
         HAS_BIAS=bias is not None, GROUP=packed.group_size, EVEN=n % config.block_n == 0 and not rest,
         BLOCK_M=1 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n,
         CHUNKS=config.num_warps, AHEAD=min(config.ahead, num_steps), PREFETCHED=config.prefetched if overlaps else 0,
-        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=x.is_cuda, num_warps=config.num_warps,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x), num_warps=config.num_warps,
         launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
 
 def dequantize(packed: PackedW4, dtype: torch.dtype) -> Tensor:
-    """(out, in), for products of many rows."""
+    """(out, in), for GEMMs of many rows."""
     n, num_words = packed.words.shape
     out = torch.empty(n, num_words * 4, dtype=dtype, device=packed.words.device)
     block = 256

@@ -29,7 +29,7 @@ from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.peer_exchange import GATHER_CHUNK, PeerSegments, gather_columns, sum_add_rms_norm
 from kernels.gpu.process_logits import LogitsRules, process_logits
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
@@ -99,39 +99,37 @@ def check(compiled: list[Compiled], *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "quant_mode", "kv_dtype", "products"),
+    ("name", "quant_mode", "kv_dtype", "gemms"),
     [
-        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_small_m_kernel", "_gated_kernel"]),
+        ("qwen2.5-7b", "none", torch.bfloat16, ["_gemv_kernel", "_skinny_kernel", "_gated_kernel"]),
         ("qwen3-0.6b", "none", torch.bfloat16, ["_preloaded_kernel"]),
-        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_small_m_kernel"]),
-        ("qwen2.5-7b", "fp8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
-        ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_few_rows_kernel", "_norm_codes_kernel"]),
-        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_few_rows_kernel", "_several_rows_kernel"]),
+        ("llama3.1-8b", "none", torch.float8_e4m3fn, ["_gemv_kernel", "_skinny_kernel"]),
+        ("qwen2.5-7b", "fp8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"]),
+        ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"]),
+        ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"]),
         ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
     ],
 )
-def test_steps(
-    name: str, quant_mode: str, kv_dtype: torch.dtype, products: list[str], compiled: list[Compiled]
-) -> None:
+def test_steps(name: str, quant_mode: str, kv_dtype: torch.dtype, gemms: list[str], compiled: list[Compiled]) -> None:
     forward = forward_over(model_of(name, quant_mode, 1), kv_dtype)
     for rows in DECODE_ROWS:
         forward.logits(forward.hidden(decode_inputs(rows)))
     for lengths in PROMPTS:
         forward.hidden(prompt_inputs(forward, lengths))
-    check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *products)
+    check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *gemms)
 
 
 @pytest.mark.parametrize(
     ("rows", "group", "kernel"),
     [
         (1, 128, "_w4_rows_kernel"), (8, 32, "_w4_rows_kernel"), (32, 32, "_w4_rows_kernel"),
-        (64, 128, "_w4_codes_kernel"),
+        (64, 128, "_w4_planes_kernel"),
     ],
 )  # fmt: skip
-def test_products_of_4_bits(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
+def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: list[Compiled]) -> None:
     n, k = 37888, 3584
     scales = torch.empty(n, k // group, 2, dtype=torch.bfloat16, device=META)
-    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SmallMWorkspace(META))
+    linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
 

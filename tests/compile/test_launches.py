@@ -68,9 +68,9 @@ def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str],
 ATTEND = ["rope", "paged_decode"]
 PLAIN = {
     1: repeated(["embedding"], ["gemv", *ATTEND, "gemv"], ["gemv", "gemv"], "rms_norm", ""),
-    8: repeated(["embed_norm"], ["small_m", *ATTEND, "small_m"], ["gated", "small_m"], "rms_norm", "rms_norm"),
+    8: repeated(["embed_norm"], ["skinny", *ATTEND, "skinny"], ["gated", "skinny"], "rms_norm", "rms_norm"),
     32: repeated(
-        ["embed_norm"], ["small_m", *ATTEND, "small_m"], ["small_m", "silu_mul", "small_m"], "rms_norm", "rms_norm"
+        ["embed_norm"], ["skinny", *ATTEND, "skinny"], ["skinny", "silu_mul", "skinny"], "rms_norm", "rms_norm"
     ),
     64: repeated(["embed_norm"], ["cublas", *ATTEND, "cublas"], ["gated", "cublas"], "rms_norm", "rms_norm"),
     200: repeated(
@@ -88,19 +88,18 @@ def test_decode_steps_of_plain_weights(rows: int, launches: list[str]) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_decode_steps_of_small_weights(rows: int, launches: list[str]) -> None:
     forward = forward_over(model_of("qwen3-0.6b", "none", NUM_LAYERS), torch.bfloat16)
-    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu", "preloaded"]
-    assert launched(forward, decode_inputs(rows), launches) == repeated(
-        ["embed_norm"], attention, mlp, "norm", "norm"
-    )
+    norm = "add_rms_norm_of_partials"
+    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu_mul_of_partials", "preloaded"]
+    assert launched(forward, decode_inputs(rows), launches) == repeated(["embed_norm"], attention, mlp, norm, norm)
 
 
 @pytest.mark.parametrize("mode", ["fp8", "w8a8"])
 def test_decode_steps_of_quantized_inputs(mode: str, launches: list[str]) -> None:
     """Only the attention's output is quantized in a kernel of its own."""
     forward = forward_over(model_of("qwen2.5-7b", mode, NUM_LAYERS), torch.bfloat16)
-    gemm = "few_rows"
-    attention = ["norm_codes", gemm, *ATTEND, "quantize_rows", gemm]
-    mlp = ["norm_codes", gemm, "known_codes", gemm]
+    gemm = "sliced_k"
+    attention = ["quantize", gemm, *ATTEND, "quantize", gemm]
+    mlp = ["quantize", gemm, "quantize_with_maxima", gemm]
     assert launched(forward, decode_inputs(8), launches) == repeated(["embedding"], attention, mlp, "rms_norm", "")
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights in the GPU engine: the same tokens as the reference products in the plain engine."""
+"""Quantized weights in the GPU engine: the same tokens as the reference GEMMs in the plain engine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear, LinearLayer
 from engine.loader.quantize import Quantizer
 from engine.request import SamplingParams
-from kernels.fp8_gemm import FP8_DTYPE, fp8_linear, quantize_rows_fp8
-from kernels.gpu.small_m_gemm import SmallMWorkspace
+from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS
+from kernels.quantized_gemm import (
+    FP8_DTYPE,
+    quantize_rows_fp8,
+    quantize_rows_int8,
+    quantized_linear,
+    w8a16_linear,
+)
 from kernels.w4a16_gemm import pack_w4
-from kernels.w8a8_gemm import quantize_rows_int8, w8a8_linear, w8a16_linear
 from tests.gpu.models import save_tiny_model
 
 ON_GPU = torch.cuda.is_available()
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 12))]
 REFERENCES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
-    "fp8": (quantize_rows_fp8, fp8_linear),
-    "w8a8": (quantize_rows_int8, w8a8_linear),
+    "fp8": (quantize_rows_fp8, quantized_linear),
+    "w8a8": (quantize_rows_int8, quantized_linear),
     "int8-weight": (quantize_rows_int8, w8a16_linear),
 }
 
@@ -41,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class ReferenceQuantizer(Quantizer):
-    """Plain torch for every map."""
+    """Plain torch for every linear layer."""
 
     def __init__(self, mode: str) -> None:
         super().__init__("none", {}, on_gpu=False)
@@ -49,9 +55,9 @@ class ReferenceQuantizer(Quantizer):
 
     def _convert(self, linear: LinearLayer, is_head: bool = False) -> LinearLayer:
         assert isinstance(linear, Linear)
-        quantize, product = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
+        quantize, gemm = REFERENCES["w8a8" if is_head and self._served == "fp8" else self._served]
         weight, scales = quantize(linear.weight)
-        return lambda x: product(x, weight, scales, linear.bias)
+        return lambda x: gemm(x, weight, scales, linear.bias)
 
 
 def generate(made: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -89,27 +95,34 @@ def test_tokens_equal_those_of_the_reference(
 
 
 @pytest.mark.parametrize("kind", [Fp8Linear, W8A8Linear, W8A16Linear])
-def test_maps_are_made_of_stored_codes(kind: type[EightBitLinear]) -> None:
+def test_layers_are_made_of_stored_values(kind: type[EightBitLinear]) -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     weight = torch.randn(32, 64, device=device)
-    codes = weight.mul(8).to(kind.dtype)
-    workspace = SmallMWorkspace(device)
-    per_tensor = kind(codes, torch.tensor(0.125, device=device), None, workspace)
-    per_row = kind(codes, torch.full((32, 1), 0.125, device=device), None, workspace)
+    values = weight.mul(8).to(kind.dtype)
+    workspace = SplitKWorkspace(device)
+    per_tensor = kind(values, torch.tensor(0.125, device=device), None, workspace)
+    per_row = kind(values, torch.full((32, 1), 0.125, device=device), None, workspace)
     x = torch.randn(3, 64, device=device)
     assert torch.equal(per_tensor(x), per_row(x))
     with pytest.raises(ValueError, match="multiple of 16"):
-        kind(codes[:, :40], per_row.scales, None, workspace)
+        kind(values[:, :40], per_row.scales, None, workspace)
     with pytest.raises(ValueError, match="needed"):
-        kind(codes.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
+        kind(values.to(torch.int8 if kind.dtype == FP8_DTYPE else FP8_DTYPE), per_row.scales, None, workspace)
 
 
-def test_four_bit_maps() -> None:
+def test_many_rows_of_16_bits_go_through_the_plain_weight() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
-    codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
+    weight, x = torch.randn(32, 64, device=device), torch.randn(MAX_TWO_PLANE_ROWS + 1, 64, device=device)
+    linear = W8A16Linear.of(Linear(weight), SplitKWorkspace(device))
+    torch.testing.assert_close(linear(x), w8a16_linear(x, linear.weight, linear.scales), rtol=1e-4, atol=1e-4)
+
+
+def test_int4_layer() -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    values = torch.randint(0, 16, (32, 64), dtype=torch.uint8, device=device)
     scales, zeros = torch.rand(2, 32, 2, device=device)
-    linear = W4A16Linear(pack_w4(codes, scales, zeros), torch.ones(32, device=device), SmallMWorkspace(device))
+    linear = W4A16Linear(pack_w4(values, scales, zeros), torch.ones(32, device=device), SplitKWorkspace(device))
     spread = [part.bfloat16().float().repeat_interleave(32, 1) for part in (scales, zeros)]
-    weight = (codes.float() - 8) * spread[0] + spread[1]
+    weight = (values.float() - 8) * spread[0] + spread[1]
     x = torch.randn(3, 64, device=device)
     torch.testing.assert_close(linear(x), x @ weight.T + 1, rtol=1e-4, atol=1e-4)

@@ -5,16 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.quantized_gemm import FP8_DTYPE, quantize_rows_fp8, quantize_rows_int8
+
 # The interpreter multiplies matrices of bfloat16 by their bit patterns; float16 takes the same path of the kernels.
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 # Triton's interpreter cuts bfloat16 off where a GPU rounds to nearest.
 BFLOAT16_BOUND = 5e-3 if torch.cuda.is_available() else 1.5e-2
+
+QUANTIZERS = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}  # references
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """Norm of the difference over the norm of the reference; NaN anywhere gives NaN, which no bound passes."""
     out, reference = out.double(), reference.double()
     return float((out - reference).norm() / reference.norm())
+
+
+def dequantized(values: Tensor, scales: Tensor) -> Tensor:
+    """Rows of `values` times their scales, exact."""
+    return values.double() * scales.double()[:, None]
 
 
 def poisoned_pool(

@@ -41,7 +41,7 @@ X = torch.zeros(64)
 
 
 def start(
-    fast: FastLaunch, x: Tensor = X, n: int = 32, block: int = 8, is_last: bool = False, warps: int = 4
+    fast: FastLaunch, x: Tensor = X, n: int | None = 32, block: int = 8, is_last: bool = False, warps: int = 4
 ) -> None:
     fast[(3, 2)](x, n, 0.5, IS_LAST=is_last, BLOCK=block, num_warps=warps)
 
@@ -63,8 +63,8 @@ def test_a_variant_that_has_run_is_started_with_its_constants_in_the_kernels_ord
 @pytest.mark.parametrize(
     "changes",
     [
-        {"x": X[1:]}, {"x": X.double()}, {"n": 33}, {"n": 1}, {"n": 2**32}, {"block": 16}, {"is_last": True},
-        {"warps": 8},
+        {"x": X[1:]}, {"x": X.double()}, {"n": 33}, {"n": 1}, {"n": 2**32}, {"n": None}, {"block": 16},
+        {"is_last": True}, {"warps": 8},
     ],
 )  # fmt: skip
 def test_what_triton_compiles_anew_for_is_another_variant(changes: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ def test_what_triton_compiles_anew_for_is_another_variant(changes: dict[str, Any
 @FastLaunch
 @triton.jit
 def _shift_kernel(x_ptr, out_ptr, n, by, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < n
-    tl.store(out_ptr + places, tl.load(x_ptr + places, mask=inside) + by, mask=inside)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < n
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=inside) + by, mask=inside)
 
 
 def test_a_real_kernel_gives_the_same_every_time(device: torch.device) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.gated_gemm import choose_gated, gated_linear
-from kernels.gpu.small_m_gemm import SmallMConfig
+from kernels.gpu.gated_gemm import gated_linear
+from kernels.gpu.tuning import SKINNY_GATED, TileConfig
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
-CONFIG = SmallMConfig(16, 32, num_stages=2)
+CONFIG = TileConfig(16, 32, num_stages=2)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
@@ -39,17 +39,11 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [2, 16, 64])
 def test_what_is_chosen_fits(rows: int, device: torch.device) -> None:
-    config = choose_gated(rows, 8192, torch.bfloat16)
+    config = SKINNY_GATED.find(rows, 8192, 64)
     assert config is not None
     x, weight = torch.randn(rows, 64, device=device), torch.randn(2 * 128, 64, device=device)
     out = gated_linear(x, weight, None, replace(config, block_k=32, num_stages=1))
     assert relative_error(out, silu_mul(functional.linear(x, weight))) < 2e-6
-
-
-def test_what_gains_nothing_is_left_alone() -> None:
-    assert choose_gated(65, 18944, torch.bfloat16) is None
-    assert choose_gated(8, 3072, torch.bfloat16) is None
-    assert choose_gated(8, 18944, torch.float32) is None
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -3,18 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.decode_tuning import (
-    FEW_HEADS,
-    LONG_TILES,
-    MANY_PROGRAMS,
-    ONE_BYTE,
-    SHORT_TILES,
-    DecodeTuning,
-    choose_tuning,
-    num_splits,
-)
-from kernels.gpu.paged_decode import LISTED_BLOCKS, DecodeWorkspace, paged_decode
+from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
+from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
 from kernels.gpu.simple_decode import simple_decode
+from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, DecodeConfig
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -26,14 +18,14 @@ from tests.kernels.helpers import (
 )
 
 LAYER = 1
-SMALL = DecodeTuning(16, 4, 2, 2)
-LISTS_BLOCKS = DecodeTuning(16, 4, 2, 2, lists_blocks=True)
+SMALL = DecodeConfig(16, 4, 2, 2)
+LISTS_BLOCKS = DecodeConfig(16, 4, 2, 2, lists_blocks=True)
 
 
 def run(
     seq_lens: list[int], num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype,
     device: torch.device, splits: int | None, head_dim: int = 32, kv_dtype: torch.dtype | None = None,
-    tuning: DecodeTuning | None = SMALL,
+    config: DecodeConfig | None = SMALL,
 ) -> None:  # fmt: skip
     tables, table = block_tables_for(seq_lens, block_size, device)
     pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, head_dim, kv_dtype or dtype, device)
@@ -48,7 +40,7 @@ def run(
         [attend_sequence(q[row : row + 1].double(), kv.double()).flatten(1) for row, kv in enumerate(kvs)]
     )
     bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
-    out = paged_decode(q, pool, LAYER, table, lengths, workspace, tuning, splits)
+    out = paged_decode(q, pool, LAYER, table, lengths, workspace, config, splits)
     assert relative_error(out, expected) < bound
     assert relative_error(simple_decode(q, pool, LAYER, table, lengths), expected) < bound
 
@@ -82,11 +74,11 @@ def test_more_blocks_than_a_program_lists_at_a_time(
 ) -> None:
     """Also where a program's first tile lies inside a block: 4,200 keys are 263 tiles, 132 of them the first's."""
     assert seq_len // block_size // splits >= LISTED_BLOCKS.value
-    run([seq_len, 40], 2, 1, block_size, torch.float32, device, splits, tuning=LISTS_BLOCKS)
+    run([seq_len, 40], 2, 1, block_size, torch.float32, device, splits, config=LISTS_BLOCKS)
 
 
 def test_shares_that_begin_inside_a_block(device: torch.device) -> None:
-    run([75, 16, 200], 2, 1, 64, torch.float32, device, 3, tuning=LISTS_BLOCKS)
+    run([75, 16, 200], 2, 1, 64, torch.float32, device, 3, config=LISTS_BLOCKS)
 
 
 def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
@@ -97,7 +89,7 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     q = torch.randn(3, 2, 16, device=device)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
     workspace = DecodeWorkspace(3, 2, 1, 16, device)
-    out = paged_decode(q, pool, 0, table, lengths, workspace, DecodeTuning(32, 2, 3, 2), 1)
+    out = paged_decode(q, pool, 0, table, lengths, workspace, DecodeConfig(32, 2, 3, 2), 1)
     for row, kv in enumerate(kvs):
         assert relative_error(out[row], attend_sequence(q[row : row + 1], kv).flatten()) < 1e-5
 
@@ -112,24 +104,24 @@ def test_padding_rows_get_zeros(device: torch.device) -> None:
     assert torch.allclose(out[1].view(2, 16), pool[0, 0, 1, 0, 0].expand(2, 16))
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, MANY_PROGRAMS, FEW_HEADS, None])
+@pytest.mark.parametrize("config", [LONG_TILES, SHORT_TILES, MANY_PROGRAMS, FEW_HEADS, None])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1)])
 def test_what_is_chosen_fits(
-    tuning: DecodeTuning | None, num_heads: int, num_kv_heads: int, device: torch.device
+    config: DecodeConfig | None, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> None:
-    run([1, 40, 75], num_heads, num_kv_heads, 16, HALF_DTYPE, device, None, tuning=tuning)
+    run([1, 40, 75], num_heads, num_kv_heads, 16, HALF_DTYPE, device, None, config=config)
 
 
 def test_settings_go_by_programs_and_group() -> None:
-    assert choose_tuning(64, 8, 2, 2) is choose_tuning(128, 4, 7, 2) is SHORT_TILES
-    assert choose_tuning(256, 8, 2, 2) is choose_tuning(256, 4, 7, 2) is MANY_PROGRAMS
-    assert choose_tuning(1, 4, 7, 2) is choose_tuning(64, 4, 7, 2) is choose_tuning(34, 8, 4, 2) is LONG_TILES
-    assert choose_tuning(1, 8, 2, 2) is choose_tuning(33, 8, 4, 2) is FEW_HEADS
+    assert decode_config(64, 8, 2, 2) is decode_config(128, 4, 7, 2) is SHORT_TILES
+    assert decode_config(256, 8, 2, 2) is decode_config(256, 4, 7, 2) is MANY_PROGRAMS
+    assert decode_config(1, 4, 7, 2) is decode_config(64, 4, 7, 2) is decode_config(34, 8, 4, 2) is LONG_TILES
+    assert decode_config(1, 8, 2, 2) is decode_config(33, 8, 4, 2) is FEW_HEADS
 
 
-@pytest.mark.parametrize("tuning", [LONG_TILES, SHORT_TILES, ONE_BYTE])
-def test_more_rows_never_get_more_splits(tuning: DecodeTuning) -> None:
-    counts = [num_splits(rows, 4, torch.device("cpu"), tuning) for rows in range(1, 300)]
+@pytest.mark.parametrize("config", [LONG_TILES, SHORT_TILES, ONE_BYTE])
+def test_more_rows_never_get_more_splits(config: DecodeConfig) -> None:
+    counts = [num_splits(rows, 4, torch.device("cpu"), config) for rows in range(1, 300)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
 

@@ -6,12 +6,12 @@ import torch
 from kernels.gpu.paged_prefill import (
     LARGE_TILE,
     SMALL_TILE,
-    PrefillTuning,
     choose_tile,
     paged_prefill,
     prefill_tiles,
     takes_boxes,
 )
+from kernels.gpu.tuning import PrefillConfig
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -23,7 +23,7 @@ from tests.kernels.helpers import (
 )
 
 TILE_M = 16
-TUNING = PrefillTuning(tile_n=16, num_warps=4, num_stages=2)
+CONFIG = PrefillConfig(tile_n=16, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(7, 1), (4, 2), (2, 2)])
@@ -45,7 +45,7 @@ def test_chunks_against_cached_context(
     q = torch.randn(starts[-1], num_heads + 2, head_dim, device=device).to(dtype)[:, :num_heads]
     tiles = prefill_tiles(starts, seq_lens, num_heads // num_kv_heads, TILE_M)
     out = torch.full((starts[-1], num_heads * head_dim), float("nan"), dtype=dtype, device=device)
-    paged_prefill(q, pool, 1, table, torch.tensor(tiles, dtype=torch.int32, device=device), TILE_M, out, TUNING)
+    paged_prefill(q, pool, 1, table, torch.tensor(tiles, dtype=torch.int32, device=device), TILE_M, out, CONFIG)
     bound = 1e-5 if dtype == torch.float32 else BFLOAT16_BOUND
     for row, kv in enumerate(kvs):
         own = slice(starts[row], starts[row] + query_lens[row])
@@ -58,7 +58,7 @@ def test_blocks_smaller_than_a_tile(device: torch.device) -> None:
     kv = fill_sequence(pool, 0, tables[0], 45)
     q = torch.randn(45, 2, 16, device=device)
     tiles = torch.tensor(prefill_tiles([0, 45], [45], 2, TILE_M), dtype=torch.int32, device=device)
-    out = paged_prefill(q, pool, 0, table, tiles, TILE_M, None, TUNING)
+    out = paged_prefill(q, pool, 0, table, tiles, TILE_M, None, CONFIG)
     assert relative_error(out, attend_sequence(q, kv).flatten(1)) < 1e-5
 
 

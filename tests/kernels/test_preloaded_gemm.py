@@ -4,24 +4,25 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu.preloaded_gemm import PreloadedConfig, choose_preloaded, preloaded_linear
+from kernels.gpu.preloaded_gemm import preloaded_linear
+from kernels.gpu.tuning import PreloadedConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (80, 72)])
 @pytest.mark.parametrize("config", [PreloadedConfig(32), PreloadedConfig(32, 2), PreloadedConfig(32, 4, 3)])
-def test_parts_add_up_to_the_reference(
+def test_partials_add_up_to_the_reference(
     rows: int, n: int, k: int, config: PreloadedConfig, device: torch.device
 ) -> None:
     x = torch.randn(rows, k + 8, device=device).to(HALF_DTYPE)[:, :k]
     weight = torch.randn(n, k, device=device).to(HALF_DTYPE)
     bias = torch.randn(n, device=device).to(HALF_DTYPE)
     for added in (None, bias):
-        parts = preloaded_linear(x, weight, added, config)
-        assert parts.shape == (config.num_parts(k), rows, n)
+        partials = preloaded_linear(x, weight, added, config)
+        assert partials.shape == (-(-k // (config.chunk * config.num_chunks)), rows, n)
         expected = functional.linear(x.double(), weight.double(), None if added is None else added.double())
-        assert relative_error(parts.double().sum(0), expected) < BFLOAT16_BOUND
+        assert relative_error(partials.double().sum(0), expected) < BFLOAT16_BOUND
 
 
 @pytest.mark.parametrize("config", [PreloadedConfig(32, 2), PreloadedConfig(64, 2, 2)])
@@ -32,20 +33,10 @@ def test_a_row_is_the_same_in_any_company(config: PreloadedConfig, device: torch
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 4096, 1024), (32, 1024, 3072), (64, 6144, 1024), (64, 4096, 64)])
-def test_what_is_chosen_covers_all_columns_once(rows: int, n: int, k: int) -> None:
-    config = choose_preloaded(rows, n, k)
-    assert config is not None
-    width = config.chunk * config.num_chunks
-    assert (config.num_parts(k) - 1) * width < k <= config.num_parts(k) * width
-    assert 1 <= config.depth <= config.num_chunks
-
-
-def test_what_gains_nothing_is_left_alone() -> None:
-    assert choose_preloaded(65, 4096, 1024) is None
-    assert choose_preloaded(64, 12288, 2048) is None
-    assert choose_preloaded(1, 37888, 3584) is None
-    assert choose_preloaded(1, 4096, 1023) is None  # rows of the weight would not be aligned
+def test_a_chunk_is_no_wider_than_the_weight(device: torch.device) -> None:
+    x, weight = torch.randn(3, 40, device=device), torch.randn(80, 40, device=device)
+    out = preloaded_linear(x, weight, None, PreloadedConfig(512))
+    assert relative_error(out.double().sum(0), functional.linear(x, weight)) < 1e-6
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

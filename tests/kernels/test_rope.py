@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.rope import RopeTuning, rope_and_write_kv, rope_reference
+from kernels.gpu.rope import rope_and_write_kv, rope_reference
+from kernels.gpu.tuning import RopeConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 
 HEAD_DIM, NUM_POSITIONS = 32, 50
@@ -39,18 +40,18 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("spreads_next", [False, True])
-def test_parts_are_added_up(spreads_next: bool, device: torch.device) -> None:
+def test_partials_are_added_up(spreads_next: bool, device: torch.device) -> None:
     table = rotary_table(torch.float32, device)
-    parts = torch.randn(3, 5, 8, HEAD_DIM, device=device)
+    partials = torch.randn(3, 5, 8, HEAD_DIM, device=device)
     norm = torch.randn(6, HEAD_DIM, device=device)
     positions = torch.randint(0, NUM_POSITIONS, (5,), device=device)
     slots = torch.randperm(6 * 4, device=device)[:5]
     pool = torch.zeros(6, 2, 2, 2, 4, HEAD_DIM, device=device)
-    expected_qkv, expected = parts.sum(0), pool.clone()
+    expected_qkv, expected = partials.sum(0), pool.clone()
     rope_reference(expected_qkv, table, positions, slots, norm, 1e-6, expected, 1)
-    rope_and_write_kv(parts, table, positions, slots, norm, 1e-6, pool, 1, spreads_next=spreads_next)
+    rope_and_write_kv(partials, table, positions, slots, norm, 1e-6, pool, 1, spreads_next=spreads_next)
     assert relative_error(pool, expected) < 1e-6
-    assert relative_error(parts[0, :, :6], expected_qkv[:, :6]) < 1e-6
+    assert relative_error(partials[0, :, :6], expected_qkv[:, :6]) < 1e-6
 
 
 def test_eight_bit_pools_get_rounded_and_bounded_numbers(device: torch.device) -> None:
@@ -70,8 +71,8 @@ def test_eight_bit_pools_get_rounded_and_bounded_numbers(device: torch.device) -
     assert float((got != want).float().mean()) < 0.01
 
 
-@pytest.mark.parametrize("tuning", [RopeTuning(1, 8, 2), RopeTuning(4, 2, 4), RopeTuning(2, 16, 4)])
-def test_what_a_program_takes_does_not_matter(tuning: RopeTuning, device: torch.device) -> None:
+@pytest.mark.parametrize("config", [RopeConfig(1, 8, 2), RopeConfig(4, 2, 4), RopeConfig(2, 16, 4)])
+def test_what_a_program_takes_does_not_matter(config: RopeConfig, device: torch.device) -> None:
     table = rotary_table(torch.float32, device)
     qkv = torch.randn(7, 8, HEAD_DIM, device=device)
     norm = torch.randn(6, HEAD_DIM, device=device)
@@ -81,7 +82,7 @@ def test_what_a_program_takes_does_not_matter(tuning: RopeTuning, device: torch.
     expected_qkv, expected = qkv.clone(), pool.clone()
     rope_reference(expected_qkv, table, positions, slots, norm, 1e-6, expected, 1)
     unrotated = qkv[:, 4:6].clone()
-    rope_and_write_kv(qkv, table, positions, slots, norm, 1e-6, pool, 1, keeps_k=False, tuning=tuning)
+    rope_and_write_kv(qkv, table, positions, slots, norm, 1e-6, pool, 1, keeps_k=False, config=config)
     assert relative_error(pool, expected) < 1e-6
     assert relative_error(qkv[:, :4], expected_qkv[:, :4]) < 1e-6
     assert torch.equal(qkv[:, 4:6], unrotated)

@@ -22,3 +22,19 @@ def test_equals_the_reference(rows: int, n: int, dtype: torch.dtype, device: tor
 def test_large_negative_gates_give_zero_not_nan(device: torch.device) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, 200.0, 0.0, 1.0, 1.0, 1.0, 1.0]], device=device)
     assert gpu.silu_mul(gate_up).tolist() == [[0.0, 0.0, 200.0, 0.0]]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("n", [96, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partials_are_added_up(num_splits: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    partials = torch.randn(num_splits, 3, 2 * n, device=device).to(dtype)
+    expected = silu_mul(partials.double().sum(0).float())
+    assert relative_error(gpu.silu_mul_of_partials(partials), expected) < (
+        2e-6 if dtype == torch.float32 else BFLOAT16_BOUND
+    )
+
+
+def test_partials_that_are_not_contiguous_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        gpu.silu_mul_of_partials(torch.randn(2, 3, 64, device=device)[:, :2])

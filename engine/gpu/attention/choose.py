@@ -1,8 +1,8 @@
-"""Which backend attends for prompts: the fastest that is installed and fits, or the one that was asked for.
+"""Which backend does prefill attention: the fastest that is installed and fits, or the one that was asked for.
 
-`choose` is pure. Measured on an H200 (`benchmarks/kernels/bench_attention_backends.py`): FlashAttention-3 is 1.4 to
-5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times on long prompts. `flash-attn` has
-not been measured.
+`choose` is pure. FlashAttention-3 is 1.4 to 5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times
+on long prompts (`benchmarks/kernels/bench_attention_backends.py`, docs/performance_log.md). `flash-attn` has not been
+measured.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """cuDNN's attention through torch, for long prompts without cached context; our paged kernel for all other rows.
 
 cuDNN makes a plan for each shape (30 to 40 ms), so lengths are rounded up to eight per octave and all plans are made
-at the start. Rounding is safe under a causal mask as long as the added keys are finite: they are zeros. The
+at the start. That is safe under a causal mask as long as the added keys are finite: they are zeros. The
 mask is aligned to the first key, so it is right only where queries and keys are the same tokens.
 
-On an H200 at 28 heads x 128, TFLOP/s of cuDNN and of the paged kernel: 2k 398 and 322; 8k 598 and 436. With rounding
-(13% more work on average) and a copy, cuDNN wins from about 4k on.
+At 28 heads x 128, TFLOP/s of cuDNN and of the paged kernel: 2k 398 and 322; 8k 598 and 436. With longer rows (13%
+more work on average) and a copy, cuDNN wins from about 4k on.
 """
 
 from __future__ import annotations

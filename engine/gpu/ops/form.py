@@ -1,4 +1,4 @@
-"""What GPU ops are chosen for, what they are given in a step, and the parts that all forms share."""
+"""What GPU ops are chosen for, what they are given in a step, and what all forms share."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
-from kernels.gpu.small_m_gemm import FUSED_GEMV, gemv
+from kernels.gpu.gemv import gemv
+from kernels.gpu.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):

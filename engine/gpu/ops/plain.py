@@ -6,7 +6,7 @@
     SiLU(gate) * up                          one kernel, or part of the GEMM
 
 A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win
-(`kernels.gpu.small_m_gemm.choose`), else cuBLAS, or the quantized layer's own.
+(`kernels.gpu.tuning`), else cuBLAS, or the quantized layer's own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
-from kernels.gpu.gated_gemm import choose_gated, gated_linear
+from kernels.gpu.gated_gemm import gated_linear
+from kernels.gpu.gemv import gemv
 from kernels.gpu.silu_mul import silu_mul
-from kernels.gpu.small_m_gemm import SmallMWorkspace, choose, small_m_linear
+from kernels.gpu.skinny_gemm import skinny_gemm
+from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import GEMV, SKINNY, SKINNY_GATED
 
 Gemm = Callable[[Tensor], Tensor]
 
@@ -34,7 +37,7 @@ class PlainForm(Form):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._workspace = SmallMWorkspace(model.embedding.device)
+        self._workspace = SplitKWorkspace(model.embedding.device)
 
     def takes(self, target: Target) -> bool:
         return True
@@ -54,7 +57,7 @@ class PlainForm(Form):
         return Forward(embed_then(model, bodies[0]), ops, final_norm(model), model.head)
 
 
-def attention(block: Attention, num_rows: int, workspace: SmallMWorkspace) -> GpuBody:
+def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     qkv, output = gemm(block.qkv, num_rows, workspace), gemm(block.output, num_rows, workspace)
 
     def body(x: Tensor, step: GpuStep) -> Tensor:
@@ -63,25 +66,29 @@ def attention(block: Attention, num_rows: int, workspace: SmallMWorkspace) -> Gp
     return body
 
 
-def mlp(block: Mlp, num_rows: int, workspace: SmallMWorkspace) -> GpuBody:
+def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     gated, down = gated_gemm(block.gate_up, num_rows, workspace), gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
 
 
-def gemm(layer: LinearLayer, num_rows: int, workspace: SmallMWorkspace) -> Gemm:
+def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     """(num_rows, in) -> (num_rows, out)."""
     if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2:
         return layer
-    config = choose(num_rows, *layer.weight.shape)
+    n, k = layer.weight.shape
+    if num_rows == 1 and (row := GEMV.find(1, n, k)) is not None:
+        return partial(gemv, weight=layer.weight, bias=layer.bias, config=row)
+    config = SKINNY.find(num_rows, n, k)
     if config is None:
         return layer
-    return partial(small_m_linear, weight=layer.weight, bias=layer.bias, workspace=workspace, config=config)
+    return partial(skinny_gemm, weight=layer.weight, bias=layer.bias, workspace=workspace, config=config)
 
 
-def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SmallMWorkspace) -> Gemm:
+def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2)."""
-    if isinstance(gate_up, Linear):
-        config = choose_gated(num_rows, gate_up.weight.shape[0] // 2, gate_up.weight.dtype)
+    if isinstance(gate_up, Linear) and gate_up.weight.dtype.itemsize == 2:
+        n, k = gate_up.weight.shape
+        config = SKINNY_GATED.find(num_rows, n // 2, k)
         if config is not None:
             return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config)
     apart = gemm(gate_up, num_rows, workspace)

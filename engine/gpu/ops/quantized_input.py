@@ -18,7 +18,7 @@ from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
-from kernels.gpu.rounding import norm_codes
+from kernels.gpu.quantize import add_rms_norm_quantize
 
 
 class QuantizedInputForm(Form):
@@ -64,7 +64,7 @@ def add_norm_quantize(block: Block, reader: EightBitLinear) -> AddNorm[Quantized
     """In one kernel, to the type of values that `reader` takes."""
 
     def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
-        return norm_codes(pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes)
+        return add_rms_norm_quantize(pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes)
 
     return fold
 

@@ -17,8 +17,10 @@ from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
-from kernels.gpu.parts import add_rms_norm_of_parts, silu_mul_of_parts
-from kernels.gpu.preloaded_gemm import FEW_ROWS, PreloadedConfig, choose_preloaded, fits_preloaded, preloaded_linear
+from kernels.gpu.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
+from kernels.gpu.rms_norm import add_rms_norm_of_partials
+from kernels.gpu.silu_mul import silu_mul_of_partials
+from kernels.gpu.tuning import PRELOADED, SPREAD_ROWS, PreloadedConfig
 
 MAX_HIDDEN = 2048
 
@@ -52,13 +54,13 @@ def add_partials_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
 
     def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         assert pending is not None, "the stream starts with a pending output"
-        return add_rms_norm_of_parts(pending, residual, weight, eps)
+        return add_rms_norm_of_partials(pending, residual, weight, eps)
 
     return fold
 
 
 def attention(block: Attention, num_rows: int) -> GpuBody:
-    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > FEW_ROWS
+    qkv, output, spreads_next = gemm(block.qkv, num_rows), gemm(block.output, num_rows), num_rows > SPREAD_ROWS
 
     def body(x: Tensor, step: GpuStep) -> Tensor:
         partials = qkv(x)
@@ -70,7 +72,7 @@ def attention(block: Attention, num_rows: int) -> GpuBody:
 
 def mlp(block: Mlp, num_rows: int) -> GpuBody:
     gate_up, down = gemm(block.gate_up, num_rows), gemm(block.down, num_rows)
-    return lambda x, step: down(silu_mul_of_parts(gate_up(x)))
+    return lambda x, step: down(silu_mul_of_partials(gate_up(x)))
 
 
 def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
@@ -82,6 +84,7 @@ def gemm(layer: LinearLayer, num_rows: int) -> Gemm:
 
 
 def config_of(layer: LinearLayer, num_rows: int) -> PreloadedConfig | None:
-    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2:
+    if not isinstance(layer, Linear) or layer.weight.dtype.itemsize != 2 or layer.weight.shape[1] % COLUMN_MULTIPLE:
         return None
-    return choose_preloaded(num_rows, *layer.weight.shape)
+    n, k = layer.weight.shape
+    return PRELOADED.find(num_rows, n, k)

@@ -1,0 +1,240 @@
+"""GEMMs as a step runs them against cuBLAS in bfloat16: read bandwidth of the weight, from one row to many.
+
+    python -m benchmarks.kernels.bench_gemm --kind plain [--rows 1 8] [--only "0.6b o"] [--sweep]
+
+Quantization of x is part of the time. `--sweep` tries settings of the kernels, x being quantized beforehand;
+`kernels/gpu/tuning.py` comes from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.kernels import gemm_settings
+from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
+from engine.gpu.ops import plain, split_k
+from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.layers.linear import Linear
+from kernels.gpu.gemv import gemv
+from kernels.gpu.quantize import quantize_rows, quantize_with_sums
+from kernels.gpu.silu_mul import silu_mul
+from kernels.gpu.skinny_gemm import skinny_gemm
+from kernels.gpu.sliced_k_gemm import MAX_ROWS, sliced_k_gemm
+from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.w4_planes_gemm import w4_planes_gemm
+from kernels.gpu.w4a16_gemm import MAX_ROWS as MAX_W4_ROWS
+from kernels.gpu.w4a16_gemm import w4_skinny_gemm
+from kernels.w4a16_gemm import pack_w4
+
+DEVICE = "cuda"
+SHAPES = {
+    "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
+    "qwen2.5-7b down": (3584, 18944), "qwen2.5-7b lm_head": (152064, 3584), "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096), "llama3.1-8b gate_up": (28672, 4096), "llama3.1-8b down": (4096, 14336),
+    "qwen3-8b gate_up": (24576, 4096), "qwen3-8b down": (4096, 12288), "qwen3-1.7b qkv": (4096, 2048),
+    "qwen3-1.7b down": (2048, 6144), "qwen3-0.6b qkv": (4096, 1024), "qwen3-0.6b o": (1024, 2048),
+    "qwen3-0.6b gate_up": (6144, 1024), "qwen3-0.6b down": (1024, 3072), "qwen3-0.6b lm_head": (151936, 1024),
+}  # fmt: skip
+ROWS = (1, 8, 32, 64, 256, 2048)
+Layer = Any  # of the kind
+Setting = tuple[object, Callable[[Layer], object]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """make: a layer of a weight. served: what a step calls for x of so many rows, None where it takes another kind.
+
+    library: x and layer -> torch's own GEMM of the kind. settings: what a sweep tries for x.
+    """
+
+    make: Callable[[Tensor, SplitKWorkspace], Layer]
+    served: Callable[[Layer, int, SplitKWorkspace], Callable[[Tensor], object] | None]
+    num_bytes: Callable[[Layer], int]
+    library: Callable[[Tensor, Layer], object] | None = None
+    settings: Callable[[Tensor, SplitKWorkspace], Iterator[Setting]] | None = None
+
+
+def linear(weight: Tensor, _: SplitKWorkspace) -> Linear:
+    return Linear(weight)
+
+
+def as_it_is(layer: Layer, _: int, __: SplitKWorkspace) -> Callable[[Tensor], object]:
+    return layer
+
+
+def preloaded(layer: Linear, num_rows: int, _: SplitKWorkspace) -> Callable[[Tensor], object] | None:
+    return None if split_k.config_of(layer, num_rows) is None else split_k.gemm(layer, num_rows)
+
+
+def plain_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+    for config in gemm_settings.GEMVS * (x.shape[0] == 1):
+        yield config, lambda layer, config=config: gemv(x, layer.weight, None, config)
+    for config in gemm_settings.TILES:
+        yield config, lambda layer, config=config: skinny_gemm(x, layer.weight, None, workspace, config)
+
+
+def settings_8_bit(kind: type[EightBitLinear], x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+    values, scales = quantize_rows(x, kind.dtype, kind.num_planes)
+    if values.shape[0] <= MAX_ROWS:
+        for sliced in gemm_settings.SLICED_K:
+            yield (
+                sliced,
+                lambda layer, config=sliced: sliced_k_gemm(
+                    values, scales, layer.weight, layer.scales, None, x.dtype, config
+                ),
+            )
+    for tile in gemm_settings.TILES_8_BIT if values.shape[0] <= 64 else gemm_settings.TILES_8_BIT_MANY_ROWS:
+        yield (
+            tile,
+            lambda layer, config=tile: skinny_gemm(
+                values, layer.weight, None, workspace, config, scales, layer.scales, x.dtype
+            ),
+        )
+
+
+def w4_settings(group: int, x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
+    if x.shape[0] <= MAX_W4_ROWS:
+        for sliced in gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS:
+            yield sliced, lambda layer, config=sliced: w4_skinny_gemm(x, layer.packed, None, config)
+    planes = quantize_with_sums(x, group)
+    for tile in gemm_settings.W4_PLANES:
+        if tile.block_m <= 2 * x.shape[0]:
+            yield (
+                tile,
+                lambda layer, config=tile: w4_planes_gemm(*planes, layer.packed, None, x.dtype, workspace, config),
+            )
+
+
+def w4_layer(group: int, weight: Tensor, workspace: SplitKWorkspace) -> W4A16Linear:
+    n, k = weight.shape
+    values = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=weight.device)
+    scales, zeros = (torch.rand(n, k // group, device=weight.device) for _ in range(2))
+    return W4A16Linear(pack_w4(values, scales, zeros), None, workspace)
+
+
+def scaled_mm(x: Tensor, layer: Fp8Linear) -> Tensor:
+    values, scales = quantize_rows(x, layer.dtype)
+    return torch._scaled_mm(
+        values, layer.weight.t(), scales[:, None], layer.scales[None, :], out_dtype=x.dtype, use_fast_accum=True
+    )
+
+
+def int_mm(x: Tensor, layer: W8A8Linear) -> Tensor:
+    values, scales = quantize_rows(x, layer.dtype)
+    return (torch._int_mm(values, layer.weight.t()) * (scales[:, None] * layer.scales)).to(x.dtype)
+
+
+def kind_8_bit(kind: type[EightBitLinear], library: Callable[[Tensor, Any], object] | None = None) -> Kind:
+    return Kind(
+        lambda weight, workspace: kind.of(Linear(weight), workspace), as_it_is, lambda layer: layer.weight.nbytes,
+        library, partial(settings_8_bit, kind),
+    )  # fmt: skip
+
+
+def kind_w4(group: int) -> Kind:
+    def num_bytes(layer: W4A16Linear) -> int:
+        return layer.packed.words.nbytes + layer.packed.scales_and_zeros.nbytes
+
+    return Kind(partial(w4_layer, group), as_it_is, num_bytes, None, partial(w4_settings, group))
+
+
+KINDS = {
+    "plain": Kind(linear, plain.gemm, lambda layer: layer.weight.nbytes, settings=plain_settings),
+    "gated": Kind(
+        linear, plain.gated_gemm, lambda layer: layer.weight.nbytes, lambda x, layer: silu_mul(layer(x))
+    ),
+    "preloaded": Kind(linear, preloaded, lambda layer: layer.weight.nbytes),
+    "fp8": kind_8_bit(Fp8Linear, scaled_mm),
+    "w8a8": kind_8_bit(W8A8Linear, int_mm),
+    "w8a16": kind_8_bit(W8A16Linear),
+    "w4": kind_w4(128),
+    "w4-32": kind_w4(32),
+}  # fmt: skip
+
+
+def table(
+    name: str, kind: Kind, shape: str, weights: Sequence[Tensor], layers: Sequence[Layer], rows: Sequence[int],
+    read: float, workspace: SplitKWorkspace,
+) -> None:  # fmt: skip
+    """What a step runs, against bfloat16 in cuBLAS and torch's own GEMM of the kind."""
+    n, k = weights[0].shape
+    for num_rows in rows:
+        x = torch.randn(num_rows, k, device=DEVICE).bfloat16()
+        served = [kind.served(layer, num_rows, workspace) for layer in layers]
+        calls = [partial(call, x) for call in served if call is not None]
+        if not calls:
+            continue
+        seconds = graph_seconds(calls)
+        cublas = graph_seconds([partial(functional.linear, x, weight) for weight in weights])
+        own = graph_seconds([partial(plain.gemm(Linear(weight), num_rows, workspace), x) for weight in weights])
+        figures = {"cublas_ratio": cublas / seconds, "own_bf16_ratio": own / seconds}
+        if kind.library is not None and num_rows > 16:
+            figures["library_ratio"] = graph_seconds([partial(kind.library, x, layer) for layer in layers]) / seconds
+        report(
+            name, f"{shape} [{num_rows},{n},{k}]", us=seconds * 1e6,
+            of_read=kind.num_bytes(layers[0]) / seconds / read, tflops=2 * num_rows * n * k / seconds / 1e12,
+            **figures,
+        )  # fmt: skip
+
+
+def sweep(
+    name: str, kind: Kind, shape: str, layers: Sequence[Layer], k: int, rows: Sequence[int], read: float,
+    workspace: SplitKWorkspace,
+) -> None:  # fmt: skip
+    """The best settings for each number of rows."""
+    assert kind.settings is not None, f"{name} has no settings to try"
+    for num_rows in rows:
+        x = torch.randn(num_rows, k, device=DEVICE).bfloat16()
+        results: list[tuple[float, str]] = []
+        for config, call in kind.settings(x, workspace):
+            try:
+                seconds = graph_seconds([partial(call, layer) for layer in layers], 5)
+            except (
+                RuntimeError,
+                ValueError,
+                triton.runtime.errors.TritonError,
+            ) as error:  # tiles or partials too large
+                report("skipped", str(config), why=str(error)[:80])
+                continue
+            results.append((seconds, f"{config} {seconds * 1e6:.2f}"))
+        results.sort()
+        report(
+            f"{name} sweep", f"{shape}, {num_rows} rows", best=" | ".join(label for _, label in results[:3]),
+            of_read=kind.num_bytes(layers[0]) / results[0][0] / read,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", default="", help="part of a shape's name")
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    read = read_bandwidth()
+    workspace = SplitKWorkspace(torch.device(DEVICE), 1 << 26)
+    for name in options.kind:
+        kind = KINDS[name]
+        for shape, (n, k) in SHAPES.items():
+            if options.only not in shape or (name == "gated" and "gate_up" not in shape):
+                continue
+            sets = num_input_sets(2 * n * k, 48)
+            weights = [torch.randn(n, k, device=DEVICE).bfloat16() for _ in range(sets)]
+            layers = [kind.make(weights[i % sets], workspace) for i in range(num_input_sets(n * k // 2, 48))]
+            if options.sweep:
+                sweep(name, kind, shape, layers, k, options.rows, read, workspace)
+            else:
+                table(name, kind, shape, weights, layers, options.rows, read, workspace)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Settings of the kernels by what they are launched for: tables of rules, and nothing else.
+
+Chips and models are named here alone. All was measured on an H200, where nothing else is said in whole captured
+steps; on other chips the settings work, untuned. A kernel file knows what its config means; the engine asks the
+table. New rules come from `benchmarks/kernels/bench_*.py --sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Generic, TypeVar
+
+Config = TypeVar("Config")
+Bounds = tuple[float, float]  # above the first, at most the second
+
+
+def above(limit: float) -> Bounds:
+    return limit, float("inf")
+
+
+def at_most(limit: float) -> Bounds:
+    return float("-inf"), limit
+
+
+def between(low: float, high: float) -> Bounds:
+    """Above `low`, at most `high`."""
+    return low, high
+
+
+class Rule(Generic[Config]):
+    """Gives `config` where every named number lies in its bounds."""
+
+    def __init__(self, config: Config, **bounds: Bounds) -> None:
+        self.config = config
+        self.bounds = bounds
+
+
+def first_fit(rules: Sequence[Rule[Config]], **numbers: float) -> Config | None:
+    for rule in rules:
+        if all(low < numbers[name] <= high for name, (low, high) in rule.bounds.items()):
+            return rule.config
+    return None
+
+
+class Table(Generic[Config]):
+    """Rules in the order in which they are tried. Asked at every launch, so answers are kept."""
+
+    def __init__(self, *rules: Rule[Config]) -> None:
+        self.rules = rules
+        self.find: Callable[..., Config | None] = lru_cache(maxsize=4096)(partial(first_fit, rules))
+
+
+class GemmTable(Generic[Config]):
+    """A table for x (rows, k) and a weight (n, k). None: another kernel is faster.
+
+    rows: of x, or of its int8 planes. n_per_k: n / k. outputs: rows * n. tiles: of 64 x 512 weights.
+    """
+
+    def __init__(self, *rules: Rule[Config]) -> None:
+        self.rules = rules
+        self.find: Callable[[int, int, int], Config | None] = lru_cache(maxsize=4096)(self._find)  # (rows, n, k)
+
+    def _find(self, rows: int, n: int, k: int) -> Config | None:
+        tiles = -(-n // 64) * -(-k // 512)
+        return first_fit(self.rules, rows=rows, n=n, k=k, n_per_k=n / k, outputs=rows * n, tiles=tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """block_n x block_k: the tile of W in a program's loop."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """block_n x block_k: the tile of W in a program's loop; split_k programs share a tile's K.
+
+    block_m: the most rows, or rows of planes, that a program takes; fewer are padded to a power of two, at least 16.
+    """
+
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    block_m: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedKConfig:
+    """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
+
+    ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 4
+    ahead: int = 0
+    prefetched: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadedConfig:
+    """chunk: columns of W and x that are loaded at a time. num_chunks: of a program. depth: chunks of x in flight."""
+
+    chunk: int
+    num_chunks: int = 1
+    depth: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """tile: keys per step of a program's loop. num_stages: of its pipeline, the step that computes among them.
+    programs_per_sm: how many programs a multiprocessor gets when rows and heads alone are too few.
+    lists_blocks: the ids of a program's blocks are read before its loop and all stages hold keys and values; else
+    half of the stages wait for ids, which takes half the shared memory, so that more programs fit.
+    """
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    lists_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """tile_n: keys per step of a program's loop."""
+
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """tokens, heads: what one program takes."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+# One row of 16 bits, `gemv`. Against cuBLAS, shapes of Qwen2.5-7B and Qwen3-0.6B: 1.10 to 1.4 times as fast, 1.9
+# and 3.9 where n is 1024. Tall weights want many small programs, wide ones loads in flight within each. FUSED: with
+# a norm or a gate, which are nearly free where W is large (Qwen2.5-7B gate_up: 63.5 us with, 62.6 without; other
+# settings up to 75).
+FUSED_GEMV = GemvConfig(4, 256, num_warps=2, num_stages=5)
+GEMV = GemmTable(Rule(GemvConfig(2, 512, num_warps=2, num_stages=1), n_per_k=above(1)), Rule(FUSED_GEMV))
+
+# Rows of 16 bits, `skinny_gemm`. 8 and 32 rows are 1.02 to 1.4 times as fast as with cuBLAS, which is 10 to 15%
+# faster at 64. Each of 4 splits costs less than idle multiprocessors.
+SKINNY = GemmTable(
+    Rule(TileConfig(64, 128, 4, num_stages=4), rows=at_most(32), n=at_most(2111)),
+    Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(32), n=above(8255)),
+    Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(32), k=at_most(4096)),
+    Rule(TileConfig(64, 128, 2, num_stages=6), rows=at_most(32)),
+)
+
+# Gate and up of 16 bits in one GEMM; n is the columns of each. A whole step of Qwen2.5-7B: 4,233 -> 4,210 us at 8
+# rows, 4,497 -> 4,472 at 16, 5,418 -> 5,186 at 64; at 32 4,879 -> 4,992, against `skinny_gemm`, so not there.
+# Qwen2.5-7B, n 18,944, hidden 3584, this against cuBLAS and `silu_mul`: 70.3 and 74.6 us at 8 rows, 71.3 and 76.3
+# at 32, 73.1 and 77.0 at 64, 94 and 79 at 128. With too few tiles for all multiprocessors nothing is gained. At 64
+# rows Qwen3-8B, n 12,288, takes 55.4 and 54.3, Llama-3.1-8B, n 14,336, 80.4 and 64.9 us. Whole steps of the latter
+# are faster with this one all the same: 5,985 and 6,067 us at 40 rows, 6,570 and 6,686 at 64.
+SKINNY_GATED = GemmTable(
+    Rule(TileConfig(64, 128, num_stages=4), rows=at_most(16), n=above(8191)),
+    Rule(TileConfig(64, 64, num_stages=3), rows=between(32, 64), n=above(8191)),
+)
+
+# 16-bit weights that are on the chip before the GEMM starts, `preloaded_gemm`. In whole steps of Qwen3-0.6B. Tiles of
+# 512 columns take 64 KB and up to 64 KB more for x; two programs fit a multiprocessor when x comes in halves, which
+# costs a microsecond, so only where one to each is not enough (64 rows 2,761 -> 2,661 us). Up to 32 rows, whose x is
+# small, two tiles in one program leave nothing to add up (32 rows 1,780 -> 1,741 us). With more programs than fit,
+# Qwen3-1.7B at 1, 8, 32 and 64 rows: 1,516 -> 1,372, 1,684 -> 1,694, 2,614 -> 2,542, 3,502 -> 4,217 us: 264 are two
+# to each multiprocessor.
+PRELOADED = GemmTable(
+    Rule(PreloadedConfig(512, 2, 2), rows=at_most(32), k=between(512, 1024), tiles=at_most(1024)),
+    Rule(PreloadedConfig(512), rows=at_most(32), tiles=at_most(1024)),
+    Rule(PreloadedConfig(256, 2), rows=at_most(64), k=above(256), tiles=between(132, 264)),
+    Rule(PreloadedConfig(512), rows=at_most(64), tiles=at_most(264)),
+)
+
+# With more rows, attention after such a GEMM starts late, so that its programs spread evenly; up to these an early
+# start hides more than that gains (decision 0080).
+SPREAD_ROWS = 32
+
+# Quantized rows (of planes) with 8-bit weights, `sliced_k_gemm`; beyond, `skinny_gemm` takes them. Whole steps of
+# Qwen2.5-7B in fp8, us: one row 2,553 with tiles alone and 2,231 with these, 8 rows 2,726 and 2,471. At 16 rows
+# gate and up are faster apart (2,849 and 2,886). In the last rule nearly all of a program's W is in flight before
+# the wait; 8192 columns are too many to hold.
+SLICED_K = GemmTable(
+    Rule(SlicedKConfig(16, 128), rows=at_most(16), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, num_stages=8, ahead=2), rows=at_most(16), k=above(8192)),
+    Rule(SlicedKConfig(16, 128, num_stages=3, ahead=6), rows=at_most(16)),
+)
+SLICED_K_GATED = GemmTable(Rule(SlicedKConfig(16, 128, num_warps=2, num_stages=5, ahead=1), rows=at_most(8)))
+
+# Quantized rows (of planes) with 8-bit weights, `skinny_gemm`. Torch's e4m3 GEMM takes over where it is faster:
+# Qwen2.5-7B's gate_up at 64 rows: ours 45 us; at 256: ours 84, torch's 58.
+SKINNY_8_BIT = GemmTable(
+    Rule(TileConfig(64, 128, 1, num_stages=6), rows=at_most(64), n=above(8192)),
+    Rule(TileConfig(64, 256, 1), rows=at_most(64), k=at_most(4096), n_per_k=above(1)),
+    Rule(TileConfig(64, 256, 2), rows=at_most(64)),
+    Rule(TileConfig(64, 128, 1), rows=at_most(512)),
+    Rule(TileConfig(64, 128, 1), outputs=at_most((1 << 24) - 1)),
+    Rule(TileConfig(256, 128, 1, num_warps=8, num_stages=3)),
+)
+MAX_FP8_ROWS = 192
+MAX_TWO_PLANE_ROWS = 256  # int8 weights and rows of 16 bits; with more, writing the weight out for cuBLAS is faster
+
+# Packed int4 weights in groups of 128 and rows of two int8 planes, k a multiple of 128. Whole steps of Qwen2.5-7B
+# in groups of 128, ms at 16, 32, 64, 128 rows: 4.2, 5.0, 7.6, 12.1 with int8 planes, 10.8, 11.1, 11.7, 13.0 with
+# the weight written out; bfloat16 4.2, 4.6, 5.1, 6.5. In groups of 32 at 16, 32, 64 rows 6.3, 8.5, 13.2 with
+# planes, 5.0 and 8.1 with bfloat16 rows, 11.6 at 64 rows with the weight written out.
+W4_PLANES = GemmTable(
+    Rule(TileConfig(128, 128, block_m=64), rows=between(8, 128), n=above(8191)),
+    Rule(TileConfig(128, 128, 8, block_m=64), rows=between(8, 16), k=above(8192)),
+    Rule(TileConfig(128, 128, 4, block_m=64), rows=between(8, 16)),
+    Rule(TileConfig(128, 128, 8, num_warps=8, num_stages=3, block_m=64), rows=between(8, 128), k=above(8192)),
+    Rule(TileConfig(128, 128, 4, num_warps=8, num_stages=3, block_m=64), rows=between(8, 64)),
+    Rule(TileConfig(128, 128, 2, num_warps=8, num_stages=3, block_m=64), rows=between(8, 128)),
+)
+
+# Packed int4 weights and bfloat16 rows, k a multiple of 128. From 9 rows on slower than bfloat16 in cuBLAS; for
+# more than 16 rows, 32 columns would keep 800 bytes a thread outside of registers. Gate and up of Qwen2.5-7B take
+# 144 us at 64 rows, as long as writing the weight out. 8192 columns are too many to read before the wait.
+W4_ROWS = GemmTable(
+    Rule(SlicedKConfig(32, 128, 4, 3), rows=at_most(1), n_per_k=above(2)),
+    Rule(SlicedKConfig(16, 128, 16, 2), rows=at_most(1), k=above(8192)),
+    Rule(SlicedKConfig(16, 128, 4, 3, ahead=4), rows=at_most(1)),
+    Rule(SlicedKConfig(64, 128, 4, 3), rows=at_most(8), n_per_k=above(1)),
+    Rule(SlicedKConfig(32, 128, 4, 3), rows=at_most(8)),
+    Rule(SlicedKConfig(32, 128, 4, 2), rows=at_most(16)),
+    Rule(SlicedKConfig(16, 128, 4, 2), rows=at_most(32)),
+)
+
+# `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V. The
+# fastest, or within 1% of it, at 1k and 32k of context (decision 0087), where the rotation before lets these
+# programs start late, so that they spread. Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up
+# to 16 rows: FEW_HEADS 941 | 1746 | 2861, LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of
+# Qwen2.5-7B at 8 | 32 | 64 | 128: 4118 | 4637 | 5278 | 6771, LONG_TILES 4089 | 4627 | 5197 | 6611, SHORT_TILES 4093
+# | 4862 | 5517 | 6586. More programs than two to a multiprocessor come in two rounds with FEW_HEADS: Qwen3-0.6B at
+# 40 | 48 rows 2352 | 2452, LONG_TILES 1968 | 2198. By the kernel's own benchmark: 256 rows, Qwen2.5-7B and
+# Qwen3-0.6B, MANY_PROGRAMS 128 and 247 us, SHORT_TILES 133 and 255. 8-bit K and V of Qwen2.5-7B, 1 x 32k | 8 x 1k |
+# 64 x 1k | 256 x 1k: ONE_BYTE 16.0 | 8.7 | 25.5 | 76, ONE_BYTE_MANY_ROWS 21.1 | 10.7 | 30.5 | 71.
+LONG_TILES = DecodeConfig(32, 2, 7, 2)
+FEW_HEADS = DecodeConfig(64, 4, 4, 2, lists_blocks=True)  # two programs fill a multiprocessor: they spread evenly
+SHORT_TILES = DecodeConfig(16, 1, 6, 4)  # one warp needs no barriers; many programs fit side by side
+MANY_PROGRAMS = DecodeConfig(32, 1, 4, 4)
+FOUR_BYTES = DecodeConfig(32, 2, 4, 2)
+ONE_BYTE = DecodeConfig(64, 4, 5, 4)
+ONE_BYTE_MANY_ROWS = DecodeConfig(64, 1, 4, 8)
+DECODE = Table(
+    Rule(FOUR_BYTES, itemsize=above(2)),
+    Rule(ONE_BYTE, itemsize=at_most(1), programs=at_most(511)),
+    Rule(ONE_BYTE_MANY_ROWS, itemsize=at_most(1)),
+    Rule(FEW_HEADS, group=at_most(4), programs=at_most(264)),
+    Rule(LONG_TILES, programs=at_most(511)),
+    Rule(SHORT_TILES, programs=at_most(1023)),
+    Rule(MANY_PROGRAMS),
+)
+# Keys that a decode program asks for while the previous kernel still runs, and up to how many rows; more take
+# bandwidth from that kernel. A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys
+# 986 | 1149 | 1895, with all of 1k 1000 | 1183 | 2043.
+PREFETCHED_KEYS, MAX_PREFETCH_ROWS = 32, 32
+
+# `paged_prefill`, by rows of a tile. TFLOP/s with pages of 64, Qwen2.5-7B at 2k | 8k | 2k over 16k, Qwen3-0.6B at
+# 2k | 8k. Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2 373
+# | 454 | 381, 376 | 433; two blocks a step, 128 x 128, 8, 2 358 | 482 | 403, 364 | 454; 3 stages are slower.
+# Through pointers: 128 x 128, 8, 2 320 | 435 | 370, 319 | 412; 64 x 64, 4, 3 334 | 407 | 338, 352 | 407.
+PREFILL_BY_DESCRIPTOR = {128: PrefillConfig(64, 4, 2), 64: PrefillConfig(64, 4, 2)}
+PREFILL_BY_POINTERS = {128: PrefillConfig(128, 8, 2), 64: PrefillConfig(64, 4, 3)}
+
+# `rope_and_write_kv`. Of 13 settings, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the
+# fastest or within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).
+ROPE = Table(Rule(RopeConfig(1, 8, 4), tokens=at_most(31)), Rule(RopeConfig(4, 4, 4)))
+
+# Weights up to so many are asked for before the wait: a whole step of Qwen3-0.6B is 3% faster at 1 and 8 rows, of
+# Qwen2.5-7B 2% slower.
+MAX_PREFETCHED_WEIGHTS = 1 << 23
