@@ -5,6 +5,7 @@ Few rows go through memory that the ranks map of each other; long prompts' sums 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -64,6 +65,7 @@ class DeviceGroup:
         )  # fmt: skip
         self._nccl = _open_nccl(store, self.rank, self.size)
         self.all_reduce(torch.zeros(1, device=device))  # opens its connections, while the store is there
+        _keep(self._nccl)
 
     def sum_add_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add all ranks' pending outputs to the residual, in place; the norm of that."""
@@ -152,6 +154,11 @@ def _map_all(
 
 def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _keep(nccl: Any) -> None:
+    """Never destroy the process group: its destructor waits, without end, for ranks that may be gone."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
 
 def _open_nccl(store: Path, rank: int, size: int) -> Any:
