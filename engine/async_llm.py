@@ -33,11 +33,11 @@ class _Caller:
         self._items: asyncio.Queue[Item] = asyncio.Queue()
 
     def put(self, item: Item) -> None:
-        """On the caller's loop."""
+        """Deliver an output or the error that ends the call. Runs on the caller's event loop."""
         self._items.put_nowait(item)
 
     async def receive(self) -> RequestOutput:
-        """Raises the exception that ended this caller."""
+        """Wait for the next output. Raises the exception that ended the call."""
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
@@ -75,7 +75,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """End what is open with UnavailableError, and the thread, after the step that runs. Again: does nothing."""
+        """Fail open calls with UnavailableError and stop the thread after the current step. Idempotent."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -132,19 +132,19 @@ class AsyncLLM:
         return caller
 
     def _leave(self, caller: _Caller) -> None:
-        """Abort what has not ended. Sent behind the command that opens it, so it may come before its requests do."""
+        """Abort what has not ended. Queued behind the command that opens it, so it may run before it has requests."""
         self._commands.put(lambda: self._mailboxes.close(caller.requests))
 
     # -- on the engine thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._obey():
+        while self._run_commands():
             if self._mailboxes.has_work():
                 self._deliver(self._mailboxes.step())
         self._deliver(self._mailboxes.end_open(_closed))
 
-    def _obey(self) -> bool:
-        """Run the commands that have come, waiting for one while there is nothing to step; False at the end."""
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for one while there is nothing to step; False once closed."""
         while not (self._mailboxes.has_work() and self._commands.empty()):
             command = self._commands.get()
             if command is None:

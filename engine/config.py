@@ -86,7 +86,7 @@ class EngineConfig:
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
-        """The same settings with block size and every automatic bound of a step filled in for `cpu` or `cuda`.
+        """Fill in the block size and every automatic bound of a step for `cpu` or `cuda`.
 
         is_offline: nobody waits for the next token of a stream, so a step on a GPU may be twice as long.
         Raises ConfigError for what the device cannot do.

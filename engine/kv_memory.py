@@ -59,7 +59,7 @@ def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_kv_dtype(engine_config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
+    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
     if engine_config.kv_cache_dtype != "fp8" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -105,7 +105,7 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the engine to oneself."""
+        """Hold the engine exclusively."""
         try:
             with self._turns:
                 yield
@@ -118,7 +118,7 @@ class LLM:
         self._abort_left()
 
     def _abort_left(self) -> None:
-        """Unless another holds the turn, which does this when it has ended."""
+        """Abort requests whose callers have gone, unless another thread holds the turn: it does so when done."""
         while self._left and self._turns.try_take():
             try:
                 while self._left:
@@ -133,10 +133,10 @@ def _deliver(items: Sequence[tuple[deque[Item], Item]]) -> None:
 
 
 class _Turns:
-    """A lock that its holder can't take again past one who waits.
+    """A fair lock: its holder cannot take it again ahead of a waiting thread.
 
-    Beside a thread that ran one step of 2 ms after another, another waited for up to 25 of them at a
-    `threading.Lock`, and for one here.
+    Next to a thread running 2 ms steps back to back, a second thread waited for up to 25 of them with a
+    `threading.Lock`, and for one with this.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class Mailboxes(Generic[Mailbox]):
         return requests
 
     def close(self, requests: Sequence[Request]) -> None:
-        """Nobody waits for these any more: abort those that have not ended, which frees their blocks."""
+        """Abort those requests that have not ended, which frees their blocks: nobody waits for them any more."""
         for request in requests:
             self._mailboxes.pop(request.request_id, None)
             if self._failure is None:
@@ -62,12 +62,12 @@ class Mailboxes(Generic[Mailbox]):
         ]
 
     def fail(self, cause: Exception) -> list[tuple[Mailbox, Item]]:
-        """The engine can't be trusted from now on: it is not called again."""
+        """Mark the engine as failed: it is not called again."""
         self._failure = cause
         return self.end_open(lambda: _failed(cause))
 
     def end_open(self, error: Callable[[], Exception]) -> list[tuple[Mailbox, Item]]:
-        """An error of its own for every open request; their callers still close them.
+        """End every open request with an error of its own; their callers still close them.
 
         One exception raised in several threads would mix their tracebacks.
         """

@@ -44,7 +44,7 @@ class ScheduledRow(msgspec.Struct, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """One known token, and drafts behind it if there are any."""
+        """Whether the row computes one known token, followed by drafts if there are any."""
         return self.num_tokens == 1 or bool(self.draft_token_ids)
 
 
@@ -74,7 +74,7 @@ class StepResult:
     """What the runner found. All lists run parallel to the plan's rows.
 
     token_ids: sampled tokens, none for rows that do not sample. Others have one for each of their first drafts that
-      equal the tokens sampled in their places, and the one after those.
+      were accepted, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
     errors: row index -> message; such a row has no tokens and its request fails alone.
@@ -87,7 +87,7 @@ class StepResult:
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:
-        """Nothing found yet."""
+        """An empty result for `num_rows` rows."""
         return cls([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
 
 
@@ -118,5 +118,5 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """Raises msgspec.DecodeError for bytes that are not a plan."""
+    """Decode a plan. Raises msgspec.DecodeError for other bytes."""
     return _decoder.decode(data)

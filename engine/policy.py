@@ -1,4 +1,4 @@
-"""In which order requests are served, who is admitted, and who gives way: the scheduler's extension point.
+"""Scheduling policies: the order of service, who is admitted and who is preempted. An extension point.
 
 A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs` or `module:Class`. Its
 methods are pure functions of small read-only views: no I/O, no clock, no state. The scheduler asks each of them only
@@ -133,7 +133,7 @@ class GuardedPolicy:
         return False
 
     def _give_up(self) -> None:
-        """Inside of an exception's handler."""
+        """Log the exception being handled and fall back to the default policy."""
         self.has_failed = True
         name = type(self._policy).__name__
         logger.exception("scheduling policy %s failed; the engine goes on with the policy 'priority'", name)

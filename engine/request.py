@@ -27,7 +27,7 @@ MAX_BIASES = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. The noise of a draw is a function of (seed, position) alone.
+    """How to sample tokens. The sampling noise is a function of (seed, position) alone.
 
     `seed=None` means: the engine draws one when the request arrives. Raises InvalidRequestError.
     """

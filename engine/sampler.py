@@ -37,9 +37,9 @@ class SampledTokens:
 
 
 def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
-    """Return what holds of the tokens sampled after the last known token and after each draft.
+    """Return the accepted ones of the tokens sampled after the last known token and after each draft.
 
-    A token holds as long as the drafts before it equal those sampled in their places: the last of these follows them.
+    A token is accepted while every draft before it equals the token sampled at the draft's position.
     """
     count = 0
     while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:

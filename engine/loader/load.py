@@ -1,4 +1,4 @@
-"""From model files and settings to a model in memory, with the fingerprint that names it."""
+"""Load a model from files and settings, with the fingerprint that names it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CheckpointQuantization:
 
 
 def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | None:
-    """None for plain weights. Raises UnsupportedModelError that says what was found and what is supported."""
+    """Parse `quantization_config`; None for plain weights. Raises UnsupportedModelError, naming what is supported."""
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
