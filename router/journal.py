@@ -30,7 +30,7 @@ class Journal:
     num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first leg
     num_legs: int = 0
     num_migrations: int = 0
-    num_fruitless: int = 0  # failures in a row without a token between them
+    num_failures_in_row: int = 0  # without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -51,8 +51,8 @@ class Journal:
     def leg_failed(self) -> None:
         """Count failures that nothing came before: a choice that kills its worker must not go on for ever."""
         if len(self.output_token_ids) > self.num_tokens_before:
-            self.num_fruitless = 0
-        self.num_fruitless += 1
+            self.num_failures_in_row = 0
+        self.num_failures_in_row += 1
         self.num_tokens_before = len(self.output_token_ids)
 
     def next_submit(self, now: float) -> pb.Submit:

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level)
         protocol = bounded_protocol(http)
-        allow_descriptors(protocol.places.max_open + NUM_OTHER_DESCRIPTORS)
+        allow_descriptors(protocol.slots.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
         listener = _listen(config.host, config.port)
     except ConfigError as error:
