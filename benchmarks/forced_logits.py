@@ -9,9 +9,9 @@ difference over norm of the reference), and how often the engine's own greedy to
 that are real ties: the reference ranks both tokens within the size of the error. All engine flags are taken,
 `--quant-mode` too.
 
-Two more passes say what to expect. `bfloat16_error_*` is plain torch in the model's own dtype: what rounding alone
-does to these weights. `chunked_reference_error_max` is the float32 pass again with its prompts in small chunks: above
-1e-3 the reference is at fault, not the engine.
+Two more passes say what to expect. `bfloat16_error_*` is plain torch in the model's own dtype: what its rounding
+alone does to these weights. `chunked_reference_error_max` is the float32 pass again with its prompts in small
+chunks: above 1e-3 the reference is at fault, not the engine.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class ClusterConfig:
 
     @property
     def metrics_ports(self) -> dict[str, int]:
-        """Which service has its metrics on which port; the router's are on its own. Empty: nobody has."""
+        """Metrics port by service, except the router's, which serves them on its own. Empty: none."""
         if not self.serve.metrics_port:
             return {}
         names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent

@@ -30,7 +30,7 @@ PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are
 def ask(
     client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
 ) -> RequestRecord:
-    """One greedy answer; its pieces go to standard output when `show`."""
+    """Ask for one greedy answer; its pieces go to standard output when `show`."""
     record = RequestRecord()
     messages: list[Message] = [{"role": "user", "content": question}]
     for piece in client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens):

@@ -25,5 +25,5 @@ def visible_order(gpus: list[str], worker: int) -> str:
 
 
 def workers_on_same_gpu(num_gpus: int, worker: int, num_workers: int) -> int:
-    """How many workers share the GPU of `worker`, itself counted."""
+    """Number of workers on the GPU of `worker`, itself included."""
     return len(range(worker % num_gpus, num_workers, num_gpus))

@@ -81,7 +81,7 @@ class Service:
         self._reader = asyncio.create_task(self._read(read_end))
 
     async def wait(self) -> int:
-        """Its exit code, when it has ended, its output is read, and what it had started is gone."""
+        """Wait until it has ended, its output is read and its own children are gone; return the exit code."""
         if self._process is None or self._reader is None:
             return NOT_STARTED
         code = await self._process.wait()

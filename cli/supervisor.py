@@ -144,7 +144,7 @@ async def _until_ready(target: str) -> None:
 
 
 def _death(service: Service, code: int, was_ready: bool) -> str:
-    """The last line that a service wrote before it was ready is its reason; later ones may be of any request."""
+    """Describe a death. The last line written before the service was ready is its reason; later ones may be any."""
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"

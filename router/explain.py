@@ -1,4 +1,4 @@
-"""Why a request went where it went, and where its time went: a bounded log that GET /explain/{id} reads back.
+"""Routing decisions and time lines of recent requests: a bounded log that GET /explain/{id} reads back.
 
 Holds no text and no tokens once a choice has ended. The time line's spans are consecutive, so they sum to the total.
 """

@@ -70,7 +70,7 @@ class Gateway:
     # -- models ------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> ServedModel:
-        """The model that clients call so. Raises ModelNotFoundError."""
+        """Look a model up by the name that clients use. Raises ModelNotFoundError."""
         model = self._by_name.get(name)
         if model is None:
             known = ", ".join(repr(model.name) for model in self.models)

@@ -18,13 +18,13 @@ from router.choice import Choice, State
 
 
 class Sink(Protocol):
-    """Where an answer goes. Called where a worker's report arrives: it must not wait."""
+    """Destination of an answer. Called where a worker's report arrives: it must not wait."""
 
     def on_update(self, index: int, update: Update) -> None:
-        """Choice `index` goes on or, with a finish reason, ends."""
+        """Take an update of choice `index`; with a finish reason it is the last."""
 
     def on_failure(self, error: Exception) -> None:
-        """The request has failed, and nothing more comes."""
+        """Take the request's failure; nothing more comes."""
 
 
 class GenerationRequest:

@@ -23,11 +23,11 @@ class ThreadLimit:
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     def apply(self, num_threads: int) -> int:
-        """How many of `num_threads` to use now."""
+        """Return how many of `num_threads` to use now."""
         return num_threads if self._limit is None else min(self._limit, num_threads)
 
     def observe(self, now: float, num_threads: int, wait_share: float) -> None:
-        """In the last interval `num_threads` threads lacked `wait_share` cores on average."""
+        """Record that `num_threads` threads lacked `wait_share` cores on average in the last interval."""
         if wait_share > MAX_WAIT_SHARE and num_threads > 1:
             self._limit = max(1, num_threads - max(1, round(wait_share)))
             self._retry_at = now + self._retry_seconds

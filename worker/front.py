@@ -129,7 +129,7 @@ class WorkerFront:
         self._release(session.unsent_handles())
 
     def _release(self, leases: Iterable[pb.KvHandle | pb.Release]) -> None:
-        """Free KV that nobody will read, for example because its router will not hear of it."""
+        """Free KV that nobody will read, for example because its router is gone."""
         for lease in leases:
             self._engine.send(Release(LeaseId(lease.lease_id), Epoch(lease.epoch)))
 
@@ -147,7 +147,7 @@ class WorkerFront:
         return self.drain.is_over(is_idle, time.monotonic())
 
     def set_trouble(self, reason: str | None) -> None:
-        """What keeps the engine from getting on, if anything does: out of service until that is over."""
+        """Take the worker out of service for `reason`, or put it back with None."""
         if (reason or "") == self._out_of_service:
             return
         if reason:

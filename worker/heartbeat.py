@@ -28,7 +28,7 @@ class Heartbeat:
 
     @staticmethod
     def create_memory() -> int:
-        """A descriptor to map on both sides. The caller closes it."""
+        """Create the memory; return a descriptor to map on both sides, which the caller closes."""
         descriptor = os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _COUNTER.size)
         return descriptor

@@ -27,7 +27,7 @@ RENEW_INTERVAL_SECONDS = 1.0
 
 
 class KvPuller:
-    """One per engine."""
+    """Puller threads of one engine."""
 
     def __init__(self, clients: Sequence[KvClient], on_result: Callable[[], None]) -> None:
         """clients: one into the pool of each rank. `on_result` is called from a thread when a result is there."""

@@ -1,4 +1,4 @@
-"""Is an engine process that shows no heartbeat starved, or does it hang? Decided by what it does, not by the clock.
+"""Liveness: whether an engine without heartbeats is starved or hung, judged by what its process does.
 
     stopped   (SIGSTOP, a debugger)                         out after STOPPED_SECONDS
     blocked   no thread runs, wants to run, or did          out after BLOCKED_SECONDS
@@ -85,7 +85,7 @@ class ProgressWatch:
         return self._reason
 
     def _judge(self, before: ProcessSample, now: ProcessSample, elapsed: float) -> tuple[float, str]:
-        """The part of the patience that this interval takes, and what to call it."""
+        """Share of the time limit that this interval uses up, and the reason to report."""
         states = {thread.state for thread in now.threads.values()}
         if states and states <= {"T", "t"}:
             return elapsed / STOPPED_SECONDS, "the engine process is stopped"

@@ -167,7 +167,7 @@ async def _watch(
 
 
 def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo, tokenizer_hash: str) -> pb.WorkerInfo:
-    """What Describe answers: what the engine process said when it was ready, and where this worker is."""
+    """The answer to Describe: what the engine process announced when it was ready, and this worker's addresses."""
     return pb.WorkerInfo(
         worker_id=worker_id,
         role=role,

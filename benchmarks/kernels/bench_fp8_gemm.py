@@ -1,4 +1,4 @@
-"""fp8_linear against cuBLAS in bfloat16 and torch's `_scaled_mm`, from one row to many; rounding of x included.
+"""fp8_linear against cuBLAS in bfloat16 and torch's `_scaled_mm`, from one row to many; quantization of x included.
 
 `--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
 """

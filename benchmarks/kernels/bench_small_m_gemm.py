@@ -93,7 +93,7 @@ def chosen_shape(
 
 
 def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool) -> float:
-    """One row through the four products of a decoder layer with their norms, activation and additions."""
+    """Time one row through the four GEMMs of a decoder layer with their norms, activation and additions."""
     count = num_input_sets(2 * hidden * (qkv + heads + 3 * inner), 24)
     shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]

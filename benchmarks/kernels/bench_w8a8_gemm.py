@@ -1,5 +1,5 @@
 """w8a8_linear and w8a16_linear against cuBLAS in bfloat16 and torch's `_int_mm`, from one row to
-many; rounding of x included.
+many; quantization of x included.
 
 `--sweep` tries tiles, splits, warps and stages; the settings in the kernels' files come from it.
 """

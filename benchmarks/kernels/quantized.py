@@ -74,7 +74,7 @@ def run(description: str | None, *kinds: EightBit) -> None:
 
 
 def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
-    """What serves against bfloat16 in cuBLAS and torch's own GEMM of the kind."""
+    """Table of the serving GEMM against cuBLAS in bfloat16 and torch's own GEMM of the kind."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
     plain = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(num_input_sets(2 * n * k, 48))]
@@ -93,7 +93,7 @@ def table(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
 
 
 def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, workspace: SmallMWorkspace) -> None:
-    """The best three settings per number of rows; activations are rounded beforehand for several rows."""
+    """The best three settings per number of rows; activations are quantized beforehand for several rows."""
     n, k = SHAPES[name]
     weights = kind.weights(n, k)
     for rows in rows_to_try:
@@ -114,8 +114,8 @@ def sweep(kind: EightBit, name: str, rows_to_try: Sequence[int], read: float, wo
             call = functools.partial(_several, codes, x_scales, config, workspace)
             _measure(label, call, weights, results)
         if kind.library is not None and rows > 16:
-            _measure("library with rounding", functools.partial(kind.library, x), weights, results)
-        _measure("as served, with rounding", functools.partial(_serve, kind, x, workspace), weights, results)
+            _measure("library with quantization", functools.partial(kind.library, x), weights, results)
+        _measure("as served, with quantization", functools.partial(_serve, kind, x, workspace), weights, results)
         results.sort()
         report(
             f"{kind.name} sweep", f"{name} [{rows},{n},{k}]", best=" | ".join(label for _, label in results[:4]),

@@ -175,7 +175,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
-        """One request, start to end. Times count from `begin`, a time.perf_counter()."""
+        """Send one request and read its answer. Times count from `begin`, a time.perf_counter()."""
         now = time.perf_counter() - begin
         record = RequestRecord(scheduled=scheduled, sent=now, end=now)
         body = self._target.body(request)

@@ -1,4 +1,4 @@
-"""From the events of single requests to a summary: percentiles, throughput, goodput. Pure, standard library only.
+"""Summarize the events of single requests: percentiles, throughput, goodput. Pure, standard library only.
 
 TTFT: request sent to first chunk. ITL: gap between two chunks of one request. TPOT: time after the first token
 over the tokens after it. E2E: request sent to last byte. Goodput: requests a second that met every objective.
@@ -52,7 +52,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """None for fewer than two tokens."""
+        """Mean time per output token after the first; None for fewer than two tokens."""
         if self.num_output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.num_output_tokens - 1)

@@ -148,7 +148,7 @@ class Tokenizer:
         return not isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def _piece_bytes_function(self) -> Any:
-        """How this vocabulary spells bytes. Raises UnsupportedModelError for other kinds of decoder."""
+        """Function from token id to the token's bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
         to_text = self._backend.id_to_token
         added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
@@ -260,7 +260,7 @@ def _from_directory(folder: Path) -> Tokenizer:
 
 
 def _directory_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Where the templates of a directory may be, in rising priority."""
+    """Files of a directory that may hold templates, in rising priority."""
     templates: dict[str, str] = {}
     declared = config.get("chat_template")
     if isinstance(declared, str):

@@ -51,7 +51,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """How many `allocate` can give."""
+        """Number of blocks that `allocate` can give."""
         return len(self._free) + len(self._cached)
 
     def refcount(self, block_id: BlockId) -> int:

@@ -131,10 +131,10 @@ class LeaseMirror:
         return self._table.release(lease_id, epoch) is not None
 
     def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
-        """As LeaseTable.resolve."""
+        """Like `LeaseTable.resolve`."""
         return self._table.resolve(lease_id, epoch, positions, now)
 
 
 def _bounded(lease_seconds: float) -> float:
-    """A peer's wish, made finite: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
+    """Clamp a duration requested by a peer: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
     return min(lease_seconds, MAX_LEASE_SECONDS) if lease_seconds > 0 else 0.0

@@ -33,7 +33,7 @@ class HostTier(Protocol):
     def contains(self, key: BlockKey) -> bool: ...
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of `keys` that are not findable here; one question where `contains` would be many."""
+        """The subset of `keys` that is not findable here, in one round trip."""
         ...
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
@@ -41,14 +41,14 @@ class HostTier(Protocol):
         ...
 
     def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
-        """One pinned slot per key, not yet findable; None (and no change) when there is no room.
+        """Take one pinned slot per key, not yet findable; None (and no change) when there is no room.
 
         None as a key: the slot never becomes findable (a swapped partial block).
         """
         ...
 
     def commit(self, slots: Sequence[HostSlot]) -> None:
-        """The reserved slots are written; those with a key become findable."""
+        """Mark reserved slots as written; those with a key become findable."""
         ...
 
     def unpin(self, slots: Sequence[HostSlot]) -> None:

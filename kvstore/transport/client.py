@@ -1,4 +1,4 @@
-"""Pulling KV blocks from a peer: which transport, and whether what came is what was promised.
+"""Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
 
     client = host_client(my_geometry, my_blocks, token)
     lease = open_handle(handle)
@@ -76,7 +76,7 @@ class PullResult:
 
 
 def host_transports(pool: Blocks, leases: LeaseClient, names: Sequence[str]) -> list[Transport]:
-    """Those of `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
+    """Transports among `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
     known: dict[str, Callable[[], Transport]] = {
         "shm": lambda: ShmTransport(pool, leases),
         "tcp": lambda: TcpTransport(pool, leases),

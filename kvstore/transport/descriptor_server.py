@@ -107,7 +107,7 @@ def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]
 
 
 def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int, socket.socket]:
-    """As `fetch_pool`, with the connection, which the caller closes, too: a holding server ends it with its life."""
+    """Like `fetch_pool`, but return the connection too, for the caller to close: it ends with the server."""
     sock = connect_unix(socket_path, timeout_seconds)
     fds: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""Parts of shards into rows of host memory, for every transport that reads through the host.
+"""Copy parts of shards into rows of host memory, for every transport that reads through the host.
 
 Where shards are equal, blocks go straight to their rows. Where heads are divided otherwise, whole blocks of a source
 are read into a scratch area, and the wanted heads are copied from there: a digest is of a whole block.
@@ -24,7 +24,7 @@ Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """What is taken of every block of one of a lease's shards; without `copy` all of it, as it is."""
+    """Part of every block of one of a lease's shards; without `copy` the whole block, unchanged."""
 
     shard: PeerShard
     copy: HeadCopy | None = None

@@ -105,7 +105,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await abort_with(context, error)
 
     def _pool(self, rank: int) -> PoolView:
-        """Raises InvalidRequestError."""
+        """Pool of a rank. Raises InvalidRequestError."""
         if rank >= len(self._pools):
             raise InvalidRequestError(f"rank {rank} of a worker of {len(self._pools)}", "rank")
         return self._pools[rank]

@@ -1,4 +1,4 @@
-"""Which leases were copied from GPU memory to rows of the shared memory: the front's side, asking the engine once.
+"""Staging of leases from GPU memory to rows of shared memory, on the front's side: the engine is asked once.
 
 Rows belong to a lease until it ends. Lives in one event loop; knows no bytes.
 """

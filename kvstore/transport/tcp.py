@@ -37,7 +37,7 @@ class TcpTransport:
         return bool(shard.address.kv_address)
 
     def open(self, shard: PeerShard) -> None:
-        """Nothing to reach beforehand: the service looks at lease and epoch with every read."""
+        """Do nothing: the service checks lease and epoch with every read."""
 
     def pull(
         self,
@@ -67,7 +67,7 @@ class TcpTransport:
             stream.cancel()
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the channels belong to the `LeaseClient`."""
 
 
 def receive_blocks(chunks: Iterable[kvstore_pb2.BlockChunk], rows: Sequence[int], blocks: Blocks) -> None:

@@ -60,7 +60,7 @@ class UnixListener:
 
 
 def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
-    """Raises UnavailableError when nobody listens there."""
+    """Connect to a listener. Raises UnavailableError when there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(timeout_seconds)
     try:
@@ -131,7 +131,7 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
-    """Raises TransferError for bytes that are not one msgpack value of the decoder's type."""
+    """Decode one msgpack value of the decoder's type. Raises TransferError for other bytes."""
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
@@ -139,7 +139,7 @@ def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYT
 
 
 def body_size(header: bytes | bytearray, max_bytes: int) -> int:
-    """Raises TransferError for more than `max_bytes`."""
+    """Decode a frame's length. Raises TransferError for more than `max_bytes`."""
     (size,) = HEADER.unpack(header)
     if size > max_bytes:
         raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")

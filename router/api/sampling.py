@@ -1,4 +1,4 @@
-"""From API parameters to the SamplingParams that workers understand. Raises InvalidRequestError."""
+"""Translate API parameters to the SamplingParams of workers. Raises InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the workers in service agree on."""
+    """Limits that hold on all workers of the model."""
 
     max_model_len: int
     vocab_size: int
@@ -52,7 +52,7 @@ def sampling_params(
 
 
 def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
-    """The same for choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
+    """Derive the parameters of choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
     if index == 0:
         return params
     derived = pb.SamplingParams()
@@ -106,7 +106,7 @@ def _logit_bias(body: GenerationBody, limits: ModelLimits) -> list[pb.TokenBias]
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each word as it is spelled at the start of a text and after a space."""
+    """Token ids of each word, at the start of a text and after a space."""
     sequences: list[list[int]] = []
     for word in words:
         bare = word.lstrip(" ") or word

@@ -67,7 +67,7 @@ class ResponseFormat(Body):
 
 
 class GenerationBody(Body):
-    """What chat completions and completions have in common."""
+    """Fields that chat completions and completions have in common."""
 
     model: Label | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -173,7 +173,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Each of them a text or token ids."""
+        """All prompts of the request, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

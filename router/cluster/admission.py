@@ -23,7 +23,7 @@ class AnswerLength:
         self.mean = num_tokens if self.mean == 0 else self.mean + WEIGHT * (num_tokens - self.mean)
 
     def expected(self, max_tokens: int, default: float) -> float:
-        """Of an answer that may have `max_tokens`."""
+        """Expected length of an answer that may have `max_tokens`."""
         return min(self.mean or default, max_tokens)
 
 

@@ -19,7 +19,7 @@ class LegListener(Protocol):
         """Take what one step of the worker gave the choice. With a finish reason it is the worker's last word."""
 
     def on_failure(self, error: MiniInferError) -> None:
-        """The leg has ended without a finish reason."""
+        """Handle the end of the leg without a finish reason."""
 
 
 @dataclass(slots=True, eq=False)

@@ -151,7 +151,7 @@ class WorkerLink:
         self.set_serving(True)
 
     def set_serving(self, is_serving: bool) -> None:
-        """What the worker says about its health."""
+        """Record the worker's health status."""
         was_serving, self.is_serving = self.is_serving, is_serving
         if is_serving and not was_serving:
             self.model.on_usable()
@@ -209,12 +209,12 @@ class WorkerLink:
         self.breaker.record_success()
 
     def _settle(self, leg: Leg) -> None:
-        """Take back the tokens that counted as queued here."""
+        """Subtract the leg's tokens from those that count as queued here."""
         self._pending_tokens -= leg.pending_tokens
         leg.pending_tokens = 0
 
     def _forget(self, leg: Leg) -> None:
-        """The leg is over here: nothing that comes later reaches its choice."""
+        """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
         self._settle(leg)
         if leg.next_link is not None:

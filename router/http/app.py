@@ -31,7 +31,7 @@ from router.http.middleware import Guard
 from router.http.operator_routes import Handler, add_operator_routes, json_response
 from router.served_model import ServedModel
 
-MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
+MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
 
 

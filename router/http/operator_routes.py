@@ -85,8 +85,8 @@ def _worker(request: Request, gateway: Gateway) -> WorkerLink:
 
 
 def _check_operator(request: Request, gateway: Gateway) -> None:
-    """Without a key anybody who reaches the port could empty the cluster: then only from this machine, and not from
-    a page in its browser."""
+    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
+    port could drain the cluster."""
     if gateway.config.api_key:
         return
     host = request.client.host if request.client else ""
