@@ -1,4 +1,4 @@
-"""What the choices of one model share: admission, which workers are next, the wait for workers, counts.
+"""Dispatch of one model's choices: admission, choice of workers, the wait for workers, counts.
 
 A choice (`router.choice`) asks here before each of its legs. Speaks token ids only.
 """

@@ -29,7 +29,7 @@ from router.served_model import LoadedModel, ServedModel, serve_models
 SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024
 NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
-KEEPALIVE = {  # of TCP: a client whose machine is gone does not say goodbye
+KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,

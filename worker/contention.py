@@ -1,4 +1,4 @@
-"""How many threads are worth using while other programs want the same cores.
+"""Thread count under CPU contention: how many threads are worth using while other programs want the cores.
 
 Threads of one GEMM wait for the slowest of them. When the kernel takes the core of one, all of them wait, and a step
 takes many times longer than with fewer threads (figures in decision 0097). The kernel counts the time that a runnable

@@ -1,4 +1,4 @@
-"""The router's prefix index: which worker holds which block, and how sure we are of it.
+"""The router's prefix index: which worker holds which block, and how reliable that is.
 
 A mirror of the workers' caches, fed by their numbered events. Per worker it is
 

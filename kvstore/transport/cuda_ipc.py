@@ -51,7 +51,7 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class _Mapping:
-    """One life of one peer's pool. `remote` is None when it has ended; `lock` is held by whoever reads it."""
+    """One epoch of a peer's pool. `remote` is None when it has ended; readers hold `lock`."""
 
     info: PoolInfo
     remote: RemotePool | None

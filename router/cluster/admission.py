@@ -1,4 +1,4 @@
-"""Which requests are refused because their answer would come too late. Pure; predictions are the policy's.
+"""Admission: refuse requests whose answer would come too late. Pure; predictions are the policy's.
 
 A refusal at once is worth more to a client than an answer after it has given up, and the work that is not begun goes
 to those who are still waiting.

@@ -1,4 +1,4 @@
-"""Which workers shall serve a request. Pure: everything it knows comes as arguments, randomness included."""
+"""Routing policies: which workers serve a request. Pure: all inputs are arguments, randomness included."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
-KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as many as it can
+KV_BOUND_SHARE = 0.9  # of the KV blocks in use while requests wait: the batch cannot grow
 
 
 class WorkerLink:
@@ -45,7 +45,7 @@ class WorkerLink:
         self.is_leaving = False  # its address is not listed any more
         self.num_lost = 0  # times the stream ended
         self.lost_time = 0.0  # when the stream ended last; 0: never
-        self.last_sign = 0.0  # of life: a report, or an answer about its health
+        self.last_sign = 0.0  # when the last report or health reply came
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}

@@ -1,4 +1,4 @@
-"""What the head of an HTTP request must be, beyond what the parser checks. Pure functions on plain data."""
+"""Checks on the head of an HTTP request beyond the parser's. Pure functions on plain data."""
 
 from __future__ import annotations
 
