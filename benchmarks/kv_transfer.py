@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import json
 import statistics
@@ -30,7 +31,7 @@ from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
+from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease, open_handle
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
@@ -54,7 +55,7 @@ class Owner:
         self._pool = BlockPool(geometry.num_blocks)
         self._exporter = self._memory.exporter(self._pool)
         self._leases = LeaseTable(self._memory.epoch)
-        self._mirror = LeaseMirror(self._memory.epoch)
+        self._mirror = LeaseTable(self._memory.epoch)
         self._memory.serve()
         self._staging = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
@@ -75,7 +76,7 @@ class Owner:
         digests = self._exporter.digests(blocks)
         seconds = time.perf_counter() - began
         lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
-        self._mirror.grant(lease.lease_id, blocks, lease.deadline)
+        self._mirror.adopt(dataclasses.replace(lease))
         shards = self._memory.shards(self._server.address)
         handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds

@@ -17,7 +17,7 @@ from common.errors import EngineError, InvalidRequestError, MiniInferError, Unav
 from common.logging import RateLimit
 from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.staging import StagingTable
 from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
@@ -39,7 +39,7 @@ class WorkerFront:
     def __init__(
         self,
         engine: EngineClient,
-        leases: LeaseMirror,
+        leases: LeaseTable,
         info: pb.WorkerInfo,
         staging: StagingTable | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class WorkerFront:
     @property
     def is_drained(self) -> bool:
         """Whether nothing keeps a draining worker from ending."""
-        is_idle = not (self.num_open_requests or self.leases.num_leases)
+        is_idle = not (self.num_open_requests or self.leases)
         return self.drain.is_over(is_idle, time.monotonic())
 
     def set_trouble(self, reason: str | None) -> None:
@@ -200,9 +200,9 @@ class WorkerFront:
 
     def _mirror_leases(self, report: StepReport) -> None:
         for lease in report.granted:
-            self.leases.grant(lease.lease_id, lease.block_ids, lease.deadline)
+            self.leases.adopt(lease)
         for lease_id in report.ended_leases:
-            self.leases.end(lease_id)
+            self.leases.release(lease_id, self.leases.epoch)
         if self._staging is not None:
             for lease_id, rows in report.staged:
                 self._staging.answer(lease_id, rows)
