@@ -23,7 +23,6 @@ class CacheStats:
 
     queried_tokens: int = 0
     hit_tokens: int = 0
-    host_hit_tokens: int = 0
 
 
 class KVManager:
@@ -90,7 +89,6 @@ class KVManager:
         blocks = self.pool.allocate(len(slots))
         step.copies_in.extend(zip(slots, blocks, strict=True))
         request.block_ids.extend(blocks)
-        self.stats.host_hit_tokens += len(slots) * self.block_size
         return len(slots) * self.block_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:

@@ -107,16 +107,3 @@ class CompletedStep:
 
     def result(self) -> StepResult:
         return self.found
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(StepPlan)
-
-
-def encode_plan(plan: StepPlan) -> bytes:
-    return _encoder.encode(plan)
-
-
-def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """Decode a plan. Raises msgspec.DecodeError for other bytes."""
-    return _decoder.decode(data)

@@ -138,7 +138,6 @@ class Request:
     cache_salt: str = ""
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()
-    num_replayed_tokens: int = 0  # output tokens that came with the request (a migration)
 
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[BlockId] = field(default_factory=list)

@@ -29,7 +29,7 @@ MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
 class UnixListener:
     """Listens on a socket that only this user can open (0600, in a directory made 0700)."""
 
-    def __init__(self, path: Path, backlog: int = 64) -> None:
+    def __init__(self, path: Path) -> None:
         """Replaces the file of a dead process. Raises ConfigError when a live one listens there, or the path
         cannot be used.
         """
@@ -42,7 +42,7 @@ class UnixListener:
             _remove_stale(path)
             self.sock.bind(str(path))
             path.chmod(0o600)  # before listen(): until then, nobody can connect
-            self.sock.listen(backlog)
+            self.sock.listen(64)
             self._identity = _identity(path)
         except OSError as error:
             self.sock.close()
