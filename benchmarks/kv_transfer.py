@@ -107,7 +107,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str)
 
 
 class Reader:
-    """The side that goes on: a pool of its own, filled by one transport."""
+    """The side that continues the request: a pool of its own, filled by one transport."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
         self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)

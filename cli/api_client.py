@@ -17,7 +17,7 @@ LIST_SECONDS = 10.0
 
 
 class ApiError(MiniInferError):
-    """The server refused or broke off; the text is the server's."""
+    """The server refused the request or broke the stream; the text is the server's."""
 
 
 def speed_of(record: RequestRecord) -> float:

@@ -58,10 +58,10 @@ class Service:
         try:
             await self._spawn()
         except OSError as error:
-            self._emit(f"it can't be started: {error.strerror}".encode())
+            self._emit(f"it cannot be started: {error.strerror}".encode())
 
     async def _spawn(self) -> None:
-        # A pipe of our own: asyncio's would make `wait` last until whoever else holds its other end is gone.
+        # A pipe of our own: with asyncio's, `wait` would last until every other holder of its write end is gone.
         read_end, write_end = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(

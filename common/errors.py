@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 class MiniInferError(Exception):
-    """Base of all errors whose message may be shown to whoever caused them."""
+    """Base of all errors whose message may be shown to the client or user that caused them."""
 
 
 class InvalidRequestError(MiniInferError):

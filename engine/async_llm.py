@@ -104,8 +104,8 @@ class AsyncLLM:
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters. Raises like `generate`.
 
-        Starts with the first `anext`. One who leaves before the end calls `aclose` (`contextlib.aclosing`), or the
-        generation goes on until the garbage collector does.
+        Starts with the first `anext`. A caller that stops early should call `aclose` (`contextlib.aclosing`); else
+        the generation goes on until the iterator is garbage collected.
         """
         asked = await asyncio.to_thread(self._model.encode, [prompt], params)
         text = TextStream(self.tokenizer)
@@ -151,7 +151,7 @@ class AsyncLLM:
                 return False
             try:
                 command()
-            except Exception as error:  # noqa: BLE001 - only a bug raises here; nobody may wait for ever for it
+            except Exception as error:  # noqa: BLE001 - only a bug raises here; its caller must not wait forever
                 self._deliver(self._mailboxes.fail(error))
         return True
 
@@ -169,7 +169,7 @@ class AsyncLLM:
         for loop, batch in of_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, batch)
-            except RuntimeError:  # the loop is closed, so nobody waits there
+            except RuntimeError:  # the loop is closed, so there is no waiter
                 for caller, _ in batch:
                     self._mailboxes.close(caller.requests)
 

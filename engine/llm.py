@@ -3,8 +3,8 @@
 from engine import LLM, SamplingParams
 LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 
-Several streams may be open at once, and several threads may call: whoever waits for a token runs the next step, for
-everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
+Several streams may be open at once, and several threads may call: a thread that waits for a token runs the next step
+for everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         self._model = OfflineModel.load(model, settings)
-        self.engine = self._model.engine  # to look at: one who steps it takes other callers' tokens
+        self.engine = self._model.engine  # for inspection: stepping it would take other callers' tokens
         self.model_config = self._model.model_config
         self.tokenizer = self._model.tokenizer
         self._mailboxes = Mailboxes[deque[Item]](self.engine)
         self._turns = _Turns()  # held around everything that touches the engine
-        self._left: deque[Request] = deque()  # their callers have gone; whoever holds the turn next aborts them
+        self._left: deque[Request] = deque()  # their callers have gone; the next holder of the turn aborts them
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -40,7 +40,7 @@ class Mailboxes(Generic[Mailbox]):
         return requests
 
     def close(self, requests: Sequence[Request]) -> None:
-        """Abort those requests that have not ended, which frees their blocks: nobody waits for them any more."""
+        """Abort requests that have not ended, which frees their blocks: their callers have gone."""
         for request in requests:
             self._mailboxes.pop(request.request_id, None)
             if self._failure is None:
@@ -53,7 +53,7 @@ class Mailboxes(Generic[Mailbox]):
         """Run one step; returns what to put where. An engine that raises ends everything that is open."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever it was, nobody may wait for ever
+        except Exception as error:  # noqa: BLE001 - whatever it was, no caller may wait forever
             return self.fail(error)
         return [
             (self._mailboxes[request_id], output if output.error is None else EngineError(output.error))

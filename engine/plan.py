@@ -1,4 +1,4 @@
-"""What one step shall do and what came out of it, as plain data that can be encoded and executed elsewhere.
+"""The plan of a step and its result, as plain data that can be encoded and executed elsewhere.
 
 The scheduler makes a `StepPlan`, a runner turns it into a `StepResult`. Plans follow each other: a runner keeps what
 earlier ones said of a request (`engine/request_states.py`), so a plan names only what is new.

@@ -95,7 +95,7 @@ SHIPPED: dict[str, type[SchedulingPolicy]] = {"priority": PriorityPolicy, "fcfs"
 
 
 class GuardedPolicy:
-    """A policy whose failure is logged once and harms nobody.
+    """A policy whose failure is logged once and has no other effect.
 
     After its first exception, or answer that is none, this one no longer asks it: requests rank as with
     `PriorityPolicy`, and nobody gives way to a newcomer. The scheduler replaces it before its next step.

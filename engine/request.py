@@ -134,7 +134,7 @@ class Request:
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
     rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
-    adapter: str = ""  # its KV is shared with nobody who uses another one
+    adapter: str = ""  # its KV is shared only with requests that use the same one
     cache_salt: str = ""
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()

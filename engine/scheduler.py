@@ -64,7 +64,7 @@ class Scheduler:
         self._loading: dict[RequestId, Request] = {}
         self._cancelled_loads: set[RequestId] = set()
         self._load_jobs: list[LoadJob] = []
-        self._forgotten: list[RequestId] = []  # the runner has their state, and shall drop it with the next step
+        self._forgotten: list[RequestId] = []  # the runner drops their state with the next step
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class State(Enum):
 
 
 class Choice:
-    """`start` it once; `cancel` ends it without a word to its request."""
+    """One choice. Call `start` once; `cancel` ends it without notifying its request."""
 
     def __init__(
         self, index: int, prompt_index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher
@@ -60,9 +60,9 @@ class Choice:
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: GenerationRequest
         self._timer: asyncio.TimerHandle
-        self._decision: Decision | None = None  # that is being carried out
+        self._decision: Decision | None = None  # the one in progress
         self._leg: Leg | None = None
-        self._lost: set[WorkerId] = set()  # workers that have failed this choice
+        self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
     def start(self, request: GenerationRequest) -> None:
         self._request = request
@@ -84,7 +84,7 @@ class Choice:
     def _go_on(self) -> None:
         try:
             self._open_next_leg()
-        except Exception as error:  # noqa: BLE001 - bugs, too: callers are callbacks, where nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - bugs too: callers are callbacks, which would swallow them
             self._fail(error)
 
     def _open_next_leg(self) -> None:
@@ -113,7 +113,7 @@ class Choice:
             self._go_on()
 
     def _begin(self) -> None:
-        """Carry out a new decision."""
+        """Decide on workers, and open the first leg there."""
         decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
         chosen = decision.chosen
         if chosen.prefill is not None:

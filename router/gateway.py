@@ -127,7 +127,7 @@ class Gateway:
         arrival: float,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
-        continues = isinstance(body, CompletionBody)  # the text goes on from the prompt
+        continues = isinstance(body, CompletionBody)  # the text continues the prompt
         request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
         rules = StopRules(
             stops=tuple(body.stops),

@@ -49,7 +49,7 @@ class Journal:
         return bool(self.output_token_ids)
 
     def leg_failed(self) -> None:
-        """Count failures that nothing came before: a choice that kills its worker must not go on for ever."""
+        """Count failures without a token in between: a choice that kills its workers must not be retried forever."""
         if len(self.output_token_ids) > self.num_tokens_before:
             self.num_failures_in_row = 0
         self.num_failures_in_row += 1

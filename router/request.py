@@ -81,7 +81,7 @@ class GenerationRequest:
             try:
                 self.on_update(choice, choice.text.cut())
                 return
-            except Exception as bug:  # noqa: BLE001 - as any other failure: nobody else would hear of it
+            except Exception as bug:  # noqa: BLE001 - reported like any other failure: callbacks would swallow it
                 error = bug
         self._sink.on_failure(error)
         self._cancel()

@@ -35,7 +35,7 @@ KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 60_000,
 }
-GC_THRESHOLD = 50_000  # a collection per 700 allocations would run for every few chunks
+GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
 TRIM_TICKS = 100  # of uvicorn's main loop, 10 a second
 M_ARENA_MAX = -8  # of glibc's mallopt
 
@@ -112,7 +112,7 @@ async def _serve(
             log_config=None,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # whoever connects is the client: loopback may drain workers
+            proxy_headers=False,  # the peer is the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
             timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
             timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,

@@ -47,7 +47,7 @@ class RunQueueWait:
         self._last_time = 0.0
 
     def share_since_last(self, now: float) -> float | None:
-        """Cores lacked on average since the last call; None when that was too recent, or nobody counts."""
+        """Cores lacked on average since the last call; None when that was too recent, or not measured."""
         elapsed = now - self._last_time
         if elapsed < OBSERVE_SECONDS:
             return None

@@ -154,7 +154,7 @@ class WorkerFront:
             logger.warning("out of service: %s", reason)
             self.leave_service(reason)
         else:
-            logger.warning("in service again: the engine gets on")
+            logger.warning("in service again: the engine makes progress")
             self._out_of_service = ""
 
     def leave_service(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A counter in shared memory that the engine process raises and its front reads: the sign that the engine gets on.
+"""Heartbeat: a counter in shared memory that the engine process increments and its front reads.
 
 Raising it costs nothing, so it moves within a step, too: once a layer on a CPU, where steps may take long.
 """

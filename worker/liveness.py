@@ -63,7 +63,7 @@ class ProgressWatch:
         self._stall_seconds = stall_seconds
         self._heartbeat = -1
         self._before: ProcessSample | None = None  # at the last call, if the heartbeat has not moved since
-        self._spent = 0.0  # of the patience with a silent process; 1: all of it
+        self._spent = 0.0  # share of the time limit of a silent process; 1: all of it
         self._reason: str | None = None
 
     def has_beaten(self, heartbeat: int) -> bool:
@@ -96,7 +96,7 @@ class ProgressWatch:
                 ran = max(ran, thread.run_seconds - last.run_seconds)
                 waited = max(waited, thread.wait_seconds - last.wait_seconds)
         if ran > IDLE_SHARE * elapsed:
-            return min(ran, elapsed) / self._stall_seconds, "the engine computes without getting on"
+            return min(ran, elapsed) / self._stall_seconds, "the engine computes without progress"
         if "R" in states or waited > IDLE_SHARE * elapsed:
             return 0.0, ""
         return elapsed / BLOCKED_SECONDS, "the engine process is blocked"

@@ -136,7 +136,7 @@ async def _watch(
         interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
         await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
-        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # while this process slept, nobody watched
+        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # not time that this process slept
         if running.done():
             await server.set_serving(False)
             # UnavailableError, by contract; streams are closed already

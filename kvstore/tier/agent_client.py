@@ -2,7 +2,7 @@
 
 When the agent does not answer, the tier is empty and full from then on (nothing is found, nothing fits) and the
 worker goes on without it. Slots of swapped sequences stay readable and ours: this process maps their memory
-too, and keeps the connection open, so that an agent that was only slow gives them to nobody else.
+too, and keeps the connection open, so that an agent that was only slow does not reassign them.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class HostTierAllocator:
             return None
         slots = [HostSlot(block_id) for block_id in self._pool.allocate(len(keys))]
         self._pool.take_evicted()  # there is no tier below this one
-        self._pool.take_events()  # and nobody is told
+        self._pool.take_events()  # not reported to anybody
         self._pending.update((slot, key) for slot, key in zip(slots, keys, strict=True) if key is not None)
         return slots
 

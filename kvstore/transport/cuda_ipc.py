@@ -91,7 +91,7 @@ class CudaIpcTransport:
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float,
     ) -> list[list[int]]:
-        """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
+        """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
         [shard] = [part.shard for part in parts]  # equal shards need one source only
         mapping = self._mapping(shard)
         shard.check_offer(mapping.info)
@@ -114,7 +114,7 @@ class CudaIpcTransport:
             known = self._mappings.get(name)
         if known is not None and known.info.epoch == shard.epoch:
             return known
-        mapping = self._map(shard)  # without the lock: a peer that does not answer shall not hold up the others
+        mapping = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
         with self._lock:
             earlier = self._mappings.get(name)
             is_first = earlier is None or earlier.info.epoch != shard.epoch

@@ -84,7 +84,7 @@ class ShmTransport:
             if known is not None:
                 self._pools.move_to_end(key)
                 return known
-        pool = self._map(shard)  # without the lock: a peer that does not answer shall not hold up the others
+        pool = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
         with self._lock:
             for old in [k for k in self._pools if k[0] == key[0]]:
                 del self._pools[old]  # an earlier life of the same pool

@@ -67,7 +67,7 @@ def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise UnavailableError(f"nobody answers on the Unix socket: {error.strerror or error}") from error
+        raise UnavailableError(f"no server on the Unix socket: {error.strerror or error}") from error
     return sock
 
 

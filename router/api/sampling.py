@@ -83,7 +83,7 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
             "to generate do not fit",
             param,
         )
-    return max(asked, 1)  # 0, to have a prompt echoed: workers make a token at least; nobody will see it
+    return max(asked, 1)  # 0 only echoes the prompt: workers generate at least one token, which is not shown
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:

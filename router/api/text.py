@@ -38,7 +38,7 @@ class StopRules:
     include_in_output: bool = False
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must make is nobody's
+    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
 
 
 class ChoiceText:

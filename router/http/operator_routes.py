@@ -58,7 +58,7 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
             raise HttpError(
                 409,
                 f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
-                "add ?force=true to drain it all the same",
+                "add ?force=true to drain it anyway",
             )
         num_open = await link.drain(_grace_seconds(request))
         return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})

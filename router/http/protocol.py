@@ -83,7 +83,7 @@ class BoundedProtocol(Connection):
         if self._in_message and self._num_other_bytes > MAX_HEADER_BYTES:
             self._refuse(HttpError(431, "too long headers, trailers or chunk extensions"))
         elif self._running is None and self._timer is None:
-            self._start_timer()  # bytes that begin no request: not for ever
+            self._start_timer()  # bytes that begin no request are tolerated for a limited time
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -120,7 +120,7 @@ class BoundedProtocol(Connection):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # a trailer: nobody has a use for it
+            return  # trailers are dropped
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._stop(HttpError(431, "too many headers"))
@@ -141,7 +141,7 @@ class BoundedProtocol(Connection):
         super().on_headers_complete()
         cycle = self.cycle
         cycle.transport = self._cycle_transport
-        # An answer that comes before the request's end is the last one: nobody knows how much of it is to come.
+        # Close after an answer that comes before the request's end: how much of it is left is unknown.
         self._may_stay, cycle.keep_alive = cycle.keep_alive and not self._is_spare, False
         self.scope[CHUNK_WRITER] = ChunkWriter(cycle, self.transport)  # type: ignore[literal-required]
 
@@ -187,7 +187,7 @@ class BoundedProtocol(Connection):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._running is None and self._in_message and not self._is_lingering:
-            self._start_timer()  # the headers of the next one have begun: not for ever
+            self._start_timer()  # the headers of the next one have begun: limit the time for the rest
 
     def _refuse(self, error: MiniInferError) -> None:
         self._stop_timer()

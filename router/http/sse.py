@@ -107,7 +107,7 @@ class EventStream:
             self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """While choices wait for a worker, show the client, and proxies, that the stream goes on."""
+        """Send comments while choices wait for a worker, so that clients and proxies keep the stream open."""
         if self._request.is_waiting_for_worker and self._writer.is_ready:
             self._writer.write(KEEP_ALIVE)
         loop = asyncio.get_running_loop()
