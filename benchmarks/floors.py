@@ -1,4 +1,4 @@
-"""What the machine allows: bytes a decode step must read, operations a prompt needs, and measured peak rates.
+"""Roofline of the machine: bytes a decode step must read, operations a prompt needs, and measured peak rates.
 
 A floor is the time that the weights and KV of a step take at full memory bandwidth, or a prompt's GEMMs at the full
 speed of a large one. Figures are given as fractions of it, so that they can be compared between machines.

@@ -1,4 +1,4 @@
-"""How fast a prompt's KV gets from one worker's pool to another's, by each transport; and from pool to host slots.
+"""Speed of KV transfers from one worker's pool to another's, by each transport, and from a pool to host slots.
 
     python -m benchmarks.kv_transfer [--shape qwen2.5-7b] [--tokens 1024,4096] [--transports shm,tcp] [--json]
 

@@ -1,4 +1,4 @@
-"""How often quantized weights choose the token that bfloat16 chooses: greedy, on real weights, on a CPU.
+"""Agreement of quantized weights with bfloat16 on greedy tokens, with real weights, on a CPU.
 
     python -m benchmarks.quant_agreement --json
 

@@ -1,4 +1,4 @@
-"""Which services make a local cluster, and with which flags. Pure: settings in, `ServiceSpec`s out.
+"""Plan of a local cluster: its services and their flags. Pure: settings in, `ServiceSpec`s out.
 
 Knows the settings classes of all services; starts nothing and picks no port.
 """

@@ -1,4 +1,4 @@
-"""Which GPU each worker of a local cluster takes, and how much of it. Pure; asks no driver, imports no torch."""
+"""Assignment of GPUs to the workers of a local cluster. Pure; asks no driver, imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--model` means: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
+"""Resolve `--model`: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
 
 Returns where the files lie; does not open them. Downloads a hub id with progress through huggingface_hub.
 """

@@ -1,4 +1,4 @@
-"""Who waits for which request of one engine: every output goes to the mailbox of the caller that asked for it.
+"""Mailboxes of an engine's callers: every output goes to the mailbox of the caller that asked for it.
 
 It knows neither text nor threads: `LLM` calls it while it holds its turn, `AsyncLLM` from its engine thread alone.
 """

@@ -16,7 +16,7 @@ from kvstore.types import BlockId, HostSlot
 
 
 class NewRequest(msgspec.Struct, gc=False):
-    """What a runner must know of a request before its first row. It owns no blocks yet: rows bring them."""
+    """Data of a request that a runner needs before its first row. It owns no blocks yet: rows bring them."""
 
     request_id: RequestId
     token_ids: list[TokenId]  # prompt, then the output tokens that are known
@@ -71,7 +71,7 @@ class StepPlan(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found. All lists run parallel to the plan's rows.
+    """Result of a step. All lists run parallel to the plan's rows.
 
     token_ids: sampled tokens, none for rows that do not sample. Others have one for each of their first drafts that
       were accepted, and the one after those.

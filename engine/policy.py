@@ -24,7 +24,7 @@ Rank = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a policy may know of a request."""
+    """Read-only view of a request."""
 
     priority: int  # lower is more urgent
     arrival: int  # 0, 1, 2, ...: a clock that ticks once per request
@@ -37,7 +37,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a policy may know of the engine."""
+    """Read-only view of the engine."""
 
     num_free_blocks: int  # cached ones included, because they can be evicted
     num_blocks: int

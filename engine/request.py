@@ -103,7 +103,7 @@ class TokenLogprobs:
 
 
 class FinishReason(Enum):
-    """Why a request ended; the values are OpenAI's words where those exist."""
+    """Finish reason of a request; the values are OpenAI's where those exist."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -187,7 +187,7 @@ class Request:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step did for one request."""
+    """Output of one step for one request."""
 
     request: Request
     new_token_ids: list[int]
@@ -213,7 +213,7 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """How busy the scheduler is; counted when asked."""
+    """Load of the scheduler, counted when asked."""
 
     num_running: int
     num_waiting: int

@@ -1,4 +1,4 @@
-"""From logits to tokens: one sample per row, each with its own parameters and its own noise.
+"""Host sampler: one token per row of logits, each row with its own parameters and its own noise.
 
 Order: changes of `engine/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T + Gumbel noise.
 Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort. Rows are

@@ -1,4 +1,4 @@
-"""What KV a model keeps and how pools cut it into blocks: plain data that a model declares and workers compare.
+"""KV layout of a model and geometry of its pools: plain data that a model declares and workers compare.
 
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard

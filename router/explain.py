@@ -22,7 +22,7 @@ MAX_CANDIDATES_SHOWN = 16
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice of a request. Its journal is kept while it is open, and then its counts."""
+    """Record of one choice. Its journal is kept while it is open, and then its counts."""
 
     journal: Journal | None
     decisions: list[Decision] = field(default_factory=list)

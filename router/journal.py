@@ -1,4 +1,4 @@
-"""What the router must remember of one choice so that another worker can go on with it.
+"""Journal of one choice: what another worker needs to continue it.
 
 Plain data and pure methods. A worker gets prompt and tokens so far; the noise of sampling is a function of
 (seed, position), so the tokens that follow are those that would have followed.

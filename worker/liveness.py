@@ -37,7 +37,7 @@ class ProcessSample:
 
 
 def sample_process(pid: int) -> ProcessSample:
-    """What the threads of a process do right now."""
+    """Sample the threads of a process."""
     threads: dict[str, ThreadSample] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

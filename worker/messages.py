@@ -136,7 +136,7 @@ class RequestTimes(Row):
 
 
 class Delta(Row):
-    """What one step did for one request."""
+    """Output of one step for one request."""
 
     request_id: RequestId
     token_ids: list[TokenId]

@@ -64,7 +64,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the files give: the config, the weights, and what identifies them."""
+    """Contents of the model files: the config, the weights, and what identifies them."""
 
     config: ModelConfig
     family: ModelFamily

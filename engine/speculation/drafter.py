@@ -1,4 +1,4 @@
-"""Who proposes tokens: the interface of a drafter, and the choice of one by the settings.
+"""Drafters: the interface, and the choice of one by the settings.
 
 A drafter cannot change a request's output, only its speed: a draft is accepted when it equals the token that is
 sampled at its position, which is the one that the request would get without drafts.

@@ -1,4 +1,4 @@
-"""What the renderers of answers share; the answers are in `chat_renderer` and `completion_renderer`.
+"""Base of the renderers in `chat_renderer` and `completion_renderer`.
 
 The chunk that almost every token takes is a prefix rendered once plus the JSON of its text; everything else is built
 as a dictionary. Knows nothing of HTTP, workers or how text came about.

@@ -1,4 +1,4 @@
-"""What clients may send: strict pydantic models of the request bodies, and their bounds.
+"""Schemas of request bodies: strict pydantic models, and their bounds.
 
 A field is honoured, listed as harmless, or refused with a message that names it; none is ignored silently.
 Knows nothing of tokens: ranges that need the model (context, vocabulary) are checked in `prompts` and `sampling`.

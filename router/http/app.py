@@ -205,6 +205,6 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
-    """How many workers there are of each role."""
+    """Number of workers of each role."""
     roles = Counter(info.role for info in infos)
     return {role: roles[role] for role in ("prefill", "decode")}
