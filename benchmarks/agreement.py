@@ -1,4 +1,4 @@
-"""Logits of an engine that is made to choose given tokens: how engines are compared step by step.
+"""Teacher-forced logits: an engine is made to follow given tokens, so that engines can be compared step by step.
 
 One engine answers greedily (`answer`) or a text is taken as the answer; others `follow` it, so that every step
 compares equal histories. Three questions are asked about the logits: `forced_logits` (is the fast path the same

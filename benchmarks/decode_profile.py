@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on a GPU: kernels by name, calls of the CUDA runtime, host time by phase.
+"""Profile of a decode step on a GPU: kernels by name, calls of the CUDA runtime, host time by phase.
 
     python -m benchmarks.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
 

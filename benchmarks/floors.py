@@ -1,6 +1,6 @@
-"""What the machine allows: bytes a decode step must read, operations a prompt needs, and measured peak rates.
+"""Roofline of the machine: bytes a decode step must read, operations a prompt needs, and measured peak rates.
 
-A floor is the time that the weights and KV of a step take at full memory bandwidth, or a prompt's products at full
+A floor is the time that the weights and KV of a step take at full memory bandwidth, or a prompt's GEMMs at the full
 speed of a large one. Figures are given as fractions of it, so that they can be compared between machines.
 """
 
@@ -39,7 +39,7 @@ class Peaks:
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Best of several: reading a large tensor, and a large product."""
+    """Best of several runs: reading a large tensor, and a large GEMM."""
     on_gpu = device.type == "cuda"
     data = torch.empty((4 << 30) // 4 if on_gpu else (512 << 20) // 4, device=device).fill_(1.0)
     seconds = _best_seconds(lambda: data.sum(), device)
@@ -61,9 +61,10 @@ def num_weights(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:
-    """Of all products. quantization: a mode or a checkpoint's label; those keep the output projection plain, mostly.
+    """Bytes of the linear layers' weights. quantization: a mode, or a checkpoint's label.
 
-    Of a checkpoint with several schemes, the smallest counts: the floor stays below what must be read.
+    Checkpoints mostly keep the output projection plain. Of one with several schemes, the smallest counts: the floor
+    stays below what must be read.
     """
     plain = DTYPE_BYTES[dtype]
     head = config.vocab_size * config.hidden_size

@@ -1,4 +1,4 @@
-"""Whether the fast path computes the same function: its logits beside a plain float32 pass, step by step.
+"""Accuracy of the fast path: its logits beside a plain float32 pass, step by step.
 
     python -m benchmarks.forced_logits --model benchmarks/configs/qwen2.5-7b --load-format dummy
 
@@ -9,9 +9,9 @@ difference over norm of the reference), and how often the engine's own greedy to
 that are real ties: the reference ranks both tokens within the size of the error. All engine flags are taken,
 `--quant-mode` too.
 
-Two more passes say what to expect. `bfloat16_error_*` is plain torch in the model's own dtype: what rounding alone
-does to these weights. `chunked_reference_error_max` is the float32 pass again with its prompts in small chunks: above
-1e-3 the reference is at fault, not the engine.
+Two more passes say what to expect. `bfloat16_error_*` is plain torch in the model's own dtype: what its rounding
+alone does to these weights. `chunked_reference_error_max` is the float32 pass again with its prompts in small
+chunks: above 1e-3 the reference is at fault, not the engine.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its secon
 class Reference:
     """Answers, and float32 logits of their tokens by three passes of the plain runner.
 
-    logits: in float32, the reference. chunked: the same with prompts in small chunks. rounded: in the model's dtype.
+    logits: in float32, the reference. chunked: the same with prompts in small chunks. bfloat16: in the model's dtype.
     """
 
     answers: list[Answer]
     logits: list[Tensor]
     chunked: list[Tensor]
-    rounded: list[Tensor]
+    bfloat16: list[Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     forced = follow(parts.engine, parts.runner, reference.answers)
     figures = {"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference.logits, forced)}
     for kind in ("mean", "max"):
-        figures[f"bfloat16_error_{kind}"] = compare(reference.logits, reference.rounded)[f"relative_error_{kind}"]
+        figures[f"bfloat16_error_{kind}"] = compare(reference.logits, reference.bfloat16)[f"relative_error_{kind}"]
     figures["chunked_reference_error_max"] = compare(reference.logits, reference.chunked)["relative_error_max"]
     report(figures)
     for length, expected, logits in zip(lengths, reference.logits, forced, strict=True):
@@ -108,8 +108,8 @@ def compute_reference(config: EngineConfig, lengths: Sequence[int], num_output: 
     logits = follow(engine, runner, answers)
     chunked = follow(*open_plain(loaded, replace(whole, max_num_batched_tokens=CHUNK)), answers)
     loaded = load_model(files, whole, loaded.device)  # float32 has taken the place of the first one's weights
-    rounded = follow(*open_plain(loaded, whole), answers)
-    return Reference(answers, logits, chunked, rounded)
+    bfloat16 = follow(*open_plain(loaded, whole), answers)
+    return Reference(answers, logits, chunked, bfloat16)
 
 
 def pieces_of(files: ModelFiles, text: str, lengths: Sequence[int]) -> list[list[int]]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(row: str, flags: Sequence[str]) -> list[Figures]:
-    """What `benchmarks.engine` printed for one row; what it got done when it failed."""
+    """Output of `benchmarks.engine` for one row; partial output when it failed."""
     model, _, mode = row.partition(":")
     command = [
         sys.executable, "-m", "benchmarks.engine", "--model", str(CONFIGS / model), "--load-format", "dummy",

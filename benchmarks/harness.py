@@ -1,4 +1,4 @@
-"""What the benchmarks of an engine share: arguments, prompts, steps and lines of figures."""
+"""Harness of the engine benchmarks: arguments, prompts, steps and lines of figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a prompt's KV gets from one worker's pool to another's, by each transport; and from pool to host slots.
+"""Speed of KV transfers from one worker's pool to another's, by each transport, and from a pool to host slots.
 
     python -m benchmarks.kv_transfer [--shape qwen2.5-7b] [--tokens 1024,4096] [--transports shm,tcp] [--json]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import functools
 import json
 import statistics
@@ -30,7 +31,7 @@ from common.rpc import RpcServer
 from engine.gpu.swap import HostCopies
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.leases import Lease, LeaseMirror, LeaseTable
+from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease, open_handle
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
@@ -54,7 +55,7 @@ class Owner:
         self._pool = BlockPool(geometry.num_blocks)
         self._exporter = self._memory.exporter(self._pool)
         self._leases = LeaseTable(self._memory.epoch)
-        self._mirror = LeaseMirror(self._memory.epoch)
+        self._mirror = LeaseTable(self._memory.epoch)
         self._memory.serve()
         self._staging = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
@@ -75,7 +76,7 @@ class Owner:
         digests = self._exporter.digests(blocks)
         seconds = time.perf_counter() - began
         lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
-        self._mirror.grant(lease.lease_id, blocks, lease.deadline)
+        self._mirror.adopt(dataclasses.replace(lease))
         shards = self._memory.shards(self._server.address)
         handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
         return handle, seconds
@@ -106,7 +107,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str)
 
 
 class Reader:
-    """The side that goes on: a pool of its own, filled by one transport."""
+    """The side that continues the request: a pool of its own, filled by one transport."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
         self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)

@@ -49,7 +49,7 @@ def private_mb(pid: int) -> float:
 
 
 async def load(url: str, until: float, counter: list[int]) -> None:
-    """One client after the other."""
+    """Run one client after the other."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
         while time.monotonic() < until:
             counter[0] += 1

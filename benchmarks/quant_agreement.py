@@ -1,4 +1,4 @@
-"""How often quantized weights choose the token that bfloat16 chooses: greedy, on real weights, on a CPU.
+"""Agreement of quantized weights with bfloat16 on greedy tokens, with real weights, on a CPU.
 
     python -m benchmarks.quant_agreement --json
 
@@ -61,7 +61,7 @@ def int8_weight(linear: Linear) -> LinearLayer:
 
 
 def int4_weight(linear: Linear) -> LinearLayer:
-    """What a file without calibration would hold."""
+    """The weight as a file without calibration would hold it."""
     rows = quantize_int4(linear.weight)
     packed = pack_w4(rows.values, rows.scales, rows.zeros)
     return lambda x: w4a16_linear(x, packed, linear.bias)

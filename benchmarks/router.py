@@ -1,4 +1,4 @@
-"""What the router costs: time added to the first token, and chunks per second that it can stream.
+"""Cost of the router: time added to the first token, and chunks per second that it can stream.
 
     python -m benchmarks.router [--clients 1,32] [--tokens 256] [--seconds 5] [--json]
 

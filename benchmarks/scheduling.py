@@ -1,4 +1,4 @@
-"""What the scheduler is worth, each figure beside its comparison in the same run of the same engine.
+"""Gains of the scheduler, each figure beside its comparison in the same run of the same engine.
 
     python -m benchmarks.scheduling [--model M] [--trace FILE]
 

@@ -69,7 +69,7 @@ class Session:
         return sum(record.num_output_tokens for record in records) / seconds
 
     async def longest_gap(self) -> float:
-        """Seconds; of a stream into which a long prompt falls."""
+        """Longest gap, in seconds, of a stream during which a long prompt arrives."""
         stream = asyncio.create_task(self.ask(self.prompt(64), STREAM_TOKENS))
         await asyncio.sleep(0.3)
         arrival = time.perf_counter()
@@ -128,7 +128,7 @@ def on_cluster(measure: Measure, rounds: int, flags: list[str]) -> dict[str, Any
 
 
 def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
-    """The same stream and the same prompts on three clusters."""
+    """Measure equal streams and prompts on three clusters."""
     clusters = {
         "unchunked": ["--prefill=0", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
         "chunked": ["--prefill=0", f"--max-num-batched-tokens={CHUNK_TOKENS}"],
@@ -143,7 +143,7 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
 
 
 def transformers_tok_s(rounds: int) -> float:
-    """One stream of the default model under transformers in bfloat16, in this process."""
+    """Speed of one stream of the default model under transformers in bfloat16, in this process."""
     from benchmarks.compare_cpu import MAX_TOKEN_ID, transformers_speed
     from common.model_files import resolve_model
     from engine.config import EngineConfig

@@ -46,7 +46,7 @@ class ShortPrompts:
         return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
 
     def first_token_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
-        """Of a prompt that nobody has seen, behind `cached`."""
+        """Time to first token of a new prompt behind the tokens `cached`."""
         prompt = [*cached, *self.prompt(num_new)]
         began = time.perf_counter()
         self.engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0.0))
@@ -55,7 +55,7 @@ class ShortPrompts:
         return (time.perf_counter() - began) * 1e3
 
     def longest_step_ms(self) -> float:
-        """Of the steps from the arrival of a prompt until its first token, while others decode."""
+        """Longest step from the arrival of a prompt until its first token, while others decode."""
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         others = [self.engine.add_request(self.prompt(1000), params) for _ in range(NUM_DECODING)]
         while any(len(request.output_token_ids) < 5 for request in others):

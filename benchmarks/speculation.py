@@ -45,7 +45,7 @@ QUESTIONS = {
 
 @dataclass
 class Figures:
-    """What one engine did for one kind of question: an entry per round."""
+    """Results of one engine for one kind of question: an entry per round."""
 
     speeds: list[float] = field(default_factory=list)
     num_drafted: int = 0

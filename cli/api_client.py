@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from cli.load.results import RequestRecord
+from cli.load.results import EventStream, RequestRecord, StreamError
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]
@@ -18,7 +17,7 @@ LIST_SECONDS = 10.0
 
 
 class ApiError(MiniInferError):
-    """The server refused or broke off; the text is the server's."""
+    """The server refused the request or broke the stream; the text is the server's."""
 
 
 def speed_of(record: RequestRecord) -> float:
@@ -90,10 +89,15 @@ class ApiClient:
                 if reply.status_code != 200:
                     reply.read()
                     _raise_for_status(reply)
-                for event in _events(reply.iter_lines()):
+                events = EventStream(record)
+                for data in reply.iter_bytes():
                     record.end = time.perf_counter() - begin
-                    if text := record.read_event(event, record.end):
+                    if text := events.read(data, record.end):
                         yield text
+                    if events.is_complete:
+                        return
+        except StreamError as error:
+            raise ApiError("the server sent no JSON" if error.event is None else _message(error.event)) from error
         except httpx.HTTPError as error:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
 
@@ -102,19 +106,6 @@ def first_model(url: str, api_key: str = "") -> str:
     """The first model that a server lists. Raises UnavailableError or ApiError."""
     with ApiClient(url, api_key) as client:
         return client.choose_model()
-
-
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise ApiError(_message(event))
-        yield event
 
 
 def _raise_for_status(reply: httpx.Response) -> None:

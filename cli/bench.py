@@ -1,4 +1,4 @@
-"""`mini-infer bench`: load any OpenAI-compatible server and report what its clients felt.
+"""`mini-infer bench`: load any OpenAI-compatible server and report client-side latency and throughput.
 
 Turns flags into a workload and a target, runs them, prints, and writes JSON and a plot. The parts are in
 `cli/load`; nothing here or there knows which server answers.
@@ -49,7 +49,7 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What is sent."""
+    """The workload to send."""
 
     num_requests: int = setting(64, "requests, when no trace is given")
     concurrency: int = setting(0, "requests open at a time; 0: 8, or no bound with --request-rate or --trace")
@@ -76,7 +76,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What is reported."""
+    """The report to write."""
 
     slo_ttft_ms: float = setting(0.0, "objective for the time to first token; 0: none")
     slo_itl_ms: float = setting(0.0, "objective for the 99th percentile of a request's gaps; 0: none")
@@ -119,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
-    """How many requests, and the requests."""
+    """Number of requests, and the requests."""
     maker = PromptMaker(workload.vocab_size)
     if workload.trace:
         seconds_of_trace = workload.duration * workload.trace_scale

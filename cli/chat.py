@@ -88,7 +88,7 @@ class Chat:
         self._params = params
 
     def run(self, read_line: ReadLine) -> int:
-        """Until /exit or the end of the input. Exit code 1 when the last answer failed."""
+        """Converse until /exit or the end of the input. Exit code 1 when the last answer failed."""
         failed = False
         while True:
             try:
@@ -196,7 +196,7 @@ def _prompt_reader() -> ReadLine:
 
 
 def history_path() -> Path:
-    """Where earlier lines are kept, readable by the user alone."""
+    """Path of the input history, readable by the user alone."""
     base = os.environ.get("XDG_STATE_HOME", "") or Path.home() / ".local" / "state"
     path = Path(base) / "mini-infer" / "chat_history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

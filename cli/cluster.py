@@ -1,4 +1,4 @@
-"""Which services make a local cluster, and with which flags. Pure: settings in, `ServiceSpec`s out.
+"""Plan of a local cluster: its services and their flags. Pure: settings in, `ServiceSpec`s out.
 
 Knows the settings classes of all services; starts nothing and picks no port.
 """
@@ -107,7 +107,7 @@ class ClusterConfig:
 
     @property
     def metrics_ports(self) -> dict[str, int]:
-        """Which service has its metrics on which port; the router's are on its own. Empty: nobody has."""
+        """Metrics port by service, except the router's, which serves them on its own. Empty: none."""
         if not self.serve.metrics_port:
             return {}
         names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent

@@ -1,6 +1,6 @@
 """`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
 
-One answer; eight at once; the same long prefix twice; an answer that is broken off. Calls `cli/api_client` only.
+One answer; eight at once; the same long prefix twice; a cancelled answer. Calls `cli/api_client` only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are
 def ask(
     client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
 ) -> RequestRecord:
-    """One greedy answer; its pieces go to standard output when `show`."""
+    """Ask for one greedy answer; its pieces go to standard output when `show`."""
     record = RequestRecord()
     messages: list[Message] = [{"role": "user", "content": question}]
     for piece in client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens):
@@ -42,7 +42,7 @@ def ask(
     return record
 
 
-def break_off(client: ApiClient, model: str, num_pieces: int) -> float:
+def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
     """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
     messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
     stream = client.stream_chat(model, messages, RequestRecord(), temperature=0, max_tokens=512, ignore_eos=True)
@@ -95,8 +95,8 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
         row(scene, speed_of(record), record)
         console.print(f"{scene}: {describe(record)}, {record.num_cached_tokens} prompt tokens from the cache")
 
-    console.rule("an answer broken off")
-    seconds = break_off(client, model, 3)
+    console.rule("a cancelled answer")
+    seconds = cancel(client, model, 3)
     console.print(f"stopped reading after 3 pieces; the next request was answered in {seconds * 1e3:.0f} ms")
     return table
 

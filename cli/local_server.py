@@ -59,7 +59,7 @@ class LocalServer:
         self._stop()
 
     def _wait_ready(self) -> None:
-        """Until `serve` says so: the router alone answers as soon as one worker is there."""
+        """Wait until `serve` reports readiness: the router alone answers as soon as one worker is there."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("ready in "):

@@ -37,7 +37,7 @@ def run_command(name: str, argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `mini-infer bench | head`: whoever read us has seen enough
+    except BrokenPipeError:  # `mini-infer bench | head`: the reader has left
         sys.stderr.close()
         return 141
 

@@ -1,4 +1,4 @@
-"""Ports of this machine: is one free, and which are."""
+"""Checks for free ports of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raises ConfigError when nobody can listen there."""
+    """Raise ConfigError when the port cannot be listened on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

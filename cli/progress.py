@@ -1,4 +1,4 @@
-"""What `mini-infer serve` shows while its services start: a live table in a terminal, plain lines elsewhere."""
+"""Start-up display of `mini-infer serve`: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

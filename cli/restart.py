@@ -1,4 +1,4 @@
-"""How long to wait before a dead service is started again. Pure; knows no clock and no process."""
+"""Restart backoff: how long to wait before a dead service is restarted. Pure; knows no clock and no process."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Raises ConfigError for a port that another program has, or that the cluster needs twice."""
+    """Raise ConfigError for a port that another program has, or that the cluster needs twice."""
     check_port(config.router.host, config.router.port)
     for name, port in config.metrics_ports.items():
         if port == config.router.port:
@@ -190,7 +190,7 @@ def placement_lines(config: ClusterConfig, notes: Sequence[str]) -> list[str]:
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:
-    """Where the cluster listens, and a line to try."""
+    """The message with the cluster's address and a command to try."""
     name = config.router.served_model_name or model_name
     host = LOOPBACK if config.router.host in ("0.0.0.0", "") else config.router.host
     url = f"http://{host}:{config.router.port}"

@@ -58,10 +58,10 @@ class Service:
         try:
             await self._spawn()
         except OSError as error:
-            self._emit(f"it can't be started: {error.strerror}".encode())
+            self._emit(f"it cannot be started: {error.strerror}".encode())
 
     async def _spawn(self) -> None:
-        # A pipe of our own: asyncio's would make `wait` last until whoever else holds its other end is gone.
+        # A pipe of our own: with asyncio's, `wait` would last until every other holder of its write end is gone.
         read_end, write_end = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -81,7 +81,7 @@ class Service:
         self._reader = asyncio.create_task(self._read(read_end))
 
     async def wait(self) -> int:
-        """Its exit code, when it has ended, its output is read, and what it had started is gone."""
+        """Wait until it has ended, its output is read and its own children are gone; return the exit code."""
         if self._process is None or self._reader is None:
             return NOT_STARTED
         code = await self._process.wait()

@@ -1,4 +1,4 @@
-"""Keeps a set of services running: start in stages, start again what ends, stop in order.
+"""Supervisor of a set of services: start in stages, restart what ends, stop in order.
 
 Knows processes, health targets and exit codes; not what the services do, nor what their flags mean. Calls
 `common.healthcheck` for readiness and `RestartPolicy` for every decision about a death.
@@ -38,7 +38,7 @@ class ServiceDiedError(MiniInferError):
 class Supervisor:
     """`start`, then `run` until the event is set, then `stop`. `stop` is due whatever happened before.
 
-    exit_on_failure: the first death ends `run`; else a service that dies is started again, however often.
+    exit_on_failure: the first death ends `run`; else a service that dies is restarted, without limit.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Supervisor:
         is_ready, since = True, loop.time()  # `start` has seen it
         while True:
             code = await service.wait()
-            if is_ready and code == 0:  # asked to end, by somebody else: a drained worker has finished its requests
-                self._on_line("serve", f"{service.spec.name} ended in good order: replacing it now")
+            if is_ready and code == 0:  # it was asked to end: a drained worker has finished its requests
+                self._on_line("serve", f"{service.spec.name} ended normally: replacing it now")
             else:
                 death = _death(service, code, is_ready)
                 if self._exit_on_failure:
                     raise ServiceDiedError(death)
                 delay = policy.next_delay(loop.time() - since if is_ready else 0.0)
-                self._on_line("serve", f"{death}; starting it again {f'in {delay:g} s' if delay else 'now'}")
+                self._on_line("serve", f"{death}; restarting it {f'in {delay:g} s' if delay else 'now'}")
                 await asyncio.sleep(delay)
             is_ready, since = await self._spawn(service), loop.time()
 
@@ -144,7 +144,7 @@ async def _until_ready(target: str) -> None:
 
 
 def _death(service: Service, code: int, was_ready: bool) -> str:
-    """The last line that a service wrote before it was ready is its reason; later ones may be of any request."""
+    """Describe a death. The last line written before the service was ready is its reason; later ones may be any."""
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"

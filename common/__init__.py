@@ -1,4 +1,4 @@
-"""What at least three folders need: settings, errors, RPC set-up, logging, metrics. Never torch."""
+"""Code that at least three folders share: settings, errors, RPC set-up, logging, metrics. Never torch."""
 
 import os
 

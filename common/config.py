@@ -28,7 +28,7 @@ def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequ
 
 
 def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: Collection[str] = ()) -> None:
-    """One flag per field of `cls`, but none for the fields in `without`.
+    """Add a flag per field of `cls`, but none for the fields in `without`.
 
     Absent flags stay absent, so that the environment can fill them.
     """

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 class MiniInferError(Exception):
-    """Base of all errors whose message may be shown to whoever caused them."""
+    """Base of all errors whose message may be shown to the client or user that caused them."""
 
 
 class InvalidRequestError(MiniInferError):
@@ -75,7 +75,7 @@ class UnavailableError(MiniInferError):
 
 
 class DeadlineExceededError(MiniInferError):
-    """The time that the request was given is over."""
+    """The request's deadline is exceeded."""
 
 
 class TransferError(MiniInferError):
@@ -88,7 +88,7 @@ class EngineError(MiniInferError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorMapping:
-    """How one exception looks on the wire."""
+    """One exception type's gRPC and HTTP status."""
 
     grpc_status: str  # name in grpc.StatusCode and, where it exists, in FailureCode
     http_status: int
@@ -119,5 +119,5 @@ def mapping_for(error: BaseException) -> ErrorMapping:
 
 
 def public_message(error: BaseException) -> str:
-    """What may be shown to a client: our own messages; nothing of an unexpected error's text."""
+    """The message that a client may see: our own errors' text, nothing of an unexpected error's."""
     return str(error) if isinstance(error, MiniInferError) else "internal error"

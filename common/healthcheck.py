@@ -1,4 +1,4 @@
-"""Is a service ready? `python -m common.healthcheck TARGET` exits with 0 when it is, 1 when it is not.
+"""Readiness probe: `python -m common.healthcheck TARGET` exits with 0 when the service is ready, else with 1.
 
 TARGET is `host:port` (gRPC health, SERVING) or an http:// address that must answer 200. Used by Compose,
 by `mini-infer serve` while it starts, and by a person at a prompt. A service that does not answer within the
@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT_SECONDS = 2.0
 
 
 async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
-    """One question, one answer; never raises for what a peer or the network does."""
+    """Probe the target once. Never raises for what a peer or the network does."""
     try:
         async with asyncio.timeout(timeout_seconds):
             return await (

@@ -49,7 +49,7 @@ class RateLimit(logging.Filter):
 
 
 def traceback_text(error: BaseException) -> str:
-    """Where `error` and its causes come from. Their messages are left out unless they are ours: that of a built-in
+    """Format the stack of `error` and its causes. Messages are left out unless they are ours: that of a built-in
     exception may quote the value that it stumbled over, such as a prompt."""
     parts: list[str] = []
     seen: set[int] = set()

@@ -102,7 +102,7 @@ SPECS: tuple[MetricSpec, ...] = (
     _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     _counter("vllm:num_preemptions", "Requests taken out of the running batch"),
     _counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed by speculation"),
-    _counter("vllm:spec_decode_num_accepted_tokens", "Of those, tokens that were sampled in their places"),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
     _counter("vllm:prompt_tokens", "Prompt tokens processed"),
     _counter("vllm:generation_tokens", "Tokens generated"),
     _counter("vllm:request_success", "Requests that ended, by how", "finished_reason"),
@@ -193,7 +193,7 @@ class MetricSet:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """For a server of its own, where there is no HTTP server to add `render` to."""
+        """A prometheus_client registry, for a process that has no HTTP server to add `render` to."""
         return self._registry
 
     def gauge(self, name: str, **labels: str) -> Gauge:

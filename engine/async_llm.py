@@ -33,11 +33,11 @@ class _Caller:
         self._items: asyncio.Queue[Item] = asyncio.Queue()
 
     def put(self, item: Item) -> None:
-        """On the caller's loop."""
+        """Deliver an output or the error that ends the call. Runs on the caller's event loop."""
         self._items.put_nowait(item)
 
     async def receive(self) -> RequestOutput:
-        """Raises the exception that ended this caller."""
+        """Wait for the next output. Raises the exception that ended the call."""
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
@@ -75,7 +75,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """End what is open with UnavailableError, and the thread, after the step that runs. Again: does nothing."""
+        """Fail open calls with UnavailableError and stop the thread after the current step. Idempotent."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -104,8 +104,8 @@ class AsyncLLM:
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters. Raises like `generate`.
 
-        Starts with the first `anext`. One who leaves before the end calls `aclose` (`contextlib.aclosing`), or the
-        generation goes on until the garbage collector does.
+        Starts with the first `anext`. A caller that stops early should call `aclose` (`contextlib.aclosing`); else
+        the generation goes on until the iterator is garbage collected.
         """
         asked = await asyncio.to_thread(self._model.encode, [prompt], params)
         text = TextStream(self.tokenizer)
@@ -132,26 +132,26 @@ class AsyncLLM:
         return caller
 
     def _leave(self, caller: _Caller) -> None:
-        """Abort what has not ended. Sent behind the command that opens it, so it may come before its requests do."""
+        """Abort what has not ended. Queued behind the command that opens it, so it may run before it has requests."""
         self._commands.put(lambda: self._mailboxes.close(caller.requests))
 
     # -- on the engine thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._obey():
+        while self._run_commands():
             if self._mailboxes.has_work():
                 self._deliver(self._mailboxes.step())
         self._deliver(self._mailboxes.end_open(_closed))
 
-    def _obey(self) -> bool:
-        """Run the commands that have come, waiting for one while there is nothing to step; False at the end."""
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for one while there is nothing to step; False once closed."""
         while not (self._mailboxes.has_work() and self._commands.empty()):
             command = self._commands.get()
             if command is None:
                 return False
             try:
                 command()
-            except Exception as error:  # noqa: BLE001 - only a bug raises here; nobody may wait for ever for it
+            except Exception as error:  # noqa: BLE001 - only a bug raises here; its caller must not wait forever
                 self._deliver(self._mailboxes.fail(error))
         return True
 
@@ -169,7 +169,7 @@ class AsyncLLM:
         for loop, batch in of_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, batch)
-            except RuntimeError:  # the loop is closed, so nobody waits there
+            except RuntimeError:  # the loop is closed, so there is no waiter
                 for caller, _ in batch:
                     self._mailboxes.close(caller.requests)
 

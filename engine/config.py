@@ -21,7 +21,7 @@ class EngineConfig:
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(
         "auto", "weights in memory; auto: as a quantized checkpoint has them, else on a CPU int4-weight for 4-bit "
-        "GGUF files and int8-weight for others; int4-weight rounds in groups of 32; fp8 and w8a8 round activations "
+        "GGUF files and int8-weight for others; int4-weight in groups of 32; fp8 and w8a8 quantize activations "
         "too and need a GPU",
         choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"),
     )  # fmt: skip
@@ -42,15 +42,15 @@ class EngineConfig:
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
-    preemption: str = setting("recompute", "what becomes of requests that give way", choices=("recompute", "swap"))
+    preemption: str = setting("recompute", "how preempted requests get their KV back", choices=("recompute", "swap"))
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
     num_speculative_tokens: int = setting(
-        0, "drafts for each sequence and step, kept while they are what would be sampled; 0: none; on a CPU so far"
+        0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none; on a CPU so far"
     )
-    ngram_max: int = setting(4, "drafts go on where a sequence's last tokens stood in it before: so many, at most")
-    ngram_min: int = setting(2, "and so many, at least")
+    ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
+    ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
@@ -84,7 +84,7 @@ class EngineConfig:
         require(self.num_threads >= 0, "--num-threads must not be negative")
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
-        """The same settings with block size and every automatic bound of a step filled in for `cpu` or `cuda`.
+        """Fill in the block size and every automatic bound of a step for `cpu` or `cuda`.
 
         is_offline: nobody waits for the next token of a stream, so a step on a GPU may be twice as long.
         Raises ConfigError for what the device cannot do.

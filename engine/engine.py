@@ -107,7 +107,6 @@ class Engine:
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             output_token_ids=list(output_token_ids),
-            num_replayed_tokens=len(output_token_ids),
             priority=priority,
             adapter=adapter,
             cache_salt=cache_salt,

@@ -23,7 +23,6 @@ class CacheStats:
 
     queried_tokens: int = 0
     hit_tokens: int = 0
-    host_hit_tokens: int = 0
 
 
 class KVManager:
@@ -90,7 +89,6 @@ class KVManager:
         blocks = self.pool.allocate(len(slots))
         step.copies_in.extend(zip(slots, blocks, strict=True))
         request.block_ids.extend(blocks)
-        self.stats.host_hit_tokens += len(slots) * self.block_size
         return len(slots) * self.block_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -203,11 +201,11 @@ class BlocksFreed:
     def __init__(self, kv: KVManager, newcomer: Request) -> None:
         self._pool = kv.pool
         self._counts: Counter[BlockId] = Counter()
-        # It shares these already: they are worth nothing to it, whoever lets go of them.
+        # It shares these already: releasing them gains it nothing.
         self._shared = set(kv.cached_blocks(newcomer)) if newcomer.status is RequestStatus.WAITING else set()
 
     def add(self, victim: Request) -> int:
-        """How many more blocks are available without `victim` too: those that nobody else has a reference on."""
+        """Number of further blocks that preempting `victim` frees: those without any other reference."""
         self._counts.update(victim.block_ids)
         return sum(
             1

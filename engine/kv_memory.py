@@ -45,7 +45,7 @@ def pool_geometry(
 
 
 def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
-    """What KV the model keeps, stored as `dtype`.
+    """KV layout of the model, stored as `dtype`.
 
     A sliding window is served up to its length (`ModelConfig.context_length`), where it equals full attention.
     """
@@ -54,12 +54,12 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
 
 
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """What K and V are stored as when the model computes in `dtype`."""
+    """Data type of K and V in the cache when the model computes in `dtype`."""
     return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
 
 
 def check_kv_dtype(engine_config: EngineConfig, device: torch.device) -> None:
-    """Raises ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
+    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
     if engine_config.kv_cache_dtype != "fp8" or device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -3,8 +3,8 @@
 from engine import LLM, SamplingParams
 LLM().generate(["The capital of France is"], SamplingParams(max_tokens=8))
 
-Several streams may be open at once, and several threads may call: whoever waits for a token runs the next step, for
-everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
+Several streams may be open at once, and several threads may call: a thread that waits for a token runs the next step
+for everyone, and puts the others' outputs into their mailboxes. docs/decisions/0115 says why.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         self._model = OfflineModel.load(model, settings)
-        self.engine = self._model.engine  # to look at: one who steps it takes other callers' tokens
+        self.engine = self._model.engine  # for inspection: stepping it would take other callers' tokens
         self.model_config = self._model.model_config
         self.tokenizer = self._model.tokenizer
         self._mailboxes = Mailboxes[deque[Item]](self.engine)
         self._turns = _Turns()  # held around everything that touches the engine
-        self._left: deque[Request] = deque()  # their callers have gone; whoever holds the turn next aborts them
+        self._left: deque[Request] = deque()  # their callers have gone; the next holder of the turn aborts them
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -105,7 +105,7 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the engine to oneself."""
+        """Hold the engine exclusively."""
         try:
             with self._turns:
                 yield
@@ -118,7 +118,7 @@ class LLM:
         self._abort_left()
 
     def _abort_left(self) -> None:
-        """Unless another holds the turn, which does this when it has ended."""
+        """Abort requests whose callers have gone, unless another thread holds the turn: it does so when done."""
         while self._left and self._turns.try_take():
             try:
                 while self._left:
@@ -133,10 +133,10 @@ def _deliver(items: Sequence[tuple[deque[Item], Item]]) -> None:
 
 
 class _Turns:
-    """A lock that its holder can't take again past one who waits.
+    """A fair lock: its holder cannot take it again ahead of a waiting thread.
 
-    Beside a thread that ran one step of 2 ms after another, another waited for up to 25 of them at a
-    `threading.Lock`, and for one here.
+    Next to a thread running 2 ms steps back to back, a second thread waited for up to 25 of them with a
+    `threading.Lock`, and for one with this.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a request's parameters do to its logits before a token is sampled.
+"""Logits processing: what a request's parameters do to its logits before a token is sampled.
 
 In this order: minus infinity for tokens that may not come now (`TokenFilter`s), biases, penalties:
 repetition: l > 0 ? l / r : l * r for every token in prompt and output;
@@ -43,7 +43,7 @@ class TokenFilter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Only these may come."""
+    """Allow only these tokens."""
 
     token_ids: Sequence[int]
 
@@ -58,7 +58,7 @@ class AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """No token that completes one of these sequences."""
+    """Forbid a token that completes one of these sequences."""
 
     words: Sequence[Sequence[int]]
 
@@ -69,7 +69,7 @@ class BadWords:
         blocked[self._last_tokens(request, position)] = True
 
     def _last_tokens(self, request: RequestState, position: int) -> list[int]:
-        """Those of the words that the request's tokens have begun."""
+        """Last tokens of the words whose other tokens the sequence ends with."""
         begun = []
         for *head, last in self.words:
             if len(head) <= position and request.token_ids[position - len(head) : position] == head:
@@ -79,7 +79,7 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True)
 class MinTokens:
-    """No token that would end the request too early."""
+    """Forbid tokens that would end the request too early."""
 
     min_tokens: int
     token_ids: Sequence[int]
@@ -116,7 +116,7 @@ class TokenMask:
         self._state: tuple[Hashable, ...] | None = None
 
     def update(self, position: int) -> bool:
-        """Bring `blocked` to what holds for `position`; whether it is anew."""
+        """Update `blocked` for `position`; True when it changed."""
         request, filters = self._request, self._filters
         state = tuple(each.state(request, position) for each in filters)
         if state == self._state:

@@ -17,7 +17,7 @@ PROMPT_LOGPROB_ROWS = 64  # positions whose logits are held at once
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Of n rows: logprobs and ranks (n,) of one token each, ids and log-probabilities of the likeliest (n, k)."""
+    """Log-probabilities of n rows: value and rank (n,) of one token each, ids and values of the likeliest (n, k)."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -64,7 +64,7 @@ def wants_prompt_logprobs(row: ScheduledRow, request: RequestState) -> bool:
 def prompt_logprobs(
     row: ScheduledRow, request: RequestState, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> list[TokenLogprobs]:
-    """Return those of the prompt tokens that follow the row's. hidden: (row.num_tokens, hidden_size).
+    """Return the log-probabilities of the prompt tokens that follow the row's. hidden: (row.num_tokens, hidden_size).
 
     Position p's hidden state predicts token p + 1. Only for rows that want them.
     """

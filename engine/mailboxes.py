@@ -1,4 +1,4 @@
-"""Who waits for which request of one engine: every output goes to the mailbox of the caller that asked for it.
+"""Mailboxes of an engine's callers: every output goes to the mailbox of the caller that asked for it.
 
 It knows neither text nor threads: `LLM` calls it while it holds its turn, `AsyncLLM` from its engine thread alone.
 """
@@ -40,7 +40,7 @@ class Mailboxes(Generic[Mailbox]):
         return requests
 
     def close(self, requests: Sequence[Request]) -> None:
-        """Nobody waits for these any more: abort those that have not ended, which frees their blocks."""
+        """Abort requests that have not ended, which frees their blocks: their callers have gone."""
         for request in requests:
             self._mailboxes.pop(request.request_id, None)
             if self._failure is None:
@@ -53,7 +53,7 @@ class Mailboxes(Generic[Mailbox]):
         """Run one step; returns what to put where. An engine that raises ends everything that is open."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - whatever it was, nobody may wait for ever
+        except Exception as error:  # noqa: BLE001 - whatever it was, no caller may wait forever
             return self.fail(error)
         return [
             (self._mailboxes[request_id], output if output.error is None else EngineError(output.error))
@@ -62,12 +62,12 @@ class Mailboxes(Generic[Mailbox]):
         ]
 
     def fail(self, cause: Exception) -> list[tuple[Mailbox, Item]]:
-        """The engine can't be trusted from now on: it is not called again."""
+        """Mark the engine as failed: it is not called again."""
         self._failure = cause
         return self.end_open(lambda: _failed(cause))
 
     def end_open(self, error: Callable[[], Exception]) -> list[tuple[Mailbox, Item]]:
-        """An error of its own for every open request; their callers still close them.
+        """End every open request with an error of its own; their callers still close them.
 
         One exception raised in several threads would mix their tracebacks.
         """

@@ -46,7 +46,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class OfflineModel:
-    """What a caller's words become on the way to an engine, and an engine's tokens on the way back."""
+    """Conversion of prompts to engine requests, and of the engine's tokens back to text."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -91,7 +91,7 @@ class Answers:
         self.num_open -= output.finish_reason is not None
 
     def completions(self, requests: Sequence[Request], tokenizer: Tokenizer) -> list[Completion]:
-        """In the order of `requests`, all of which have ended."""
+        """Completions in the order of `requests`, all of which have ended."""
         return [_completion(request, self._outputs[request.request_id], tokenizer) for request in requests]
 
 
@@ -131,5 +131,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _visible(token_ids: Sequence[int], stop_token_id: int | None) -> Sequence[int]:
-    """Without the token that ended the request."""
+    """Drop the token that ended the request."""
     return token_ids[:-1] if stop_token_id is not None and token_ids else token_ids

@@ -1,4 +1,4 @@
-"""What one step shall do and what came out of it, as plain data that can be encoded and executed elsewhere.
+"""The plan of a step and its result, as plain data that can be encoded and executed elsewhere.
 
 The scheduler makes a `StepPlan`, a runner turns it into a `StepResult`. Plans follow each other: a runner keeps what
 earlier ones said of a request (`engine/request_states.py`), so a plan names only what is new.
@@ -16,7 +16,7 @@ from kvstore.types import BlockId, HostSlot
 
 
 class NewRequest(msgspec.Struct, gc=False):
-    """What a runner must know of a request before its first row. It owns no blocks yet: rows bring them."""
+    """Data of a request that a runner needs before its first row. It owns no blocks yet: rows bring them."""
 
     request_id: RequestId
     token_ids: list[TokenId]  # prompt, then the output tokens that are known
@@ -44,7 +44,7 @@ class ScheduledRow(msgspec.Struct, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """One known token, and drafts behind it if there are any."""
+        """Whether the row computes one known token, followed by drafts if there are any."""
         return self.num_tokens == 1 or bool(self.draft_token_ids)
 
 
@@ -71,10 +71,10 @@ class StepPlan(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner found. All lists run parallel to the plan's rows.
+    """Result of a step. All lists run parallel to the plan's rows.
 
     token_ids: sampled tokens, none for rows that do not sample. Others have one for each of their first drafts that
-      equal the tokens sampled in their places, and the one after those.
+      were accepted, and the one after those.
     logprobs: one entry per sampled token when the request asks for them, else empty.
     prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
     errors: row index -> message; such a row has no tokens and its request fails alone.
@@ -87,7 +87,7 @@ class StepResult:
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:
-        """Nothing found yet."""
+        """An empty result for `num_rows` rows."""
         return cls([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
 
 
@@ -107,16 +107,3 @@ class CompletedStep:
 
     def result(self) -> StepResult:
         return self.found
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(StepPlan)
-
-
-def encode_plan(plan: StepPlan) -> bytes:
-    return _encoder.encode(plan)
-
-
-def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """Raises msgspec.DecodeError for bytes that are not a plan."""
-    return _decoder.decode(data)

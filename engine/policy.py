@@ -1,4 +1,4 @@
-"""In which order requests are served, who is admitted, and who gives way: the scheduler's extension point.
+"""Scheduling policies: the order of service, who is admitted and who is preempted. An extension point.
 
 A policy is a class without arguments, chosen by `--scheduling-policy`: `priority`, `fcfs` or `module:Class`. Its
 methods are pure functions of small read-only views: no I/O, no clock, no state. The scheduler asks each of them only
@@ -24,7 +24,7 @@ Rank = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a policy may know of a request."""
+    """Read-only view of a request."""
 
     priority: int  # lower is more urgent
     arrival: int  # 0, 1, 2, ...: a clock that ticks once per request
@@ -37,7 +37,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What a policy may know of the engine."""
+    """Read-only view of the engine."""
 
     num_free_blocks: int  # cached ones included, because they can be evicted
     num_blocks: int
@@ -95,7 +95,7 @@ SHIPPED: dict[str, type[SchedulingPolicy]] = {"priority": PriorityPolicy, "fcfs"
 
 
 class GuardedPolicy:
-    """A policy whose failure is logged once and harms nobody.
+    """A policy whose failure is logged once and has no other effect.
 
     After its first exception, or answer that is none, this one no longer asks it: requests rank as with
     `PriorityPolicy`, and nobody gives way to a newcomer. The scheduler replaces it before its next step.
@@ -133,7 +133,7 @@ class GuardedPolicy:
         return False
 
     def _give_up(self) -> None:
-        """Inside of an exception's handler."""
+        """Log the exception being handled and fall back to the default policy."""
         self.has_failed = True
         name = type(self._policy).__name__
         logger.exception("scheduling policy %s failed; the engine goes on with the policy 'priority'", name)

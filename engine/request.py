@@ -27,7 +27,7 @@ MAX_BIASES = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. The noise of a draw is a function of (seed, position) alone.
+    """How to sample tokens. The sampling noise is a function of (seed, position) alone.
 
     `seed=None` means: the engine draws one when the request arrives. Raises InvalidRequestError.
     """
@@ -103,7 +103,7 @@ class TokenLogprobs:
 
 
 class FinishReason(Enum):
-    """Why a request ended; the values are OpenAI's words where those exist."""
+    """Finish reason of a request; the values are OpenAI's where those exist."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -134,11 +134,10 @@ class Request:
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
     rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
-    adapter: str = ""  # its KV is shared with nobody who uses another one
+    adapter: str = ""  # its KV is shared only with requests that use the same one
     cache_salt: str = ""
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()
-    num_replayed_tokens: int = 0  # output tokens that came with the request (a migration)
 
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[BlockId] = field(default_factory=list)
@@ -188,7 +187,7 @@ class Request:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step did for one request."""
+    """Output of one step for one request."""
 
     request: Request
     new_token_ids: list[int]
@@ -214,7 +213,7 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """How busy the scheduler is; counted when asked."""
+    """Load of the scheduler, counted when asked."""
 
     num_running: int
     num_waiting: int

@@ -1,4 +1,4 @@
-"""What a runner keeps of each request between steps, built from the plans alone. Knows no scheduler and no device."""
+"""A runner's state of each request between steps, built from plans alone. Knows no scheduler and no device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: one sample per row, each with its own parameters and its own noise.
+"""Host sampler: one token per row of logits, each row with its own parameters and its own noise.
 
 Order: changes of `engine/logits.py`, temperature, top-k, top-p, min-p, then the largest of logit / T + Gumbel noise.
 Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort. Rows are
@@ -37,9 +37,9 @@ class SampledTokens:
 
 
 def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenId]) -> Sequence[TokenId]:
-    """Return what holds of the tokens sampled after the last known token and after each draft.
+    """Return the accepted ones of the tokens sampled after the last known token and after each draft.
 
-    A token holds as long as the drafts before it equal those sampled in their places: the last of these follows them.
+    A token is accepted while every draft before it equals the token sampled at the draft's position.
     """
     count = 0
     while count < len(draft_token_ids) and draft_token_ids[count] == sampled[count]:

@@ -3,7 +3,7 @@
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
 Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. Whom to
-serve first and who gives way to whom is the policy's to say, and `end_conditions` knows when a request has ended.
+serve first and who gives way to whom is the policy's to say, and `stopping` knows when a request has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from common.errors import ContextLengthError
-from engine.end_conditions import append_tokens, is_full
 from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
@@ -28,6 +27,7 @@ from engine.request import (
 )
 from engine.scheduled_step import ScheduledStep
 from engine.speculation.drafts import Speculation
+from engine.stopping import append_tokens, is_full
 from kvstore.types import BlockId
 
 _rank = attrgetter("rank")
@@ -52,7 +52,7 @@ class Scheduler:
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.num_preemptions = 0
         self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # drafts that were the tokens sampled in their places
+        self.num_accepted_tokens = 0  # drafts that equal the tokens sampled at their positions
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._preempt_by_swap = preempt_by_swap
@@ -64,7 +64,7 @@ class Scheduler:
         self._loading: dict[RequestId, Request] = {}
         self._cancelled_loads: set[RequestId] = set()
         self._load_jobs: list[LoadJob] = []
-        self._forgotten: list[RequestId] = []  # the runner has their state, and shall drop it with the next step
+        self._forgotten: list[RequestId] = []  # the runner drops their state with the next step
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------

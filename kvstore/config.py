@@ -31,7 +31,7 @@ class AgentConfig:
 
     @property
     def socket_path(self) -> Path:
-        """Where workers connect: as set, or the same private place for every process of this user."""
+        """Socket that workers connect to: as set, or the same private path for every process of this user."""
         if self.socket:
             return Path(self.socket)
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""What KV a model keeps and how pools cut it into blocks: plain data that a model declares and workers compare.
+"""KV layout of a model and geometry of its pools: plain data that a model declares and workers compare.
 
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard
@@ -53,12 +53,12 @@ class KvGroup:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head of one token in one layer and plane."""
+        """Bytes of one head of one token in one layer and plane."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one token in all layers; of a state group, of one sequence."""
+        """Bytes of one token in all layers; in a state group, of one sequence."""
         return len(self.layers) * self.num_planes * self.num_kv_heads * self.head_bytes
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class PoolGeometry:
 
     @property
     def heads(self) -> range:
-        """Which of the model's KV heads the pool holds."""
+        """Indices of the model's KV heads that the pool holds."""
         return self.shard.heads(self.group.num_kv_heads)
 
     @property
@@ -159,7 +159,7 @@ class PoolGeometry:
 
     @property
     def content_name(self) -> str:
-        """What a block holds under a given key: blocks of equal name and key are equal, whichever rank wrote them."""
+        """Name of what blocks hold: blocks of equal name and key are equal, whichever rank wrote them."""
         heads = self.heads
         return f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
 

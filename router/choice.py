@@ -45,7 +45,7 @@ class State(Enum):
 
 
 class Choice:
-    """`start` it once; `cancel` ends it without a word to its request."""
+    """One choice. Call `start` once; `cancel` ends it without notifying its request."""
 
     def __init__(
         self, index: int, prompt_index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher
@@ -60,9 +60,9 @@ class Choice:
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: GenerationRequest
         self._timer: asyncio.TimerHandle
-        self._decision: Decision | None = None  # that is being carried out
+        self._decision: Decision | None = None  # the one in progress
         self._leg: Leg | None = None
-        self._lost: set[WorkerId] = set()  # workers that have failed this choice
+        self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
     def start(self, request: GenerationRequest) -> None:
         self._request = request
@@ -73,7 +73,7 @@ class Choice:
         self._go_on()
 
     def cancel(self) -> None:
-        """Nobody wants it any more: free what it holds on workers."""
+        """End without an outcome, and free what the choice holds on workers."""
         if self.state is State.NEW:
             self.state = State.DONE
         elif self.state is not State.DONE:
@@ -84,7 +84,7 @@ class Choice:
     def _go_on(self) -> None:
         try:
             self._open_next_leg()
-        except Exception as error:  # noqa: BLE001 - bugs, too: callers are callbacks, where nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - bugs too: callers are callbacks, which would swallow them
             self._fail(error)
 
     def _open_next_leg(self) -> None:
@@ -108,12 +108,12 @@ class Choice:
             self.journal.note(time.monotonic(), "waiting for a decode worker")
 
     def look_again(self) -> None:
-        """There may be a decode worker again, or none to wait for any longer."""
+        """Retry after a wait: there may be a decode worker again, or none worth waiting for."""
         if self.state is State.WAITING:
             self._go_on()
 
     def _begin(self) -> None:
-        """Carry out a new decision."""
+        """Decide on workers, and open the first leg there."""
         decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
         chosen = decision.chosen
         if chosen.prefill is not None:
@@ -155,12 +155,12 @@ class Choice:
             self._fail(error)
 
     def on_failure(self, error: MiniInferError) -> None:
-        """The leg has failed, the deadline is exceeded, or no worker can be waited for any longer."""
+        """Retry or fail: the leg has failed, the deadline is exceeded, or the wait for a worker has timed out."""
         if self.state is State.DONE:
             return
         try:
             if self._leg is not None:
-                error = self._blamed(self._leg, error)
+                error = self._attribute_error(self._leg, error)
             self._prepare_retry(error)
         except Exception as fatal:  # noqa: BLE001 - bugs, too
             self._fail(fatal)
@@ -186,7 +186,7 @@ class Choice:
         self._dispatcher.explain.first_delta(self.journal, leg, now)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        """The worker has said its last word: learn from it, and keep what the next leg needs."""
+        """Take the worker's last delta: update measurements, and keep what the next leg needs."""
         self._leg = None
         if delta.HasField("kv_handle"):
             self.journal.kv_handle = delta.kv_handle
@@ -198,8 +198,8 @@ class Choice:
             self._dispatcher.answers.observe(num_tokens)
             leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
-    def _blamed(self, leg: Leg, error: MiniInferError) -> MiniInferError:
-        """What a leg's failure means for the choice."""
+    def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
+        """Error attribution: the error that a leg's failure is for the choice, and the worker to avoid for it."""
         if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode can compute the prompt, too
             lost = WorkerLostError(f"prefill failed: {error}")
             lost.__cause__ = error
@@ -212,12 +212,12 @@ class Choice:
         """Allow another try, or raise the error that ends the choice."""
         journal, max_retries = self.journal, self._dispatcher.config.max_retries
         if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):
-            raise error  # the second: refused before anybody tried
+            raise error  # the second: refused before any attempt
         journal.leg_failed()
-        if journal.num_fruitless > max_retries:
+        if journal.num_failures_in_row > max_retries:
             if isinstance(error, OverloadedError):
                 raise error
-            raise UnavailableError(f"gave up after {journal.num_fruitless} tries in vain: {error}") from error
+            raise UnavailableError(f"gave up after {journal.num_failures_in_row} failed attempts: {error}") from error
         self._leg = self._decision = None
         journal.num_migrations += 1
         journal.note(time.monotonic(), f"moved: {error}")

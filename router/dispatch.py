@@ -1,4 +1,4 @@
-"""What the choices of one model share: admission, which workers are next, the wait for workers, counts.
+"""Dispatch of one model's choices: admission, choice of workers, the wait for workers, counts.
 
 A choice (`router.choice`) asks here before each of its legs. Speaks token ids only.
 """
@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does n
 
 
 class Dispatcher:
-    """One per model. Belongs to the running event loop."""
+    """Dispatch of one model's choices. Belongs to the running event loop."""
 
     def __init__(
         self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, explain: ExplainLog
@@ -96,7 +96,7 @@ class Dispatcher:
         return min(links, key=lambda link: link.view().load)
 
     def link(self, worker: WorkerId) -> WorkerLink:
-        """Raises WorkerLostError when the worker is not attached any more."""
+        """Link of a worker. Raises WorkerLostError when it is not attached any more."""
         link = self._workers.find(worker)
         if link is None:
             raise WorkerLostError(f"worker {worker} has gone")

@@ -1,4 +1,4 @@
-"""Why a request went where it went, and where its time went: a bounded log that GET /explain/{id} reads back.
+"""Routing decisions and time lines of recent requests: a bounded log that GET /explain/{id} reads back.
 
 Holds no text and no tokens once a choice has ended. The time line's spans are consecutive, so they sum to the total.
 """
@@ -22,7 +22,7 @@ MAX_CANDIDATES_SHOWN = 16
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice of a request. Its journal is kept while it is open, and then its counts."""
+    """Record of one choice. Its journal is kept while it is open, and then its counts."""
 
     journal: Journal | None
     decisions: list[Decision] = field(default_factory=list)

@@ -70,7 +70,7 @@ class Gateway:
     # -- models ------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> ServedModel:
-        """The model that clients call so. Raises ModelNotFoundError."""
+        """Look a model up by the name that clients use. Raises ModelNotFoundError."""
         model = self._by_name.get(name)
         if model is None:
             known = ", ".join(repr(model.name) for model in self.models)
@@ -127,7 +127,7 @@ class Gateway:
         arrival: float,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
-        continues = isinstance(body, CompletionBody)  # the text goes on from the prompt
+        continues = isinstance(body, CompletionBody)  # the text continues the prompt
         request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
         rules = StopRules(
             stops=tuple(body.stops),

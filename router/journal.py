@@ -1,4 +1,4 @@
-"""What the router must remember of one choice so that another worker can go on with it.
+"""Journal of one choice: what another worker needs to continue it.
 
 Plain data and pure methods. A worker gets prompt and tokens so far; the noise of sampling is a function of
 (seed, position), so the tokens that follow are those that would have followed.
@@ -30,7 +30,7 @@ class Journal:
     num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first leg
     num_legs: int = 0
     num_migrations: int = 0
-    num_fruitless: int = 0  # failures in a row without a token between them
+    num_failures_in_row: int = 0  # without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -49,10 +49,10 @@ class Journal:
         return bool(self.output_token_ids)
 
     def leg_failed(self) -> None:
-        """Count failures that nothing came before: a choice that kills its worker must not go on for ever."""
+        """Count failures without a token in between: a choice that kills its workers must not be retried forever."""
         if len(self.output_token_ids) > self.num_tokens_before:
-            self.num_fruitless = 0
-        self.num_fruitless += 1
+            self.num_failures_in_row = 0
+        self.num_failures_in_row += 1
         self.num_tokens_before = len(self.output_token_ids)
 
     def next_submit(self, now: float) -> pb.Submit:

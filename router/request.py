@@ -18,13 +18,13 @@ from router.choice import Choice, State
 
 
 class Sink(Protocol):
-    """Where an answer goes. Called where a worker's report arrives: it must not wait."""
+    """Destination of an answer. Called where a worker's report arrives: it must not wait."""
 
     def on_update(self, index: int, update: Update) -> None:
-        """Choice `index` goes on or, with a finish reason, ends."""
+        """Take an update of choice `index`; with a finish reason it is the last."""
 
     def on_failure(self, error: Exception) -> None:
-        """The request has failed, and nothing more comes."""
+        """Take the request's failure; nothing more comes."""
 
 
 class GenerationRequest:
@@ -81,7 +81,7 @@ class GenerationRequest:
             try:
                 self.on_update(choice, choice.text.cut())
                 return
-            except Exception as bug:  # noqa: BLE001 - as any other failure: nobody else would hear of it
+            except Exception as bug:  # noqa: BLE001 - reported like any other failure: callbacks would swallow it
                 error = bug
         self._sink.on_failure(error)
         self._cancel()

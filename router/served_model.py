@@ -1,4 +1,4 @@
-"""What a request's `model` field chooses: everything that a router has once per model.
+"""Served models: everything that a router has once per model, selected by a request's `model` field.
 
 Behind the gateway nothing asks for the model again: a choice has its model's dispatcher, and that has its workers.
 """
@@ -45,7 +45,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a router reads of a model's files, and what clients shall call it; empty: `own_name`."""
+    """What a router reads from a model's files, and the name that clients use; empty: `own_name`."""
 
     name: str
     own_name: str

@@ -29,13 +29,13 @@ from router.served_model import LoadedModel, ServedModel, serve_models
 SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024
 NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
-KEEPALIVE = {  # of TCP: a client whose machine is gone does not say goodbye
+KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 60_000,
 }
-GC_THRESHOLD = 50_000  # a collection per 700 allocations would run for every few chunks
+GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
 TRIM_TICKS = 100  # of uvicorn's main loop, 10 a second
 M_ARENA_MAX = -8  # of glibc's mallopt
 
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level)
         protocol = bounded_protocol(http)
-        allow_descriptors(protocol.places.max_open + NUM_OTHER_DESCRIPTORS)
+        allow_descriptors(protocol.slots.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
         listener = _listen(config.host, config.port)
     except ConfigError as error:
@@ -112,7 +112,7 @@ async def _serve(
             log_config=None,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # whoever connects is the client: loopback may drain workers
+            proxy_headers=False,  # the peer is the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
             timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
             timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,

@@ -1,1 +1,1 @@
-"""What stands between an engine and gRPC, for both roles: the front (asyncio, no torch) and the engine process."""
+"""The worker around an engine, for both roles: the front (asyncio, gRPC, no torch) and the engine process."""

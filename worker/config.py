@@ -29,7 +29,7 @@ class WorkerConfig:
     )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     stall_seconds: float = setting(
-        4.0, "out of service when the engine computes for this long without getting on; waiting for a core is free"
+        4.0, "out of service when the engine makes no progress for this long; waiting for a core does not count"
     )
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")

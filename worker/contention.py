@@ -1,4 +1,4 @@
-"""How many threads are worth using while other programs want the same cores.
+"""Thread count under CPU contention: how many threads are worth using while other programs want the cores.
 
 Threads of one GEMM wait for the slowest of them. When the kernel takes the core of one, all of them wait, and a step
 takes many times longer than with fewer threads (figures in decision 0097). The kernel counts the time that a runnable
@@ -23,11 +23,11 @@ class ThreadLimit:
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     def apply(self, num_threads: int) -> int:
-        """How many of `num_threads` to use now."""
+        """Return how many of `num_threads` to use now."""
         return num_threads if self._limit is None else min(self._limit, num_threads)
 
     def observe(self, now: float, num_threads: int, wait_share: float) -> None:
-        """In the last interval `num_threads` threads lacked `wait_share` cores on average."""
+        """Record that `num_threads` threads lacked `wait_share` cores on average in the last interval."""
         if wait_share > MAX_WAIT_SHARE and num_threads > 1:
             self._limit = max(1, num_threads - max(1, round(wait_share)))
             self._retry_at = now + self._retry_seconds
@@ -47,7 +47,7 @@ class RunQueueWait:
         self._last_time = 0.0
 
     def share_since_last(self, now: float) -> float | None:
-        """Cores lacked on average since the last call; None when that was too recent, or nobody counts."""
+        """Cores lacked on average since the last call; None when that was too recent, or not measured."""
         elapsed = now - self._last_time
         if elapsed < OBSERVE_SECONDS:
             return None

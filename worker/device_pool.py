@@ -64,7 +64,7 @@ class DevicePool:
         return self._words.shape[1] * WORD_BYTES
 
     def fence(self, of: DevicePool | None = None) -> None:
-        """Called by the step loop after it has launched a step and before loads get their blocks.
+        """Mark where the step stream stands: after a step was launched, before loads get their blocks.
 
         of: rank 0's pool, for that of another rank, whose steps this process does not launch. They have written their
         KV before rank 0's last sum over ranks ends.

@@ -1,4 +1,4 @@
-"""Whether a worker takes new requests, and when a draining one may end. Pure; times are monotonic."""
+"""Drain state of a worker: whether it takes new requests, and when it may end. Pure; times are monotonic."""
 
 from __future__ import annotations
 

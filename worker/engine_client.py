@@ -85,7 +85,7 @@ class EngineClient:
         return self._process.pid
 
     async def reports(self) -> AsyncIterator[StepReport]:
-        """What the engine process reports. Raises UnavailableError when it is gone."""
+        """Yield the engine process's reports. Raises UnavailableError when it is gone."""
         while True:
             try:
                 message = await read_message(self._reader)

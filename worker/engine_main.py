@@ -110,7 +110,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:
 
 
 def _shared_cores(run_dir: str) -> SharedCores:
-    """With what loading may use taken: it computes too. Raises ConfigError."""
+    """Join the cores shared on this host, taking a share for loading, which computes too. Raises ConfigError."""
     try:
         cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
         cores.adjust(has_work=True)

@@ -72,7 +72,7 @@ class EngineProcess:
     # -- loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until Stop arrives or the front is gone."""
+        """Run until Stop arrives or the front is gone."""
         wait = 0.0
         while not self._stopping:
             for message in self._link.receive(wait):
@@ -201,7 +201,7 @@ class EngineProcess:
         return handle
 
     def _send_report(self, step_seconds: float) -> None:
-        """Once a step, at once when there is news, and now and then without."""
+        """Send the turn's report: after each step, when there is news, and otherwise every IDLE_WAIT_SECONDS."""
         report, now = self._report, time.monotonic()
         report.stored, report.removed = self._pool.take_events()
         if not (step_seconds or report.has_news) and now < self._next_report_time:

@@ -17,7 +17,7 @@ from common.errors import EngineError, InvalidRequestError, MiniInferError, Unav
 from common.logging import RateLimit
 from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.staging import StagingTable
 from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
@@ -39,7 +39,7 @@ class WorkerFront:
     def __init__(
         self,
         engine: EngineClient,
-        leases: LeaseMirror,
+        leases: LeaseTable,
         info: pb.WorkerInfo,
         staging: StagingTable | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class WorkerFront:
         self._release(session.unsent_handles())
 
     def _release(self, leases: Iterable[pb.KvHandle | pb.Release]) -> None:
-        """Free KV that nobody will read, for example because its router will not hear of it."""
+        """Free KV that nobody will read, for example because its router is gone."""
         for lease in leases:
             self._engine.send(Release(LeaseId(lease.lease_id), Epoch(lease.epoch)))
 
@@ -143,18 +143,18 @@ class WorkerFront:
     @property
     def is_drained(self) -> bool:
         """Whether nothing keeps a draining worker from ending."""
-        is_idle = not (self.num_open_requests or self.leases.num_leases)
+        is_idle = not (self.num_open_requests or self.leases)
         return self.drain.is_over(is_idle, time.monotonic())
 
     def set_trouble(self, reason: str | None) -> None:
-        """What keeps the engine from getting on, if anything does: out of service until that is over."""
+        """Take the worker out of service for `reason`, or put it back with None."""
         if (reason or "") == self._out_of_service:
             return
         if reason:
             logger.warning("out of service: %s", reason)
             self.leave_service(reason)
         else:
-            logger.warning("in service again: the engine gets on")
+            logger.warning("in service again: the engine makes progress")
             self._out_of_service = ""
 
     def leave_service(self, reason: str) -> None:
@@ -200,9 +200,9 @@ class WorkerFront:
 
     def _mirror_leases(self, report: StepReport) -> None:
         for lease in report.granted:
-            self.leases.grant(lease.lease_id, lease.block_ids, lease.deadline)
+            self.leases.adopt(lease)
         for lease_id in report.ended_leases:
-            self.leases.end(lease_id)
+            self.leases.release(lease_id, self.leases.epoch)
         if self._staging is not None:
             for lease_id, rows in report.staged:
                 self._staging.answer(lease_id, rows)

@@ -1,4 +1,4 @@
-"""A counter in shared memory that the engine process raises and its front reads: the sign that the engine gets on.
+"""Heartbeat: a counter in shared memory that the engine process increments and its front reads.
 
 Raising it costs nothing, so it moves within a step, too: once a layer on a CPU, where steps may take long.
 """
@@ -29,7 +29,7 @@ class Heartbeat:
 
     @staticmethod
     def create_memory() -> int:
-        """A descriptor to map on both sides. The caller closes it."""
+        """Create the memory; return a descriptor to map on both sides, which the caller closes."""
         descriptor = os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _COUNTER.size)
         return descriptor

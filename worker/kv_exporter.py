@@ -1,4 +1,4 @@
-"""What others may read of the pool: blocks under leases; nothing to do for it on a CPU, digests and staging on a GPU.
+"""KV export: leased blocks that peers may read. Nothing to do on a CPU; digests and pinned staging on a GPU.
 
 A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it. Blocks in GPU
 memory are copied to rows of shared host memory only when a reader asks for it, which one of the same host's GPUs does
@@ -31,7 +31,7 @@ class KvExporter(Protocol):
     """The owner's side of leases."""
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
-        """Of each rank's pool, the digests of blocks that are complete."""
+        """Digests of complete blocks, for each rank's pool."""
         ...
 
     def stage(self, lease: Lease) -> list[BlockId] | None:
@@ -39,11 +39,11 @@ class KvExporter(Protocol):
         ...
 
     def end_export(self, lease: Lease) -> None:
-        """The lease has ended: give up its references and rows."""
+        """Give up the references and rows of a lease that has ended."""
         ...
 
     def fence(self) -> None:
-        """Blocks are about to be given to loads, behind the steps launched so far."""
+        """Mark that blocks are about to be given to loads, behind the steps launched so far."""
         ...
 
 
@@ -66,7 +66,7 @@ class DirectExporter:
         self._pool.release(lease.block_ids)
 
     def fence(self) -> None:
-        """Steps are over when the loop gives blocks away."""
+        """Do nothing: steps have ended when the loop gives blocks away."""
 
 
 class HostRows:
@@ -87,7 +87,7 @@ class HostRows:
         return self._rows.num_available
 
     def take(self, least: int, most: int) -> list[BlockId]:
-        """As many rows as there are, up to `most`; none when there are fewer than `least`."""
+        """Take up to `most` free rows; none when there are fewer than `least`."""
         with self._lock:
             count = min(self._rows.num_available, most)
             return self._rows.allocate(count) if count >= least else []
@@ -133,7 +133,7 @@ class DeviceExporter:
 
 
 class KvLeases:
-    """The table of leases, and what is done to blocks when one is granted, read or over."""
+    """The table of leases, and what happens to blocks when one is granted, read or ended."""
 
     def __init__(self, epoch: Epoch, exporter: KvExporter, handles: HandleWriter, lease_seconds: float) -> None:
         self._table = LeaseTable(epoch)

@@ -1,4 +1,4 @@
-"""Requests whose KV a peer has: their leases are kept alive, read into blocks that the scheduler names, and let go.
+"""KV loads: a peer's leases are kept alive, read into blocks that the scheduler reserved, and released.
 
 Called from the engine process's loop only; the copying is done by the threads of `KvPuller`.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger("engine")
 
 
 class KvLoads:
-    """Between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
+    """Link between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
 
     def __init__(self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int) -> None:
         self._scheduler = scheduler

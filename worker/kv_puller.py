@@ -27,7 +27,7 @@ RENEW_INTERVAL_SECONDS = 1.0
 
 
 class KvPuller:
-    """One per engine."""
+    """Puller threads of one engine."""
 
     def __init__(self, clients: Sequence[KvClient], on_result: Callable[[], None]) -> None:
         """clients: one into the pool of each rank. `on_result` is called from a thread when a result is there."""
@@ -86,12 +86,12 @@ class KvPuller:
             result = Pull(request_id, True, "", pulled[0].transport, num_bytes, seconds)
         except MiniInferError as error:
             result = Pull(request_id, False, str(error))
-        except Exception:  # nobody else looks at a thread's exception
+        except Exception:  # a thread's exception would be lost
             logger.exception("KV pull failed")
         finally:
             self._results.append(result)  # whatever happened: the request waits for it
             self._on_result()
-            self._let_go(lease_id)  # else it would be renewed for ever
+            self._let_go(lease_id)  # else it would be renewed forever
 
     def _let_go(self, lease_id: LeaseId) -> None:
         with self._lock:

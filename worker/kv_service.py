@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.rpc import RpcServer
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -13,9 +13,9 @@ from worker.messages import Release, Renew, Stage
 SERVICE_NAME = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
-def add_kv_service(server: RpcServer, engine: EngineClient) -> tuple[LeaseMirror, StagingTable | None]:
+def add_kv_service(server: RpcServer, engine: EngineClient) -> tuple[LeaseTable, StagingTable | None]:
     """Serve the engine's pools; returns what the front keeps current. Raises UnavailableError, TransferError."""
-    leases, ready = LeaseMirror(engine.ready.info.epoch), engine.ready
+    leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
     staging = StagingTable(lambda lease_id: engine.send(Stage(lease_id))) if ready.needs_staging else None
     servicer = KvTransferService(
         [PoolView(path, staging) for path in ready.shm_sockets],

@@ -1,4 +1,4 @@
-"""Is an engine process that shows no heartbeat starved, or does it hang? Decided by what it does, not by the clock.
+"""Liveness: whether an engine without heartbeats is starved or hung, judged by what its process does.
 
     stopped   (SIGSTOP, a debugger)                         out after STOPPED_SECONDS
     blocked   no thread runs, wants to run, or did          out after BLOCKED_SECONDS
@@ -37,7 +37,7 @@ class ProcessSample:
 
 
 def sample_process(pid: int) -> ProcessSample:
-    """What the threads of a process do right now."""
+    """Sample the threads of a process."""
     threads: dict[str, ThreadSample] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -63,7 +63,7 @@ class ProgressWatch:
         self._stall_seconds = stall_seconds
         self._heartbeat = -1
         self._before: ProcessSample | None = None  # at the last call, if the heartbeat has not moved since
-        self._spent = 0.0  # of the patience with a silent process; 1: all of it
+        self._spent = 0.0  # share of the time limit of a silent process; 1: all of it
         self._reason: str | None = None
 
     def has_beaten(self, heartbeat: int) -> bool:
@@ -85,7 +85,7 @@ class ProgressWatch:
         return self._reason
 
     def _judge(self, before: ProcessSample, now: ProcessSample, elapsed: float) -> tuple[float, str]:
-        """The part of the patience that this interval takes, and what to call it."""
+        """Share of the time limit that this interval uses up, and the reason to report."""
         states = {thread.state for thread in now.threads.values()}
         if states and states <= {"T", "t"}:
             return elapsed / STOPPED_SECONDS, "the engine process is stopped"
@@ -96,7 +96,7 @@ class ProgressWatch:
                 ran = max(ran, thread.run_seconds - last.run_seconds)
                 waited = max(waited, thread.wait_seconds - last.wait_seconds)
         if ran > IDLE_SHARE * elapsed:
-            return min(ran, elapsed) / self._stall_seconds, "the engine computes without getting on"
+            return min(ran, elapsed) / self._stall_seconds, "the engine computes without progress"
         if "R" in states or waited > IDLE_SHARE * elapsed:
             return 0.0, ""
         return elapsed / BLOCKED_SECONDS, "the engine process is blocked"

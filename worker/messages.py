@@ -18,7 +18,7 @@ from worker.config import WorkerConfig
 
 
 class Row(msgspec.Struct, array_like=True, gc=False):
-    """What a message holds many of: without field names, so that a step of 256 requests costs little."""
+    """Repeated part of a message: encoded without field names, so that a step of 256 requests costs little."""
 
 
 class Message(Row, tag=True):
@@ -124,7 +124,7 @@ class Failed(Message):
 
 
 class RequestTimes(Row):
-    """Names as in the protobuf message of this name."""
+    """Fields of the protobuf message of this name."""
 
     queue_seconds: float = 0.0
     kv_pull_seconds: float = 0.0
@@ -136,7 +136,7 @@ class RequestTimes(Row):
 
 
 class Delta(Row):
-    """What one step did for one request."""
+    """Output of one step for one request."""
 
     request_id: RequestId
     token_ids: list[TokenId]
@@ -159,7 +159,7 @@ class Failure(Row):
 
     @classmethod
     def of(cls, request_id: RequestId, error: MiniInferError) -> Failure:
-        """What the exception says."""
+        """Describe an exception."""
         param = error_code = None
         if isinstance(error, InvalidRequestError):
             param, error_code = error.param, error.code
@@ -167,7 +167,7 @@ class Failure(Row):
 
 
 class Pull(Row):
-    """How one pull of KV ended. error: why it failed."""
+    """Outcome of one KV pull. error: why it failed."""
 
     request_id: RequestId
     ok: bool
@@ -196,7 +196,7 @@ class EngineLoad(Row):
 
 
 class StepReport(Message):
-    """All that one turn of the engine process's loop did; the loop fills it in."""
+    """Everything that one turn of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
     failures: list[Failure] = []
@@ -215,7 +215,7 @@ class StepReport(Message):
 
     @property
     def has_news(self) -> bool:
-        """Whether there is more in it than load and counters."""
+        """Whether it holds more than load and counters."""
         lists = (self.deltas, self.failures, self.granted, self.ended_leases, self.staged, self.pulls)
         return any(lists) or bool(self.stored or self.removed)
 

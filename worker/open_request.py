@@ -1,4 +1,4 @@
-"""What the engine process remembers of a request beside what the engine does: when, until when, and its KV pull."""
+"""Bookkeeping of the engine process for an open request, beside the engine's: times, deadline and KV pull."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenRequest:
             self._times.num_pulled_tokens = 0
 
     def take_times(self, now: float) -> RequestTimes | None:
-        """Where the time to the first delta went; None after that."""
+        """Return how the time to the first delta was spent; None after that."""
         if self.reported:
             return None
         self.reported, times = True, self._times

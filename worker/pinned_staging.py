@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 from common.errors import TransferError
 from kvstore.transport.client import Transport
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull
 from kvstore.types import BlockId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
@@ -34,23 +34,16 @@ class StagedTransport:
     def open(self, shard: PeerShard) -> None:
         self._inner.open(shard)
 
-    def pull(
-        self,
-        parts: Sequence[SourcePart],
-        positions: Sequence[int],
-        local_block_ids: Sequence[BlockId],
-        deadline_seconds: float,
-    ) -> list[list[int]]:
-        deadline = time.monotonic() + deadline_seconds
-        digests: list[list[int]] = [[] for _ in parts]
-        while (first := len(digests[0])) < len(positions):
-            rows = self._take(len(positions) - first, deadline)
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        digests: list[list[int]] = [[] for _ in pull.parts]
+        while (first := len(digests[0])) < len(pull.positions):
+            rows = self._take(len(pull.positions) - first, pull.deadline)
             try:
                 stop = first + len(rows)
-                remaining = max(deadline - time.monotonic(), 0.0)
-                found = self._inner.pull(parts, positions[first:stop], rows, remaining)
+                piece = replace(pull, positions=pull.positions[first:stop], local_block_ids=rows)
+                found = self._inner.pull(piece)
                 digests = [known + new for known, new in zip(digests, found, strict=True)]
-                self._device_pool.copy_in(self._rows.memory, rows, local_block_ids[first:stop])
+                self._device_pool.copy_in(self._rows.memory, rows, pull.local_block_ids[first:stop])
             finally:
                 self._rows.give_back(rows)
         return digests

@@ -58,13 +58,13 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 
 
 def handle_of(message: pb.KvHandle) -> KvHandle:
-    """Shards stay unread."""
+    """Convert a handle without reading its shards."""
     return KvHandle(**_fields(message))
 
 
 @cache
 def _names(kind: Descriptor) -> list[tuple[str, bool]]:
-    """Its fields, and whether each can be unset."""
+    """Names of a message's fields, and whether each can be unset."""
     return [(field.name, field.has_presence) for field in kind.fields]
 
 

@@ -33,7 +33,7 @@ class RankPool(Protocol):
     geometry: PoolGeometry
 
     def address(self, kv_address: str) -> ShardAddress:
-        """Where peers can read it; `kv_address` is the front's."""
+        """Address at which peers can read it; `kv_address` is the front's."""
         ...
 
     def client(self, token: str, transports: Sequence[str]) -> KvClient:
@@ -48,10 +48,10 @@ class RankPool(Protocol):
 
 
 class HostRankPool:
-    """On a CPU, where this process allocates it. blocks: uint8 [num_blocks, block_bytes], zeroed; fd: of the same."""
+    """A rank's pool on a CPU, allocated by this process. blocks: uint8 [num_blocks, block_bytes]; fd: of the same."""
 
     def __init__(self, geometry: PoolGeometry, socket_path: str) -> None:
-        """Raises ConfigError when the memory is not there."""
+        """Raise ConfigError when the memory is not available."""
         self.geometry = geometry
         self.fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
         mapping = map_fd(self.fd, geometry.pool_bytes, writable=True)
@@ -76,7 +76,7 @@ class HostRankPool:
 
 
 class DeviceRankPool:
-    """On another GPU, where the rank has allocated it, with staging rows in shared host memory in front of it."""
+    """A rank's pool on another GPU, allocated by the rank, with staging rows in shared host memory."""
 
     def __init__(
         self, geometry: PoolGeometry, device: torch.device, fd: int, socket_path: str, staging: PoolGeometry,

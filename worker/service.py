@@ -136,7 +136,7 @@ async def _watch(
         interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
         await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
-        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # while this process slept, nobody watched
+        elapsed, last = min(now - last, 2 * WATCH_INTERVAL_SECONDS), now  # not time that this process slept
         if running.done():
             await server.set_serving(False)
             # UnavailableError, by contract; streams are closed already
@@ -167,7 +167,7 @@ async def _watch(
 
 
 def worker_info(role: str, worker_id: str, kv_address: str, engine: EngineInfo, tokenizer_hash: str) -> pb.WorkerInfo:
-    """What Describe answers: what the engine process said when it was ready, and where this worker is."""
+    """The answer to Describe: what the engine process announced when it was ready, and this worker's addresses."""
     return pb.WorkerInfo(
         worker_id=worker_id,
         role=role,

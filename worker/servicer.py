@@ -13,7 +13,7 @@ from worker.front import WorkerFront
 
 
 class WorkerServicer:
-    """Both services have the same methods. A prefill worker's requests end with their first token and a KV handle."""
+    """Methods of both services. A prefill worker's requests end with their first token and a KV handle."""
 
     def __init__(self, front: WorkerFront, prefill_only: bool) -> None:
         self._front = front

@@ -28,7 +28,7 @@ class Session:
         return True
 
     def unsent_handles(self) -> list[pb.KvHandle]:
-        """KV handles that the router will not hear of. Empties the queue."""
+        """Drain the queue and return the KV handles in it, which the router will not receive."""
         handles: list[pb.KvHandle] = []
         while not self.reports.empty():
             report = self.reports.get_nowait()

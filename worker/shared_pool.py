@@ -115,7 +115,7 @@ class SharedPoolMemory:
 
     @property
     def socket_paths(self) -> list[str]:
-        """Where descriptors of the pools of all ranks are handed out."""
+        """Sockets that hand out descriptors of all ranks' pools."""
         return [shard.address.shm_socket for shard in self.shards("")]
 
     def shards(self, kv_address: str) -> list[HandleShard]:
@@ -125,7 +125,7 @@ class SharedPoolMemory:
         return [mine, *(HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._others)]
 
     def exporter(self, pool: BlockPool) -> KvExporter:
-        """How blocks of `pool` are given to readers."""
+        """The exporter of blocks of `pool` to readers."""
         if self._device_pool is None:
             others = [other.blocks for other in self._others if isinstance(other, HostRankPool)]
             return DirectExporter([self._blocks, *others], pool)
@@ -190,7 +190,7 @@ class SharedPoolMemory:
         return pool
 
     def _choose_transports(self) -> tuple[str, ...]:
-        """Those that this worker has, as far as they are wanted. Raises ConfigError when none is left."""
+        """The wanted transports that this worker has. Raises ConfigError when none is left."""
         possible = (*(["cuda_ipc"] if self.cuda_socket_path else []), "shm", "tcp")
         if self._kv_transport == "auto":
             return possible

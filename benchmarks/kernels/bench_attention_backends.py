@@ -1,4 +1,4 @@
-"""Backends of prompt attention side by side: TFLOP/s (4 x head_dim per visible pair and head) through their seam.
+"""Backends of prefill attention side by side: TFLOP/s (4 x head_dim per visible pair and head) through their seam.
 
     python -m benchmarks.kernels.bench_attention_backends
 
@@ -37,7 +37,7 @@ CASES = {  # queries and keys of each row
 
 
 def seconds(backend: PrefillAttention, pool: torch.Tensor, qkv: torch.Tensor, rows: list[tuple[int, int]]) -> float:
-    """Of one layer."""
+    """Seconds of one layer."""
     counts = [-(-keys // BLOCK_SIZE) for _, keys in rows]
     blocks = torch.randperm(sum(counts)).split(counts)
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int().cuda()

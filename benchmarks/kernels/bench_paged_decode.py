@@ -63,7 +63,7 @@ class Case:
         return both - graph_seconds([functools.partial(self.rotate, layer) for layer in layers])
 
     def rotate(self, layer: int) -> None:
-        """By nothing, and without storing K and V."""
+        """Rotate by zero, without storing K and V."""
         rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
 
     def rotate_and_run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:

@@ -22,7 +22,7 @@ KINDS = {
 
 
 def eager_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """As eager servers do it: softmax, sort, mask, multinomial."""
+    """Sample as eager servers do: softmax, sort, mask, multinomial."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)

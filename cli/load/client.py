@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from cli.load.results import RequestRecord
+from cli.load.results import EventStream, RequestRecord, StreamError
 from cli.load.workload import PlannedRequest
 from common.errors import ConfigError
 
@@ -82,8 +82,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._record = record
         self._begin = begin
-        self._pending = b""
-        self._saw_end = False
+        self._events = EventStream(record)
         self._done = self._loop.create_future()
         record.sent = time.perf_counter() - begin
         self._transport.writelines([head, body])
@@ -124,35 +123,21 @@ class Connection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if self._parser.get_status_code() != 200:
             return
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip())
+        try:
+            self._events.read(data, self._now)
+        except StreamError as error:
+            self._record.error = error.kind
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status != 200:
             self._record.error = f"http {status}"
-        elif not self._saw_end and not self._record.error:
+        elif not self._events.is_complete and not self._record.error:
             self._record.error = "incomplete"
         if not self._parser.should_keep_alive():
             self.close()
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
-
-    def _event(self, payload: bytes) -> None:
-        if payload == b"[DONE]":
-            self._saw_end = True
-            return
-        try:
-            event = orjson.loads(payload)
-        except orjson.JSONDecodeError:
-            self._record.error = "not JSON"
-            return
-        if "error" in event:
-            self._record.error = "error event"
-            return
-        self._record.read_event(event, self._now)
 
     def _fail(self, kind: str) -> None:
         if self._done is not None and not self._done.done():
@@ -175,7 +160,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
-        """One request, start to end. Times count from `begin`, a time.perf_counter()."""
+        """Send one request and read its answer. Times count from `begin`, a time.perf_counter()."""
         now = time.perf_counter() - begin
         record = RequestRecord(scheduled=scheduled, sent=now, end=now)
         body = self._target.body(request)

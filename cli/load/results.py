@@ -1,4 +1,4 @@
-"""From the events of single requests to a summary: percentiles, throughput, goodput. Pure, standard library only.
+"""Summarize the events of single requests: percentiles, throughput, goodput. Pure.
 
 TTFT: request sent to first chunk. ITL: gap between two chunks of one request. TPOT: time after the first token
 over the tokens after it. E2E: request sent to last byte. Goodput: requests a second that met every objective.
@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(eq=False)
+class StreamError(Exception):
+    """The event stream holds no answer. `kind`: one of a few; `event`: the server's error event, if it sent one."""
+
+    kind: str
+    event: Any = None
 
 
 @dataclass(slots=True)
@@ -28,20 +38,6 @@ class RequestRecord:
     num_cached_tokens: int = 0
     error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
 
-    def read_event(self, event: Mapping[str, Any], now: float) -> str:
-        """Note a server-sent event of an OpenAI-compatible server; the text that it carries."""
-        text = ""
-        for choice in event.get("choices") or ():
-            piece = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if piece:
-                text += piece
-                self.chunk_times.append(now)
-        if usage := event.get("usage"):
-            self.num_prompt_tokens = usage.get("prompt_tokens", 0)
-            self.num_output_tokens = usage.get("completion_tokens", 0)
-            self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return text
-
     @property
     def ttft(self) -> float:
         return self.chunk_times[0] - self.sent
@@ -52,7 +48,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """None for fewer than two tokens."""
+        """Mean time per output token after the first; None for fewer than two tokens."""
         if self.num_output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.num_output_tokens - 1)
@@ -60,6 +56,42 @@ class RequestRecord:
     @property
     def gaps(self) -> list[float]:
         return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+class EventStream:
+    """Reads the event stream of an OpenAI-compatible server into a record, from pieces that are cut anywhere."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.is_complete = False  # the last event has come
+        self._record = record
+        self._pending = b""
+
+    def read(self, data: bytes, now: float) -> str:
+        """Read a piece that came at `now`; return the text that it completes. Raises StreamError."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return "".join([self._read_event(line[5:].strip(), now) for line in lines if line.startswith(b"data:")])
+
+    def _read_event(self, payload: bytes, now: float) -> str:
+        if payload == b"[DONE]":
+            self.is_complete = True
+            return ""
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            raise StreamError("not JSON") from None
+        if "error" in event:
+            raise StreamError("error event", event)
+        text, record = "", self._record
+        for choice in event.get("choices") or ():
+            piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if piece:
+                text += piece
+                record.chunk_times.append(now)
+        if usage := event.get("usage"):
+            record.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            record.num_output_tokens = usage.get("completion_tokens", 0)
+            record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return text
 
 
 @dataclass(frozen=True, slots=True)

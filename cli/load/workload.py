@@ -1,4 +1,4 @@
-"""What to send and when: random prompts or a recorded trace, as a list of `PlannedRequest`. Pure and seeded.
+"""Workloads: random prompts or a recorded trace, as a list of `PlannedRequest`. Pure and seeded.
 
 A prompt is made of units: words, each about one token of a usual vocabulary, or token ids when the size of the
 vocabulary is given. Equal blocks of a trace become equal units at the same positions, so that prefixes which

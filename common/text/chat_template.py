@@ -79,7 +79,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
         """The prompt's text, and the break character in it ("" when no message needed one).
 
@@ -92,7 +91,6 @@ class ChatTemplate:
             text = self._template.render(
                 **{
                     **self._named_tokens,
-                    **(variables or {}),
                     "messages": messages,
                     "tools": tools,
                     "documents": None,

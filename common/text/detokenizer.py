@@ -63,7 +63,7 @@ class Detokenizer:
         self._at_start = table.strips_prefix_space and not continues
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that is certain now."""
+        """Append a token; return the text that is final."""
         pieces: list[str] = []
         texts = self._texts
         limit = len(texts)
@@ -79,7 +79,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became whole."""
+        """Flush the end of the text: U+FFFD for a character that was never completed."""
         text, _ = utf_8_decode(self._pending, "replace", True)
         self._pending = b""
         return text

@@ -92,7 +92,6 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the conversation. Special tokens in them are the template's own, never a message's.
 
@@ -104,7 +103,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
             )
-        text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
+        text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message)
         if not breaker:
             return self.encode(text, allow_special=True)
         assert self._special_pattern is not None  # nothing is broken up where nothing is special
@@ -148,7 +147,7 @@ class Tokenizer:
         return not isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def _piece_bytes_function(self) -> Any:
-        """How this vocabulary spells bytes. Raises UnsupportedModelError for other kinds of decoder."""
+        """Function from token id to the token's bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
         to_text = self._backend.id_to_token
         added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
@@ -260,7 +259,7 @@ def _from_directory(folder: Path) -> Tokenizer:
 
 
 def _directory_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Where the templates of a directory may be, in rising priority."""
+    """Files of a directory that may hold templates, in rising priority."""
     templates: dict[str, str] = {}
     declared = config.get("chat_template")
     if isinstance(declared, str):

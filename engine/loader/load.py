@@ -1,4 +1,4 @@
-"""From model files and settings to a model in memory, with the fingerprint that names it."""
+"""Load a model from files and settings, with the fingerprint that names it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the files give: the config, the weights, and what identifies them."""
+    """Contents of the model files: the config, the weights, and what identifies them."""
 
     config: ModelConfig
     family: ModelFamily

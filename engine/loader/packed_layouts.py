@@ -1,4 +1,4 @@
-"""How each layout of quantized weights lies in the tensors of a checkpoint, and how to unpack it.
+"""Layouts of quantized weights in the tensors of a checkpoint, and how to unpack them.
 
 For a linear layer of n outputs and k inputs, groups of g inputs:
 
@@ -40,7 +40,7 @@ UNUSED = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What one tensor of a layout must be: any of `shapes`."""
+    """Requirements on one tensor of a layout: any of `shapes`."""
 
     types: tuple[str, ...]  # as safetensors names them
     shapes: tuple[Shape, ...]

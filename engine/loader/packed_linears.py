@@ -52,7 +52,7 @@ def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
-    """Weights of layers that are quantized in all their parts. skeleton: the model, built without storage."""
+    """Names of weights whose layers are quantized in all their parts. skeleton: the model, built without storage."""
     names: set[str] = set()
     for ref in skeleton.linears():
         linear = ref.layer
@@ -145,7 +145,7 @@ class CpuLinearMaker:
         return to_int8(linear)
 
     def _int4(self, rows: QuantizedRows, bias: Tensor | None) -> Int4Linear | None:
-        """None for numbers of rows and group sizes that torch's GEMM does not take."""
+        """A 4-bit layer; None for row counts and group sizes that torch's GEMM does not take."""
         num_rows, num_columns = rows.values.shape
         sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
         if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:

@@ -42,7 +42,7 @@ class QuantizedRows:
 
     @property
     def has_row_scales(self) -> bool:
-        """One scale per row and nothing else."""
+        """Whether the rows have one scale each and no offsets."""
         return self.scales.shape[1] == 1 and self.offsets is None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:

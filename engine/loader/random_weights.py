@@ -45,7 +45,6 @@ class RandomWeights:
         dtype: torch.dtype,
         device: torch.device,
         std: float = STD,
-        seed: int = SEED,
         is_portable: bool = False,
     ) -> None:
         self._dtype = dtype
@@ -53,7 +52,7 @@ class RandomWeights:
         self._std = std
         self._draw_device = torch.device("cpu") if is_portable else device
         self._draw_dtype = torch.float32 if is_portable else dtype
-        self._generator = torch.Generator(device=self._draw_device).manual_seed(seed)
+        self._generator = torch.Generator(device=self._draw_device).manual_seed(SEED)
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         if name.endswith("norm.weight"):

@@ -89,7 +89,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Names, types and shapes: 8 bytes of length, then JSON. Raises ConfigError; also when tensors lie outside."""
+    """Read names, types and shapes (8 bytes of length, then JSON). Raises ConfigError, also for tensors outside."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:

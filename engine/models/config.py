@@ -1,4 +1,4 @@
-"""What the engine needs to know about a decoder model, from a Hugging Face `config.json` or from GGUF metadata.
+"""Config of a decoder model, from a Hugging Face `config.json` or from GGUF metadata.
 
 Both spellings of transformers' files are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`). This
 module knows no family: what one family spells differently is corrected by its entry in `engine/models/registry.py`.

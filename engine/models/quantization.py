@@ -1,4 +1,4 @@
-"""What `quantization_config` of a config.json says about how the linear layers' weights are stored.
+"""Quantization schemes of the linear layers' weights, from `quantization_config` of a config.json.
 
 Reads the config only. How each layout looks in the files is in `engine/loader/packed_layouts.py`. Which layers are
 quantized is not read here either: lists of exceptions are spelled in many ways, the tensors themselves are not.
@@ -49,7 +49,7 @@ class CheckpointQuantization:
 
 
 def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | None:
-    """None for plain weights. Raises UnsupportedModelError that says what was found and what is supported."""
+    """Parse `quantization_config`; None for plain weights. Raises UnsupportedModelError, naming what is supported."""
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None

@@ -1,4 +1,4 @@
-"""Which model families exist. A family is a function pair: correct the config, yield the model's parts.
+"""Registry of model families. A family is a function pair: correct the config, yield the model's parts.
 
 Families register themselves when `engine.models.families` is imported.
 """

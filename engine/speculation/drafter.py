@@ -1,7 +1,7 @@
-"""Who proposes tokens: the interface of a drafter, and the choice of one by the settings.
+"""Drafters: the interface, and the choice of one by the settings.
 
-A drafter cannot change what a request is answered, only how fast: a draft is kept when it equals the token that is
-sampled in its place, which is the one that the request would get without drafts.
+A drafter cannot change a request's output, only its speed: a draft is accepted when it equals the token that is
+sampled at its position, which is the one that the request would get without drafts.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ MakeDrafter = Callable[[], Drafter]
 
 
 def drafter_for(config: EngineConfig) -> MakeDrafter:
-    """What makes a drafter for each request. Another kind is a file beside `ngram.py`, and is chosen here."""
+    """Factory of a drafter per request. Another kind is a file beside `ngram.py`, and is selected here."""
     return partial(NgramDrafter, config.ngram_max, config.ngram_min)

@@ -1,1 +1,1 @@
-"""What is in a KV pool: block keys, ownership and eviction, leases, digests, and who else holds which block."""
+"""Contents of a KV pool: block keys, ownership and eviction, leases, digests, and the index of all pools."""

@@ -1,4 +1,4 @@
-"""Who owns which KV block: free, used (counted references) or cached (no reference, findable by key).
+"""Ownership of KV blocks: free, used (counted references) or cached (no reference, findable by key).
 
 Knows ids and keys, no tensors, tokens or clocks; called by the scheduler between steps, from one thread.
 Prefix caching is part of it, because a cached block *is* a free block whose content may still be wanted:
@@ -51,7 +51,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """How many `allocate` can give."""
+        """Number of blocks that `allocate` can give."""
         return len(self._free) + len(self._cached)
 
     def refcount(self, block_id: BlockId) -> int:

@@ -45,7 +45,7 @@ def digest_blocks(blocks: npt.NDArray[np.uint8]) -> list[int]:
 
 
 def digest_rows(blocks: npt.NDArray[np.uint8], rows: Iterable[int]) -> list[int]:
-    """Digests of those rows of `[num_blocks, block_bytes]`, which are not copied."""
+    """Digests of the given rows of `[num_blocks, block_bytes]`, computed in place."""
     return [digest_blocks(blocks[row : row + 1])[0] for row in rows]
 
 
@@ -58,7 +58,7 @@ def digest_weights(num_words: int) -> tuple[Int64Array, Int64Array]:
 
 
 def check_block_bytes(block_bytes: int) -> None:
-    """Raises ConfigError for a block that is not whole 64-bit words."""
+    """Raise ConfigError for a block that is not whole 64-bit words."""
     if block_bytes % WORD_BYTES:
         raise ConfigError(f"a KV block of {block_bytes} bytes is not a multiple of {WORD_BYTES}: change --block-size")
 

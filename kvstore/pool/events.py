@@ -1,4 +1,4 @@
-"""Which keys a worker can serve, as a numbered log: stored, removed, snapshot.
+"""KV events: the keys that a worker can serve, as a numbered log of stored, removed and snapshot.
 
 Numbers are consecutive within one epoch, starting at 1. A snapshot has the number of the last event that it
 contains, so the next event after it is that number + 1; a reader that sees a gap asks for a new snapshot.

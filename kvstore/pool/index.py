@@ -1,4 +1,4 @@
-"""The router's prefix index: which worker holds which block, and how sure we are of it.
+"""The router's prefix index: which worker holds which block, and how reliable that is.
 
 A mirror of the workers' caches, fed by their numbered events. Per worker it is
 
@@ -55,7 +55,7 @@ class PrefixIndex:
         return len(entry.keys) if entry else 0
 
     def state(self, worker: WorkerId) -> IndexState:
-        """DEGRADED also for a worker that was never heard of."""
+        """State of a worker's entries; DEGRADED also for an unknown worker."""
         entry = self._workers.get(worker)
         return entry.state if entry else IndexState.DEGRADED
 
@@ -79,7 +79,7 @@ class PrefixIndex:
     def apply(
         self, worker: WorkerId, sequence: int, stored: Iterable[BlockKey] = (), removed: Iterable[BlockKey] = ()
     ) -> bool:
-        """One event; one seen before is ignored. False, until a snapshot comes: numbers were skipped."""
+        """Apply one event; one seen before is ignored. False after a gap, until a snapshot comes."""
         entry = self._entry(worker)
         if entry.sequence is None:
             entry.state = IndexState.EXACT if sequence == 1 else IndexState.DEGRADED

@@ -2,8 +2,8 @@
 
 Pure: the clock comes as an argument (seconds of time.monotonic, which processes of one host share). A lease
 holds one reference on each of its blocks; the caller does `pool.acquire` at grant and `pool.release` with
-what `release` and `expire` return. The front of a worker keeps a `LeaseMirror`, so that reads need
-no message to the engine; both see the same deadlines.
+what `release` and `expire` return. A worker's front keeps a second table, of what its engine
+grants and ends (`adopt`, `release`), so that reads need no message to the engine; both see the same deadlines.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LeaseTable:
         return self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), now + _bounded(lease_seconds)))
 
     def adopt(self, lease: Lease) -> Lease:
-        """Enter a lease as it is, for example one that another process granted."""
+        """Enter a lease that another table of this pool granted."""
         self._leases[lease.lease_id] = lease
         self._next_deadline = min(self._next_deadline, lease.deadline)
         return lease
@@ -102,39 +102,6 @@ class LeaseTable:
         return [lease.block_ids[position] for position in positions]
 
 
-class LeaseMirror:
-    """The front's copy of its engine's leases, changed as the engine reports them and as readers ask.
-
-    The engine decides; the mirror answers reads without asking it. Deadlines are the engine's own.
-    """
-
-    def __init__(self, epoch: Epoch) -> None:
-        self._table = LeaseTable(epoch)
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._table)
-
-    def grant(self, lease_id: LeaseId, block_ids: Sequence[BlockId], deadline: float) -> None:
-        """The engine granted it, readable until `deadline` (time.monotonic)."""
-        self._table.adopt(Lease(lease_id, self._table.epoch, tuple(block_ids), deadline))
-
-    def end(self, lease_id: LeaseId) -> None:
-        """The engine released it or let it expire."""
-        self._table.release(lease_id, self._table.epoch)
-
-    def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> bool:
-        return self._table.renew(lease_id, epoch, now, lease_seconds)
-
-    def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
-        """A reader is done. False: there is no such lease (any more)."""
-        return self._table.release(lease_id, epoch) is not None
-
-    def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
-        """As LeaseTable.resolve."""
-        return self._table.resolve(lease_id, epoch, positions, now)
-
-
 def _bounded(lease_seconds: float) -> float:
-    """A peer's wish, made finite: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
+    """Clamp a duration requested by a peer: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
     return min(lease_seconds, MAX_LEASE_SECONDS) if lease_seconds > 0 else 0.0

@@ -30,7 +30,7 @@ class TierServer:
     """The Unix socket of one agent."""
 
     def __init__(self, regions: Regions, socket_path: Path) -> None:
-        """Raises ConfigError when the path cannot be used."""
+        """Raise ConfigError when the path cannot be used."""
         self._regions = regions
         self._listener = UnixListener(socket_path)
         self._server: asyncio.Server | None = None

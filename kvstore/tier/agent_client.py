@@ -2,7 +2,7 @@
 
 When the agent does not answer, the tier is empty and full from then on (nothing is found, nothing fits) and the
 worker goes on without it. Slots of swapped sequences stay readable and ours: this process maps their memory
-too, and keeps the connection open, so that an agent that was only slow gives them to nobody else.
+too, and keeps the connection open, so that an agent that was only slow does not reassign them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AgentHostTier:
     """`HostTier` in the memory of this host's node agent, for blocks of one content (`PoolGeometry.content_name`)."""
 
     def __init__(self, socket_path: str, content_name: str, block_bytes: int) -> None:
-        """Raises UnavailableError when no agent answers, ConfigError when it cannot give memory."""
+        """Raise UnavailableError when no agent answers, ConfigError when it has no memory to give."""
         self._sock: socket.socket = connect_unix(socket_path, CALL_SECONDS)
         self.connected = True
         try:
@@ -85,7 +85,7 @@ class AgentHostTier:
         self._sock.close()
 
     def _call(self, verb: str, items: Sequence[Any] | None) -> Any:
-        """The reply's value; None without an agent."""
+        """Send one request and return the reply's value; None without an agent."""
         if not self.connected:
             return None
         try:

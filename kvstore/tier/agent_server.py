@@ -20,7 +20,7 @@ logger = logging.getLogger("kvstore")
 
 
 async def serve(config: AgentConfig) -> None:
-    """Until SIGTERM or SIGINT. Raises ConfigError when a port, path or the memory is not to be had."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError when a port, the path or the memory is not available."""
     if not config.host_tier_gb:
         raise ConfigError("--host-tier-gb 0 leaves a node agent nothing to do: don't start one")
     stopping = asyncio.Event()

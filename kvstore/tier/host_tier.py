@@ -33,7 +33,7 @@ class HostTier(Protocol):
     def contains(self, key: BlockKey) -> bool: ...
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those of `keys` that are not findable here; one question where `contains` would be many."""
+        """The subset of `keys` that is not findable here, in one round trip."""
         ...
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
@@ -41,14 +41,14 @@ class HostTier(Protocol):
         ...
 
     def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
-        """One pinned slot per key, not yet findable; None (and no change) when there is no room.
+        """Take one pinned slot per key, not yet findable; None (and no change) when there is no room.
 
         None as a key: the slot never becomes findable (a swapped partial block).
         """
         ...
 
     def commit(self, slots: Sequence[HostSlot]) -> None:
-        """The reserved slots are written; those with a key become findable."""
+        """Mark reserved slots as written; those with a key become findable."""
         ...
 
     def unpin(self, slots: Sequence[HostSlot]) -> None:
@@ -102,7 +102,7 @@ class HostTierAllocator:
             return None
         slots = [HostSlot(block_id) for block_id in self._pool.allocate(len(keys))]
         self._pool.take_evicted()  # there is no tier below this one
-        self._pool.take_events()  # and nobody is told
+        self._pool.take_events()  # not reported to anybody
         self._pending.update((slot, key) for slot, key in zip(slots, keys, strict=True) if key is not None)
         return slots
 

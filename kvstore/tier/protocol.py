@@ -1,4 +1,4 @@
-"""What a worker and the node agent say to each other, without the socket: requests are lists, replies are lists.
+"""Protocol between a worker and the node agent, without the socket: requests and replies are lists.
 
     ["hello", content_name, block_bytes] -> ["ok", num_slots] and the region's descriptor; once, first
     ["lookup", keys]                     -> ["ok", slots], pinned
@@ -69,7 +69,7 @@ class TierSession:
         raise InvalidRequestError("unknown request")
 
     def close(self) -> None:
-        """Give back all pins, in an order that a sequence's own would have: later slots first out."""
+        """Give back all pins, in the order in which a sequence would: the last slots are evicted first."""
         self._tier.unpin(list(self._pins.elements()))
         self._pins.clear()
 

@@ -26,7 +26,7 @@ class Region:
     """Slots and memory for blocks of one kind."""
 
     def __init__(self, name: RegionName, num_slots: int) -> None:
-        """Raises ConfigError without the memory."""
+        """Raise ConfigError when the memory is not available."""
         self.name = name
         self.block_bytes = name[1]
         self.fd = create_memfd("mini-infer-tier", num_slots * self.block_bytes)

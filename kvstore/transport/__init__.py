@@ -1,1 +1,1 @@
-"""How blocks travel between pools: shared memory, CUDA IPC or TCP, and the KvTransfer service."""
+"""Transfer of blocks between pools: shared memory, CUDA IPC or TCP, and the KvTransfer service."""

@@ -1,4 +1,4 @@
-"""Pulling KV blocks from a peer: which transport, and whether what came is what was promised.
+"""Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
 
     client = host_client(my_geometry, my_blocks, token)
     lease = open_handle(handle)
@@ -25,7 +25,7 @@ from common.errors import MiniInferError, TransferError, UnavailableError
 from kvstore.layout import PoolGeometry
 from kvstore.transport.handle import PeerLease, PeerShard
 from kvstore.transport.head_split import split_heads
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import check_compatible
 from kvstore.transport.shm import ShmTransport
@@ -52,17 +52,8 @@ class Transport(Protocol):
         """Reach the peer, where that can be done before the first byte. Raises TransferError or UnavailableError."""
         ...
 
-    def pull(
-        self,
-        parts: Sequence[SourcePart],
-        positions: Sequence[int],
-        local_block_ids: Sequence[BlockId],
-        deadline_seconds: float,
-    ) -> list[list[int]]:
-        """Copy all parts of the lease's blocks at `positions` to the local blocks `local_block_ids`.
-
-        Returns the digests of what was read, by part, for the caller to compare. Raises TransferError.
-        """
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        """Copy blocks; return the digests of what was read, by part, to be compared. Raises TransferError."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +67,7 @@ class PullResult:
 
 
 def host_transports(pool: Blocks, leases: LeaseClient, names: Sequence[str]) -> list[Transport]:
-    """Those of `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
+    """Transports among `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
     known: dict[str, Callable[[], Transport]] = {
         "shm": lambda: ShmTransport(pool, leases),
         "tcp": lambda: TcpTransport(pool, leases),
@@ -125,7 +116,7 @@ class KvClient:
         parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
         transport = self._open_best(parts)
         try:
-            digests = transport.pull(parts, positions, local_block_ids, deadline_seconds)
+            digests = transport.pull(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
         except TransferError as error:
             raise TransferError(f"{transport.name}: {error}") from error
         for part, found in zip(parts, digests, strict=True):

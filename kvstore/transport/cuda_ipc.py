@@ -21,7 +21,7 @@ from typing import Protocol
 from common.errors import TransferError
 from kvstore.transport.descriptor_server import fetch_pool_held
 from kvstore.transport.handle import PeerShard, PoolName
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.types import BlockId
 
@@ -51,7 +51,7 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class _Mapping:
-    """One life of one peer's pool. `remote` is None when it has ended; `lock` is held by whoever reads it."""
+    """One epoch of a peer's pool. `remote` is None when it has ended; readers hold `lock`."""
 
     info: PoolInfo
     remote: RemotePool | None
@@ -84,22 +84,16 @@ class CudaIpcTransport:
     def open(self, shard: PeerShard) -> None:
         self._mapping(shard)
 
-    def pull(
-        self,
-        parts: Sequence[SourcePart],
-        positions: Sequence[int],
-        local_block_ids: Sequence[BlockId],
-        deadline_seconds: float,
-    ) -> list[list[int]]:
-        """The deadline is not needed: nobody else takes part, and a copy on a device ends or fails."""
-        [shard] = [part.shard for part in parts]  # equal shards need one source only
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
+        [shard] = [part.shard for part in pull.parts]  # equal shards need one source only
         mapping = self._mapping(shard)
         shard.check_offer(mapping.info)
-        remote_ids = rows_at(shard.block_ids, positions, mapping.info.geometry.num_blocks)
+        remote_ids = rows_at(shard.block_ids, pull.positions, mapping.info.geometry.num_blocks)
         with mapping.lock:
             if mapping.remote is None:
                 raise TransferError("the owner of the KV blocks is gone")
-            return [self._device.pull(mapping.remote, remote_ids, local_block_ids)]
+            return [self._device.pull(mapping.remote, remote_ids, pull.local_block_ids)]
 
     def close(self) -> None:
         with self._lock:
@@ -114,7 +108,7 @@ class CudaIpcTransport:
             known = self._mappings.get(name)
         if known is not None and known.info.epoch == shard.epoch:
             return known
-        mapping = self._map(shard)  # without the lock: a peer that does not answer shall not hold up the others
+        mapping = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
         with self._lock:
             earlier = self._mappings.get(name)
             is_first = earlier is None or earlier.info.epoch != shard.epoch

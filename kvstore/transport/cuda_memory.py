@@ -57,7 +57,7 @@ class CudaMemory:
     """
 
     def __init__(self, device: int, num_bytes: int, handle: int, access: int) -> None:
-        """Maps the physical memory `handle`, which stays the caller's to release. Raises CudaError."""
+        """Map the physical memory `handle`, which stays the caller's to release. Raises CudaError."""
         self.num_bytes = num_bytes
         self._size = _rounded(device, num_bytes)
         address = c_uint64()
@@ -154,7 +154,7 @@ def _device(ordinal: int) -> c_int:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises CudaError."""
+    """Call a driver function. Raises CudaError."""
     status = getattr(_driver(), name)(*arguments)
     if status:
         raise CudaError(name, status)
@@ -162,7 +162,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @cache
 def _driver() -> Any:
-    """Raises ConfigError where there is no driver."""
+    """Load libcuda. Raises ConfigError where there is no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -1,8 +1,9 @@
 """Hands out descriptors of a pool over a Unix socket, from a small thread of the pool's owner.
 
-Whoever can open the socket (its owner's user) gets one frame, {"pool": PoolInfo}, with one descriptor. Then the
-connection ends, or is held: its end tells the client that the owner is gone, however that came. The server reads
-nothing, so there is nothing to send it; one client is served at a time, and one that does not read is dropped.
+A client that can open the socket (a process of the owner's user) gets one frame, {"pool": PoolInfo}, with one
+descriptor. Then the connection ends, or is held: its end tells the client that the owner is gone, however that came.
+The server reads nothing, so there is nothing to send it; one client is served at a time, and one that does not read
+is dropped.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class DescriptorServer:
 def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]:
     """Ask a DescriptorServer. The caller closes the descriptor.
 
-    Raises UnavailableError (nobody there), TransferError or HandshakeError (not such a server).
+    Raises UnavailableError (no server), TransferError or HandshakeError (not such a server).
     """
     info, fd, connection = fetch_pool_held(socket_path, timeout_seconds)
     connection.close()
@@ -107,7 +108,7 @@ def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]
 
 
 def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int, socket.socket]:
-    """As `fetch_pool`, with the connection, which the caller closes, too: a holding server ends it with its life."""
+    """Like `fetch_pool`, but return the connection too, for the caller to close: it ends with the server."""
     sock = connect_unix(socket_path, timeout_seconds)
     fds: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""KV handles: what one worker says so that another can read a prompt's KV. The only file that knows a shard's bytes.
+"""KV handles: what a worker needs to read a prompt's KV from another. The only file that knows a shard's bytes.
 
     writer:  HandleWriter.write(lease, ...) -> KvHandle, one shard of bytes per rank
     between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
@@ -43,7 +43,7 @@ class KvHandle:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """Where one rank's pool can be read; what is empty is not offered."""
+    """Addresses at which one rank's pool can be read; an empty one is not offered."""
 
     kv_address: str = ""  # host:port of the KvTransfer service
     shm_socket: str = ""  # Unix socket that hands out the pool's descriptor
@@ -103,7 +103,7 @@ class PeerLease:
 
     @property
     def kv_address(self) -> str:
-        """Of the service that renews and releases the lease."""
+        """Address of the service that renews and releases the lease."""
         return self.shards[0].address.kv_address
 
 
@@ -111,7 +111,7 @@ class HandleWriter:
     """Writes the handles of one worker's leases."""
 
     def __init__(self, worker_id: str, shards: Sequence[HandleShard], lease_seconds: float) -> None:
-        """shards: in the order of ranks."""
+        """Keep the shards that every handle names, in the order of ranks."""
         self._worker_id = WorkerId(worker_id)
         self._shards = shards
         self._lease_seconds = lease_seconds
@@ -151,7 +151,7 @@ def open_handle(handle: KvHandle) -> PeerLease:
 
 
 def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
-    """Raises TransferError or HandshakeError."""
+    """Decode and check one shard. Raises TransferError or HandshakeError."""
     if len(data) > MAX_SHARD_BYTES:
         raise TransferError("a KV handle of impossible size")
     try:

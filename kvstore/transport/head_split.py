@@ -1,4 +1,4 @@
-"""Which bytes of which shards a reader needs, when its ranks divide the heads otherwise than the writer's. Pure.
+"""Re-split of KV heads: which bytes of which shards a reader of another TP degree than the writer needs. Pure.
 
 With h heads in a shard, one block of it is layers x planes rows of h pieces, a piece being one head's block_size x
 head_dim elements. So consecutive heads are one range of bytes in every row, and the ranges are evenly spaced: a copy
@@ -30,7 +30,7 @@ class HeadCopy:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """What a reader takes of every block of the writer's `rank`; without `copy` all of it, as it is."""
+    """Part of every block of the writer's `rank` that a reader takes; without `copy` the whole block, unchanged."""
 
     rank: int
     copy: HeadCopy | None

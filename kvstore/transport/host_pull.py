@@ -1,4 +1,4 @@
-"""Parts of shards into rows of host memory, for every transport that reads through the host.
+"""Copy parts of shards into rows of host memory, for every transport that reads through the host.
 
 Where shards are equal, blocks go straight to their rows. Where heads are divided otherwise, whole blocks of a source
 are read into a scratch area, and the wanted heads are copied from there: a digest is of a whole block.
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvstore.pool.digest import digest_blocks, digest_rows
 from kvstore.transport.handle import PeerShard
 from kvstore.transport.head_split import HeadCopy
+from kvstore.types import BlockId
 
 SCRATCH_BYTES = 8 << 20
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
@@ -24,10 +25,24 @@ Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """What is taken of every block of one of a lease's shards; without `copy` all of it, as it is."""
+    """Part of every block of one of a lease's shards; without `copy` the whole block, unchanged."""
 
     shard: PeerShard
     copy: HeadCopy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPull:
+    """Copy all parts of a lease's blocks at `positions` to `local_block_ids`, until `deadline` (time.monotonic)."""
+
+    parts: Sequence[SourcePart]
+    positions: Sequence[int]
+    local_block_ids: Sequence[BlockId]
+    deadline: float
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.0)
 
 
 class ReadBlocks(Protocol):
@@ -38,44 +53,28 @@ class ReadBlocks(Protocol):
         ...
 
 
-def pull_parts(
-    read: ReadBlocks,
-    parts: Sequence[SourcePart],
-    positions: Sequence[int],
-    blocks: Blocks,
-    rows: Sequence[int],
-    deadline_seconds: float,
-) -> list[list[int]]:
-    """Fill `rows` of `blocks` with all parts of the blocks at `positions`; the digests of what was read, by part."""
-    deadline = time.monotonic() + deadline_seconds
+def pull_parts(read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[list[int]]:
+    """Copy all parts to the rows of `blocks`; return the digests of what was read, by part."""
     digests: list[list[int]] = []
-    for part in parts:
+    for part in pull.parts:
         if part.copy is not None:
-            digests.append(_pull_heads(read, part.shard, part.copy, positions, blocks, rows, deadline))
+            digests.append(_pull_heads(read, part.shard, part.copy, pull, blocks))
             continue
-        read(part.shard, positions, blocks, rows, max(deadline - time.monotonic(), 0.0))
-        digests.append(digest_rows(blocks, rows))
+        read(part.shard, pull.positions, blocks, pull.local_block_ids, pull.seconds_left)
+        digests.append(digest_rows(blocks, pull.local_block_ids))
     return digests
 
 
-def _pull_heads(
-    read: ReadBlocks,
-    shard: PeerShard,
-    copy: HeadCopy,
-    positions: Sequence[int],
-    blocks: Blocks,
-    rows: Sequence[int],
-    deadline: float,
-) -> list[int]:
+def _pull_heads(read: ReadBlocks, shard: PeerShard, copy: HeadCopy, pull: BlockPull, blocks: Blocks) -> list[int]:
     block_bytes = shard.geometry.block_bytes
     count = max(SCRATCH_BYTES // block_bytes, 1)
-    scratch = np.empty((min(count, len(positions)), block_bytes), dtype=np.uint8)
+    scratch = np.empty((min(count, len(pull.positions)), block_bytes), dtype=np.uint8)
     digests: list[int] = []
-    for first in range(0, len(positions), count):
-        some = positions[first : first + count]
-        read(shard, some, scratch, range(len(some)), max(deadline - time.monotonic(), 0.0))
+    for first in range(0, len(pull.positions), count):
+        some = pull.positions[first : first + count]
+        read(shard, some, scratch, range(len(some)), pull.seconds_left)
         digests += digest_blocks(scratch[: len(some)])
-        copy_heads(copy, scratch[: len(some)], blocks, rows[first : first + count])
+        copy_heads(copy, scratch[: len(some)], blocks, pull.local_block_ids[first : first + count])
     return digests
 
 

@@ -42,7 +42,7 @@ class LeaseClient:
             return entry[1]
 
     def renew(self, lease: PeerLease) -> bool:
-        """False: the lease does not hold any more. Raises UnavailableError."""
+        """Renew a lease; False when it has ended. Raises UnavailableError."""
         stub = self.stub(lease.kv_address)
         request = kvstore_pb2.LeaseRequest(
             lease_id=lease.lease_id, epoch=lease.epoch, lease_seconds=lease.lease_seconds
@@ -50,7 +50,7 @@ class LeaseClient:
         return bool(call(lambda: stub.Renew(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
 
     def release(self, lease: PeerLease) -> bool:
-        """False: there was nothing to release. Raises UnavailableError."""
+        """Release a lease; False when there was none. Raises UnavailableError."""
         stub = self.stub(lease.kv_address)
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(call(lambda: stub.Release(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
@@ -83,7 +83,7 @@ def call(do: Callable[[], T]) -> T:
 
 
 def rpc_failure(error: grpc.RpcError) -> UnavailableError | TransferError:
-    """What a failed RPC means here."""
+    """The exception that a failed RPC stands for."""
     status: grpc.StatusCode = error.code()
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return UnavailableError(f"the peer does not answer ({status.name})")

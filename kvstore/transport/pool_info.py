@@ -1,4 +1,4 @@
-"""What a pool says of itself, whether KV may move between two pools, and which blocks a lease names there. No I/O.
+"""Description of a pool, whether KV may move between two pools, and which blocks a lease names there. No I/O.
 
 A description is plain lists that msgpack carries, in a KV handle's shards and from a pool's descriptor socket. What a
 peer sends is bounded here before anything is computed from it.
@@ -35,7 +35,7 @@ def info_to_wire(info: PoolInfo) -> list[Any]:
 
 
 def info_from_wire(value: Any) -> PoolInfo:
-    """Raises HandshakeError for what cannot be the description of a pool."""
+    """Decode a peer's description of its pool. Raises HandshakeError for anything else."""
     match value:
         case [str() as worker_id, int() as epoch, geometry] if len(worker_id) <= MAX_TEXT:
             return PoolInfo(WorkerId(worker_id), Epoch(epoch), geometry_from_wire(geometry))
@@ -54,7 +54,7 @@ def geometry_to_wire(geometry: PoolGeometry) -> list[Any]:
 
 
 def geometry_from_wire(value: Any) -> PoolGeometry:
-    """Raises HandshakeError for a peer of another version, or for what cannot be a pool that is served."""
+    """Decode a pool's geometry. Raises HandshakeError for a peer of another version, or an impossible geometry."""
     match value:
         case [int() as hash_version, *_] if hash_version != HASH_VERSION:
             raise HandshakeError(
@@ -79,7 +79,7 @@ def geometry_from_wire(value: Any) -> PoolGeometry:
 
 
 def _group_from_wire(value: Any) -> KvGroup:
-    """Raises ConfigError."""
+    """Decode one group of a layout. Raises ConfigError."""
     match value:
         case [
             str() as name,
@@ -112,7 +112,7 @@ def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: Worker
 
 
 def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:
-    """Those of a lease's `rows` to read from a pool of `num_rows`. Raises TransferError when one lies outside."""
+    """Select the lease's rows at `positions`. Raises TransferError when one lies outside a pool of `num_rows`."""
     chosen = [rows[position] for position in positions]
     if chosen and not 0 <= min(chosen) <= max(chosen) < num_rows:
         raise TransferError("the KV handle names a block outside the peer's pool")

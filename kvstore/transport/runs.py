@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, count) of stretches in which both sides ascend by one: one copy each."""
+    """Runs (source, target, count) in which both sides ascend by one: one copy each."""
     index = 0
     while index < len(pairs):
         source, target = pairs[index]

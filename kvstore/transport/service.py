@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from common.errors import InvalidRequestError, MiniInferError
 from common.rpc import Context, abort_with
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.shared_memory import blocks_over, map_fd
 from kvstore.transport.staging import StagingTable
@@ -58,7 +58,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     def __init__(
         self,
         pools: Sequence[PoolView],
-        leases: LeaseMirror,
+        leases: LeaseTable,
         on_renew: OnRenew,
         on_release: OnRelease,
     ) -> None:
@@ -77,7 +77,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
 
     async def Release(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
-        held = self._leases.release(lease_id, epoch)
+        held = self._leases.release(lease_id, epoch) is not None
         if held:
             self._on_release(lease_id, epoch)
         return kvstore_pb2.LeaseReply(held=held)
@@ -105,7 +105,7 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await abort_with(context, error)
 
     def _pool(self, rank: int) -> PoolView:
-        """Raises InvalidRequestError."""
+        """Pool of a rank. Raises InvalidRequestError."""
         if rank >= len(self._pools):
             raise InvalidRequestError(f"rank {rank} of a worker of {len(self._pools)}", "rank")
         return self._pools[rank]

@@ -70,7 +70,7 @@ def blocks_over(buffer: mmap.mmap, num_blocks: int, block_bytes: int) -> npt.NDA
 
 
 def _available_bytes() -> int:
-    """What the kernel thinks it can still give, and at most what the container may have."""
+    """Memory that the kernel can still give, within the container's limit."""
     limits = []
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

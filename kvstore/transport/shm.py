@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.handle import PeerShard, PoolName
-from kvstore.transport.host_pull import SourcePart, pull_parts
+from kvstore.transport.host_pull import BlockPull, pull_parts
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.transport.runs import merged_runs
 from kvstore.transport.shared_memory import blocks_over, map_fd
-from kvstore.types import BlockId, Epoch
+from kvstore.types import Epoch
 
 MAX_MAPPINGS = 64
 FETCH_SECONDS = 2.0
@@ -52,14 +52,8 @@ class ShmTransport:
     def open(self, shard: PeerShard) -> None:
         self._mapping(shard)
 
-    def pull(
-        self,
-        parts: Sequence[SourcePart],
-        positions: Sequence[int],
-        local_block_ids: Sequence[BlockId],
-        deadline_seconds: float,
-    ) -> list[list[int]]:
-        return pull_parts(self._read, parts, positions, self._pool, local_block_ids, deadline_seconds)
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        return pull_parts(self._read, pull, self._pool)
 
     def _read(
         self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
@@ -84,7 +78,7 @@ class ShmTransport:
             if known is not None:
                 self._pools.move_to_end(key)
                 return known
-        pool = self._map(shard)  # without the lock: a peer that does not answer shall not hold up the others
+        pool = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
         with self._lock:
             for old in [k for k in self._pools if k[0] == key[0]]:
                 del self._pools[old]  # an earlier life of the same pool

@@ -1,4 +1,4 @@
-"""Which leases were copied from GPU memory to rows of the shared memory: the front's side, asking the engine once.
+"""Staging of leases from GPU memory to rows of shared memory, on the front's side: the engine is asked once.
 
 Rows belong to a lease until it ends. Lives in one event loop; knows no bytes.
 """
@@ -40,7 +40,7 @@ class StagingTable:
         if rows is not None:
             future.set_result([BlockId(row) for row in rows])
             return
-        del self._rows[lease_id]  # the next reader may have more luck
+        del self._rows[lease_id]  # the next reader may find room
         _fail(future, "the worker has no room to bring the KV blocks to shared memory")
 
     def end(self, lease_id: LeaseId) -> None:
@@ -52,4 +52,4 @@ class StagingTable:
 
 def _fail(future: asyncio.Future[list[BlockId]], message: str) -> None:
     future.set_exception(TransferError(message))
-    future.exception()  # looked at: nobody may be waiting any more
+    future.exception()  # retrieve it: there may be no waiter left

@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from common.errors import TransferError
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import SourcePart, pull_parts
+from kvstore.transport.host_pull import BlockPull, pull_parts
 from kvstore.transport.lease_client import LeaseClient, rpc_failure
-from kvstore.types import BlockId
 from protos import kvstore_pb2
 
 Blocks = npt.NDArray[np.uint8]
@@ -37,16 +36,10 @@ class TcpTransport:
         return bool(shard.address.kv_address)
 
     def open(self, shard: PeerShard) -> None:
-        """Nothing to reach beforehand: the service looks at lease and epoch with every read."""
+        """Do nothing: the service checks lease and epoch with every read."""
 
-    def pull(
-        self,
-        parts: Sequence[SourcePart],
-        positions: Sequence[int],
-        local_block_ids: Sequence[BlockId],
-        deadline_seconds: float,
-    ) -> list[list[int]]:
-        return pull_parts(self._read, parts, positions, self._pool, local_block_ids, deadline_seconds)
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        return pull_parts(self._read, pull, self._pool)
 
     def _read(
         self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
@@ -67,7 +60,7 @@ class TcpTransport:
             stream.cancel()
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the channels belong to the `LeaseClient`."""
 
 
 def receive_blocks(chunks: Iterable[kvstore_pb2.BlockChunk], rows: Sequence[int], blocks: Blocks) -> None:

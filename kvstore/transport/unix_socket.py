@@ -29,7 +29,7 @@ MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
 class UnixListener:
     """Listens on a socket that only this user can open (0600, in a directory made 0700)."""
 
-    def __init__(self, path: Path, backlog: int = 64) -> None:
+    def __init__(self, path: Path) -> None:
         """Replaces the file of a dead process. Raises ConfigError when a live one listens there, or the path
         cannot be used.
         """
@@ -42,7 +42,7 @@ class UnixListener:
             _remove_stale(path)
             self.sock.bind(str(path))
             path.chmod(0o600)  # before listen(): until then, nobody can connect
-            self.sock.listen(backlog)
+            self.sock.listen(64)
             self._identity = _identity(path)
         except OSError as error:
             self.sock.close()
@@ -60,14 +60,14 @@ class UnixListener:
 
 
 def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
-    """Raises UnavailableError when nobody listens there."""
+    """Connect to a listener. Raises UnavailableError when there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(timeout_seconds)
     try:
         sock.connect(path)
     except OSError as error:
         sock.close()
-        raise UnavailableError(f"nobody answers on the Unix socket: {error.strerror or error}") from error
+        raise UnavailableError(f"no server on the Unix socket: {error.strerror or error}") from error
     return sock
 
 
@@ -131,7 +131,7 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
-    """Raises TransferError for bytes that are not one msgpack value of the decoder's type."""
+    """Decode one msgpack value of the decoder's type. Raises TransferError for other bytes."""
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
@@ -139,7 +139,7 @@ def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYT
 
 
 def body_size(header: bytes | bytearray, max_bytes: int) -> int:
-    """Raises TransferError for more than `max_bytes`."""
+    """Decode a frame's length. Raises TransferError for more than `max_bytes`."""
     (size,) = HEADER.unpack(header)
     if size > max_bytes:
         raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")

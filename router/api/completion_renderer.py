@@ -75,7 +75,7 @@ class CompletionRenderer(Renderer):
         return choice
 
     def _prompt_items(self, prompt_index: int, items: Sequence[pb.TokenLogprobs]) -> list[pb.TokenLogprobs]:
-        """One entry per prompt token; a worker may leave out the first one, which has no logprob."""
+        """Build one entry per prompt token; a worker may leave out the first one, which has no logprob."""
         token_ids = self.options.prompt_token_ids[prompt_index]
         known = items[len(items) - (len(token_ids) - 1) :] if items else []
         return [pb.TokenLogprobs(token_id=token_ids[0]), *known]

@@ -1,4 +1,4 @@
-"""What clients may send as messages of a conversation, and what all request bodies have in common."""
+"""Schemas of chat messages, and the base of all request bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From messages or prompts to token ids: the last place that sees text before the workers.
+"""Tokenize messages and prompts: what follows sees token ids only.
 
 Long texts are encoded on a thread, so that open streams go on meanwhile. Raises InvalidRequestError.
 """

@@ -1,4 +1,4 @@
-"""What the renderers of answers share; the answers are in `chat_renderer` and `completion_renderer`.
+"""Base of the renderers in `chat_renderer` and `completion_renderer`.
 
 The chunk that almost every token takes is a prefix rendered once plus the JSON of its text; everything else is built
 as a dictionary. Knows nothing of HTTP, workers or how text came about.
@@ -22,7 +22,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """What of an answer the client asked for."""
+    """The parts of an answer that the client asked for."""
 
     request_id: str
     model: str
@@ -41,7 +41,7 @@ def event(value: Any) -> bytes:
 
 
 class PlainChunks:
-    """Chunks that tell nothing but text: everything around it is made once per choice."""
+    """Chunks of nothing but text: the JSON around it is made once per choice."""
 
     def __init__(self, head: dict[str, Any], before_text: bytes, after_text: bytes, include_usage: bool) -> None:
         self._before_index = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
@@ -51,7 +51,7 @@ class PlainChunks:
         self._prefixes: dict[int, bytes] = {}
 
     def render(self, index: int, text: str) -> bytes:
-        """Empty when there is no text to tell."""
+        """Render one chunk; empty when there is no text."""
         if not text:
             return b""
         prefix = self._prefixes.get(index)
@@ -73,15 +73,15 @@ class Renderer(ABC):
 
     @abstractmethod
     def start(self, index: int, usage: Usage) -> bytes:
-        """What comes before the first text of a choice."""
+        """Render what precedes the first text of a choice."""
 
     @abstractmethod
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
-        """One event of a stream; empty when there is nothing to tell."""
+        """Render one event of a stream; empty when there is nothing to send."""
 
     @abstractmethod
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
-        """All of an answer that is not streamed."""
+        """Render an answer that is not streamed."""
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return event({**self._head, "choices": [], "usage": usage.as_dict()})

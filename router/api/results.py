@@ -1,4 +1,4 @@
-"""What a request's answer comes to: its choices, and the tokens that it took. Plain data."""
+"""The answer to a request, collected: its choices and its token counts. Plain data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Usage:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """Updates of one choice as if they had come in one."""
+    """All updates of one choice, merged."""
 
     index: int
     prompt_index: int = 0
@@ -54,7 +54,7 @@ class ChoiceResult:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the choices that best_of compares; one without tokens is the worst."""
+        """Score that best_of compares; a choice without tokens is the worst."""
         return sum(item.logprob for item in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 

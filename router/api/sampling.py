@@ -1,4 +1,4 @@
-"""From API parameters to the SamplingParams that workers understand. Raises InvalidRequestError."""
+"""Translate API parameters to the SamplingParams of workers. Raises InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the workers in service agree on."""
+    """Limits that hold on all workers of the model."""
 
     max_model_len: int
     vocab_size: int
@@ -52,7 +52,7 @@ def sampling_params(
 
 
 def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
-    """The same for choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
+    """Derive the parameters of choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
     if index == 0:
         return params
     derived = pb.SamplingParams()
@@ -83,7 +83,7 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
             "to generate do not fit",
             param,
         )
-    return max(asked, 1)  # 0, to have a prompt echoed: workers make a token at least; nobody will see it
+    return max(asked, 1)  # 0 only echoes the prompt: workers generate at least one token, which is not shown
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:
@@ -106,7 +106,7 @@ def _logit_bias(body: GenerationBody, limits: ModelLimits) -> list[pb.TokenBias]
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each word as it is spelled at the start of a text and after a space."""
+    """Token ids of each word, at the start of a text and after a space."""
     sequences: list[list[int]] = []
     for word in words:
         bare = word.lstrip(" ") or word

@@ -1,4 +1,4 @@
-"""What clients may send: strict pydantic models of the request bodies, and their bounds.
+"""Schemas of request bodies: strict pydantic models, and their bounds.
 
 A field is honoured, listed as harmless, or refused with a message that names it; none is ignored silently.
 Knows nothing of tokens: ranges that need the model (context, vocabulary) are checked in `prompts` and `sampling`.
@@ -67,7 +67,7 @@ class ResponseFormat(Body):
 
 
 class GenerationBody(Body):
-    """What chat completions and completions have in common."""
+    """Fields that chat completions and completions have in common."""
 
     model: Label | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -173,7 +173,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Each of them a text or token ids."""
+        """All prompts of the request, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -1,4 +1,4 @@
-"""The tokens of a choice become text: detokenizer, stop strings, logprobs, finish reason.
+"""Turn the tokens of a choice into text: detokenizer, stop strings, logprobs, finish reason.
 
 Takes deltas of workers, gives updates to sinks. Knows nothing of workers, HTTP or JSON. Its state is not touched by
 a migration: each token comes here once.
@@ -20,7 +20,7 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 @dataclass(slots=True)
 class Update:
-    """What became known of a choice. Without finish_reason the choice goes on."""
+    """New text and tokens of a choice. Without finish_reason the choice goes on."""
 
     text: str
     token_ids: list[int]
@@ -32,13 +32,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """When the text of a choice ends, beyond what workers check."""
+    """Stopping criteria that the router checks on text, beyond those of workers."""
 
     stops: tuple[str, ...] = ()
     include_in_output: bool = False
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must make is nobody's
+    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
 
 
 class ChoiceText:
@@ -91,7 +91,7 @@ class ChoiceText:
         return update
 
     def _shown_tokens(self, last: pb.TokenDelta, token_ids: list[int], update: Update) -> list[int]:
-        """Without the stop token at the end, unless the client wants to see it."""
+        """Drop the stop token at the end, unless the client wants to see it."""
         if not last.HasField("stop_token_id"):
             return token_ids
         stop_id = last.stop_token_id
@@ -102,7 +102,7 @@ class ChoiceText:
         return token_ids[:-1] if token_ids and token_ids[-1] == stop_id else token_ids
 
     def _push_matching(self, matcher: StopStringMatcher, shown: list[int], update: Update) -> None:
-        """Token by token: what comes after the token that completes a stop string was never said."""
+        """Push token by token: tokens after the one that completes a stop string are dropped."""
         pieces: list[str] = []
         before = self.num_tokens
         for count, token_id in enumerate(shown, 1):

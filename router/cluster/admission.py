@@ -1,4 +1,4 @@
-"""Which requests are refused because their answer would come too late. Pure; predictions are the policy's.
+"""Admission: refuse requests whose answer would come too late. Pure; predictions are the policy's.
 
 A refusal at once is worth more to a client than an answer after it has given up, and the work that is not begun goes
 to those who are still waiting.
@@ -23,7 +23,7 @@ class AnswerLength:
         self.mean = num_tokens if self.mean == 0 else self.mean + WEIGHT * (num_tokens - self.mean)
 
     def expected(self, max_tokens: int, default: float) -> float:
-        """Of an answer that may have `max_tokens`."""
+        """Expected length of an answer that may have `max_tokens`."""
         return min(self.mean or default, max_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Failures of workers as exceptions: which of them a client may read, and which another worker may mend."""
+"""Failures of workers as exceptions: which of them a client may read, and which are worth a retry elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the workers of one model fit together? Pure comparison of what they describe."""
+"""Handshake: whether the workers of one model are compatible. A pure comparison of what they announce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefix index knows of one worker, kept in line with the worker's KV events.
+"""Feed of one worker's KV events into the prefix index.
 
 Lives as long as one connection: a worker that comes back begins with a snapshot.
 """

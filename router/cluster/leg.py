@@ -16,15 +16,15 @@ class LegListener(Protocol):
     """The choice, as the link sees it. Neither method may raise: the link carries everybody's legs."""
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        """Take what one step of the worker gave the choice. With a finish reason it is the worker's last word."""
+        """Take what one step of the worker gave the choice. With a finish reason it is the last delta."""
 
     def on_failure(self, error: MiniInferError) -> None:
-        """The leg has ended without a finish reason."""
+        """Handle the end of the leg without a finish reason."""
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """Open from `WorkerLink.submit` to the worker's last word or `WorkerLink.close`: so long it has a listener."""
+    """Open from `WorkerLink.submit` to the worker's last delta or `WorkerLink.close`; has a listener that long."""
 
     leg_id: str
     link: WorkerLink

@@ -21,7 +21,7 @@ from router.cluster.worker_link import WorkerLink
 
 
 class ModelWorkers:
-    """One per model of a router, shared by the model and its adapters."""
+    """Workers of one model of a router, shared by the model and its adapters."""
 
     def __init__(self, name: str, own_name: str, tokenizer_hash: str) -> None:
         """`name` is what clients call the model, `own_name` what its files do, and with them its workers."""
@@ -44,7 +44,7 @@ class ModelWorkers:
         return preferred or closed or links
 
     def seconds_absent(self, role: str, now: float) -> float:
-        """How long no worker of a role has been attached; infinite when none ever was."""
+        """Seconds without any attached worker of a role; infinite when none ever was."""
         links = [link for link in self.links if link.role == role]
         if any(link.info is not None for link in links):
             return 0.0

@@ -1,4 +1,4 @@
-"""Which workers shall serve a request. Pure: everything it knows comes as arguments, randomness included."""
+"""Routing policies: which workers serve a request. Pure: all inputs are arguments, randomness included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers d
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen, and among what."""
+    """The candidate that was chosen, and all that were considered."""
 
     chosen: Candidate
     candidates: tuple[Candidate, ...]
@@ -36,7 +36,7 @@ def choose(
 
 
 def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """Among equals the least loaded, the one with most in its cache, then by draw."""
+    """The lowest cost. Ties go to the least loaded, then to the longest cached prefix, then at random."""
     limit = min(candidate.cost for candidate in candidates) * NEAR
     near = [candidate for candidate in candidates if candidate.cost <= limit]
     best = max((-candidate.load, candidate.cached_tokens) for candidate in near)
@@ -60,7 +60,7 @@ def power_of_two(request: RequestView, candidates: Sequence[Candidate]) -> Candi
 
 
 def session_sticky(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """The same workers for the same session, by rendezvous hashing; without a session, the cheapest."""
+    """Equal workers for equal sessions, by rendezvous hashing; without a session, the cheapest."""
     if not request.session:
         return cheapest(request, candidates)
 

@@ -1,4 +1,4 @@
-"""What serving a request in some way would cost, predicted from what is known of the workers. Pure.
+"""Predicted cost of serving a request on given workers, from what is known of them. Pure.
 
     first token = (tokens queued + tokens to compute) / prefill rate + tokens to pull / pull rate + wait for a slot
     later token = step time * (1 + share of the batch that is taken) + penalty as KV runs out
@@ -25,7 +25,7 @@ KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker cost
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What the policy may know of one worker. Rates of 0 are not measured yet."""
+    """The policy's view of one worker. Rates of 0 are not measured yet."""
 
     worker_id: WorkerId
     num_running: int = 0
@@ -46,7 +46,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What the policy may know of one request. `draw` is uniform in [0, 1); `turn` counts decisions."""
+    """The policy's view of one request. `draw` is uniform in [0, 1); `turn` counts decisions."""
 
     num_tokens: int
     cached_tokens: Mapping[WorkerId, int]  # by the prefix index

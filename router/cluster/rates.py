@@ -1,4 +1,4 @@
-"""How fast one worker is, measured from what it reports: moving averages that follow within a few requests."""
+"""Speed of one worker, measured from its reports: moving averages that adapt within a few requests."""
 
 from __future__ import annotations
 

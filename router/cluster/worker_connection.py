@@ -109,7 +109,7 @@ class WorkerConnection:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def _attach(self, channel: grpc.aio.Channel) -> None:
-        """One connection from handshake to end of stream."""
+        """Run one connection, from the handshake to the end of the stream."""
         link = self._link
         stub_type: Any = prefill_pb2_grpc.PrefillStub if link.role == "prefill" else decode_pb2_grpc.DecodeStub
         stub = stub_type(channel)

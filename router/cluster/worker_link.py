@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
-KV_BOUND_SHARE = 0.9  # of the KV blocks in use, and requests wait: it runs as many as it can
+KV_BOUND_SHARE = 0.9  # of the KV blocks in use while requests wait: the batch cannot grow
 
 
 class WorkerLink:
@@ -45,7 +45,7 @@ class WorkerLink:
         self.is_leaving = False  # its address is not listed any more
         self.num_lost = 0  # times the stream ended
         self.lost_time = 0.0  # when the stream ended last; 0: never
-        self.last_sign = 0.0  # of life: a report, or an answer about its health
+        self.last_sign = 0.0  # when the last report or health reply came
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
@@ -151,7 +151,7 @@ class WorkerLink:
         self.set_serving(True)
 
     def set_serving(self, is_serving: bool) -> None:
-        """What the worker says about its health."""
+        """Record the worker's health status."""
         was_serving, self.is_serving = self.is_serving, is_serving
         if is_serving and not was_serving:
             self.model.on_usable()
@@ -209,12 +209,12 @@ class WorkerLink:
         self.breaker.record_success()
 
     def _settle(self, leg: Leg) -> None:
-        """Take back the tokens that counted as queued here."""
+        """Subtract the leg's tokens from those that count as queued here."""
         self._pending_tokens -= leg.pending_tokens
         leg.pending_tokens = 0
 
     def _forget(self, leg: Leg) -> None:
-        """The leg is over here: nothing that comes later reaches its choice."""
+        """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
         self._settle(leg)
         if leg.next_link is not None:

@@ -74,7 +74,7 @@ class WorkerTable:
         self._model_of(info).accept(link, info)
 
     def _model_of(self, info: pb.WorkerInfo) -> ModelWorkers:
-        """The model that a worker announces. The only one, whatever it is called there: names of files may differ."""
+        """The model that a worker announces; the router's only one under any name, as names of files may differ."""
         if len(self._models) == 1:
             return self._models[0]
         for model in self._models:

@@ -31,7 +31,7 @@ from router.http.middleware import Guard
 from router.http.operator_routes import Handler, add_operator_routes, json_response
 from router.served_model import ServedModel
 
-MAX_GUESSED_PATH = 64  # characters: what is longer is no slip
+MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
 
 
@@ -205,6 +205,6 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
-    """How many workers there are of each role."""
+    """Number of workers of each role."""
     roles = Counter(info.role for info in infos)
     return {role: roles[role] for role in ("prefill", "decode")}

@@ -1,4 +1,4 @@
-"""The short way of a chunk to its client. Knows uvicorn's answer to one request, and nothing of what is said."""
+"""Fast path of a chunk to its client, past ASGI. Knows uvicorn's response cycle, nothing of the chunk's content."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ChunkWriter:
 
     @property
     def is_ready(self) -> bool:
-        """False while the client is behind by the transport's buffer, when it has gone, and before the headers."""
+        """Whether a chunk can be written now: headers are out, the client is there and its buffer is not full."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected))
 
     def write(self, body: bytes) -> None:
-        """One chunk, not empty. Only while `is_ready`."""
+        """Write one non-empty chunk. Only while `is_ready`."""
         self._write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -1,4 +1,4 @@
-"""Whether a client is still there, and reads: what the event loop does not tell while nothing is read from it.
+"""Watch whether a client is still connected and reading, which asyncio does not report while reading is paused.
 
 A FIN alone says little: the client may be gone, or may only have closed its half and wait. So it is sent something,
 which the machine of a client that is gone answers with a reset, and a timer asks the socket for that (decision 0101).
@@ -69,8 +69,8 @@ class ClientWatch:
         self.start()
 
     def probe(self, cycle: RequestResponseCycle | None) -> None:
-        """After a FIN: send, once per request, what a client skips: before the answer an interim one, which HTTP/1.0
-        does not know; inside of a stream of events a comment. Nothing else is sent in chunks."""
+        """Send, after a FIN and once per request, bytes that a client skips: before the answer an interim response
+        (which HTTP/1.0 does not know), inside a stream of events a comment. Nothing else is sent in chunks."""
         if cycle is None or cycle is self._probed:
             return
         self._probed = cycle
@@ -92,7 +92,8 @@ class ClientWatch:
             self._stall_timer = None
 
     def _check_stall(self, size_before: int) -> None:
-        """Nobody writes while writing is paused, so a buffer that has not shrunk was not read from at all."""
+        """Abort a stalled client: nothing is written while writing is paused, so a buffer that has not shrunk was not
+        read from at all."""
         if self._transport.get_write_buffer_size() < size_before:
             self.writing_paused()
             return

@@ -55,7 +55,7 @@ class Connection(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None  # the request that is being answered
     _in_message = False  # a request is arriving
     _may_stay = False  # once that has been answered
-    _is_deaf = False  # drops what comes
+    _discards_input = False  # what still arrives is dropped
     _is_lingering = False  # waits for the client to read its last answer
     _has_eof = False  # the client sends no more, and may be gone
 
@@ -93,8 +93,8 @@ class Connection(HttpToolsProtocol):
         self._running.keep_alive = False
 
     def _close(self) -> None:
-        """After an answer that was the last one on this connection."""
-        if (self._in_message or self._is_deaf) and not self.transport.is_closing():
+        """Close after the last answer on this connection."""
+        if (self._in_message or self._discards_input) and not self.transport.is_closing():
             self._linger()
         else:
             self.transport.close()
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close for sending, drop what the client still sends, then close: closing at once would reset the
         connection under the answer, and the client would never see it."""
-        self._is_deaf = self._is_lingering = True
+        self._discards_input = self._is_lingering = True
         self.pipeline.clear()
         self.flow.resume_reading()
         if self.transport.can_write_eof():
@@ -129,7 +129,7 @@ class Connection(HttpToolsProtocol):
     # -- a client that has gone --------------------------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. Whoever only closed its half (nc -N) still gets the answers it asked for."""
+        """Handle a FIN. A client that only closed its half (nc -N) still gets the answers it asked for."""
         if self._is_lingering or (self._running is None and not self._in_message):
             return False  # closes
         if self._in_message:
@@ -141,7 +141,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def watched(self) -> RequestResponseCycle | None:
-        """The request that may be computed for nobody: nothing is read that would tell."""
+        """The running request whose client may be gone: nothing is read that would tell."""
         return self._running if self._has_eof or self.flow.read_paused else None
 
     def pause_writing(self) -> None:
@@ -156,7 +156,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: MiniInferError) -> None:
         """Answer the request that is arriving with an error, and close."""
-        self._is_deaf = True
+        self._discards_input = True
         if self._is_lingering or self.transport.is_closing():
             return
         running = self._running

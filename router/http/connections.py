@@ -1,8 +1,8 @@
-"""Who gets a connection when many want one: plain counts, no I/O.
+"""Limits on connections: which ones to keep when there are too many. Plain counts, no I/O.
 
-Up to `max_connections` anybody does. Beyond them a reserve is for addresses that have few, so that one address cannot
-shut out all others; and a few spare places are for health checks, and to say 503. A newcomer for whom no spare
-place is left takes that of the oldest in them, which has had its time to ask. Decision 0100.
+Up to `max_connections` everybody gets one. Beyond them a reserve is for addresses that have few, so that one address
+cannot shut out all others, and a few spare slots are for health checks and for answering 503. When the spare slots
+are full, a newcomer takes that of the oldest in them, which has had its time to ask. Decision 0100.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ C = TypeVar("C")
 NUM_SPARE_CONNECTIONS = 64
 
 
-class Places(Generic[C]):
-    """The connections of one server. `enter` and `leave` once for each."""
+class ConnectionSlots(Generic[C]):
+    """The connections of one server. Call `enter` and `leave` once for each."""
 
     def __init__(self, max_connections: int, reserved_per_address: int) -> None:
         self._max_regular = max_connections
@@ -28,11 +28,11 @@ class Places(Generic[C]):
 
     @property
     def max_open(self) -> int:
-        """Descriptors that connections can take; one more is accepted before it makes another one go."""
+        """Descriptors that connections can take; one more is accepted before it displaces another."""
         return self._max_regular + self._num_reserved + NUM_SPARE_CONNECTIONS + 1
 
     def enter(self, connection: C, host: str) -> C | None:
-        """Give `connection` a place; the one that has to be closed for it, if any."""
+        """Give `connection` a slot; return the connection to close for it, if any."""
         address = network_of(host)
         num_regular = len(self._addresses)
         is_few = self._per_address[address] < self._reserved_per_address
@@ -59,7 +59,7 @@ class Places(Generic[C]):
 
 
 def network_of(host: str) -> str:
-    """What counts as one address: of IPv6 the first 64 bits, which is what one host usually is given."""
+    """The address to count by: of IPv6 the first 64 bits, which one host usually owns."""
     if ":" not in host:
         return host
     try:

@@ -1,4 +1,4 @@
-"""How much time the client gives its request, from headers. Pure: no clock."""
+"""The request's timeout, from headers. Pure: no clock."""
 
 from __future__ import annotations
 

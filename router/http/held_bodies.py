@@ -1,4 +1,4 @@
-"""How many bytes of request bodies the router holds, all requests together; what would be too much is refused.
+"""Bound on the bytes of request bodies that the router holds, all requests together; beyond it bodies are refused.
 
 A body counts from its first byte until its request has its prompt's tokens. The first part of each does not: the
 limit of connections bounds those, and ordinary requests pass while somebody sends large ones. Lives in one event
@@ -24,7 +24,7 @@ class HeldBodies:
 
     @contextmanager
     def hold(self) -> Iterator[HeldBody]:
-        """One request's body. It is given up with the context."""
+        """Hold one request's body until the context ends."""
         body = HeldBody(self)
         try:
             yield body
@@ -32,7 +32,7 @@ class HeldBodies:
             self.num_bytes -= body.num_bytes
 
     def check(self, more: int) -> None:
-        """Raises OverloadedError when so many bytes have no room."""
+        """Raise OverloadedError when there is no room for that many more bytes."""
         if self.num_bytes + more > self._max_bytes:
             raise OverloadedError("the server is reading too many large requests")
 
@@ -45,11 +45,11 @@ class HeldBody:
         self.num_bytes = 0  # that count
 
     def expect(self, size: int) -> None:
-        """The client says how large the body will be: refuse now what has no room now. Raises OverloadedError."""
+        """Check a declared content length early. Raises OverloadedError when it has no room now."""
         self._bodies.check(_counted(size))
 
     def grow_to(self, size: int) -> None:
-        """So many bytes are here. Raises OverloadedError when they have no room."""
+        """Count the bytes received so far. Raises OverloadedError when they have no room."""
         more = _counted(size) - self.num_bytes
         self._bodies.check(more)
         self._bodies.num_bytes += more

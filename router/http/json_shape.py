@@ -1,4 +1,4 @@
-"""What a JSON text is made of, counted without parsing it: cheap bounds on what parsing would cost.
+"""Count strings and containers of a JSON text without parsing it: cheap bounds on what parsing would cost.
 
 A few copies of the text at most, and no object per value: 16 MB take 20 to 60 ms. Says nothing about whether it is
 JSON.
@@ -21,7 +21,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(text: bytes, max_strings: int) -> Shape | None:
-    """None when there are more than `max_strings`."""
+    """Count a text; None when it has more than `max_strings`."""
     if b"\\" in text:  # pairs first: what is left before a quote escapes it
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = text.translate(None, _OTHERS)

@@ -1,6 +1,6 @@
-"""What every HTTP request passes before a route sees it: the check of the API key. Plain ASGI.
+"""Middleware that checks the API key of every HTTP request before a route sees it. Plain ASGI.
 
-Also the last one to see what a route let through: a bug, which is logged here when nobody could do it before.
+Also the last to see an exception that a route let through: a bug, which is logged here if it was not before.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
             raise HttpError(
                 409,
                 f"{link.worker_id} is the only {link.role} worker of {link.model.name}: "
-                "add ?force=true to drain it all the same",
+                "add ?force=true to drain it anyway",
             )
         num_open = await link.drain(_grace_seconds(request))
         return json_response({"id": link.worker_id, "draining": True, "open_requests": num_open})
@@ -85,8 +85,8 @@ def _worker(request: Request, gateway: Gateway) -> WorkerLink:
 
 
 def _check_operator(request: Request, gateway: Gateway) -> None:
-    """Without a key anybody who reaches the port could empty the cluster: then only from this machine, and not from
-    a page in its browser."""
+    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
+    port could drain the cluster."""
     if gateway.config.api_key:
         return
     host = request.client.host if request.client else ""

@@ -15,7 +15,7 @@ from common.errors import MiniInferError, UnavailableError
 from router.config import HttpConfig
 from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.connection import Connection
-from router.http.connections import Places
+from router.http.connections import ConnectionSlots
 from router.http.errors import HttpError
 from router.http.middleware import OPEN_PATHS
 from router.http.rules import (
@@ -28,7 +28,7 @@ from router.http.rules import (
 )
 
 HEADER_TIMEOUT_SECONDS = 10.0
-SPARE_SECONDS = 1.0  # that a connection in a spare place may take to ask
+SPARE_SECONDS = 1.0  # time for a connection in a spare slot to send its request
 MAX_LINGER_BYTES = 32 << 20
 MAX_PIPELINED = 16  # requests that may wait behind the one that is answered
 
@@ -38,9 +38,9 @@ class _StopParsing(Exception):
 
 
 class BoundedProtocol(Connection):
-    """One connection. `limits` and `places` belong to the class: see `bounded_protocol`."""
+    """One connection. `limits` and `slots` belong to the class: see `bounded_protocol`."""
 
-    places: Places[BoundedProtocol]
+    slots: ConnectionSlots[BoundedProtocol]
     # of the request that is arriving
     _in_headers = False
     _num_other_bytes = 0  # that are not a body
@@ -52,19 +52,19 @@ class BoundedProtocol(Connection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        displaced = self.places.enter(self, self.client[0] if self.client else "")
+        displaced = self.slots.enter(self, self.client[0] if self.client else "")
         if displaced is not None:
             displaced.abort()
-        self._is_spare = self.places.is_spare(self)
+        self._is_spare = self.slots.is_spare(self)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.places.leave(self)
+        self.slots.leave(self)
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._discards_input:
             self._num_other_bytes += len(data)
             if self._num_other_bytes > MAX_LINGER_BYTES:
                 self.abort()
@@ -77,13 +77,13 @@ class BoundedProtocol(Connection):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            if not self._is_deaf:
+            if not self._discards_input:
                 self._refuse(HttpError(400, "this is not a valid HTTP request"))
             return
         if self._in_message and self._num_other_bytes > MAX_HEADER_BYTES:
             self._refuse(HttpError(431, "too long headers, trailers or chunk extensions"))
         elif self._running is None and self._timer is None:
-            self._start_timer()  # bytes that begin no request: not for ever
+            self._start_timer()  # bytes that begin no request are tolerated for a limited time
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -107,7 +107,7 @@ class BoundedProtocol(Connection):
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:  # answer those, then close: the client may ask again for the others
             self.cycle.keep_alive = False
-            self._is_deaf = True
+            self._discards_input = True
             raise _StopParsing
         if self._has_ended:
             self._num_other_bytes -= head_bytes(self.url, self.headers)
@@ -120,7 +120,7 @@ class BoundedProtocol(Connection):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # a trailer: nobody has a use for it
+            return  # trailers are dropped
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._stop(HttpError(431, "too many headers"))
@@ -141,7 +141,7 @@ class BoundedProtocol(Connection):
         super().on_headers_complete()
         cycle = self.cycle
         cycle.transport = self._cycle_transport
-        # An answer that comes before the request's end is the last one: nobody knows how much of it is to come.
+        # Close after an answer that comes before the request's end: how much of it is left is unknown.
         self._may_stay, cycle.keep_alive = cycle.keep_alive and not self._is_spare, False
         self.scope[CHUNK_WRITER] = ChunkWriter(cycle, self.transport)  # type: ignore[literal-required]
 
@@ -187,7 +187,7 @@ class BoundedProtocol(Connection):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._running is None and self._in_message and not self._is_lingering:
-            self._start_timer()  # the headers of the next one have begun: not for ever
+            self._start_timer()  # the headers of the next one have begun: limit the time for the rest
 
     def _refuse(self, error: MiniInferError) -> None:
         self._stop_timer()
@@ -196,5 +196,5 @@ class BoundedProtocol(Connection):
 
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
     """The protocol class of one server, with these limits."""
-    places = Places[BoundedProtocol](config.max_connections, config.reserved_per_address)
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": config, "places": places})
+    slots = ConnectionSlots[BoundedProtocol](config.max_connections, config.reserved_per_address)
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": config, "slots": slots})

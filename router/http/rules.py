@@ -1,4 +1,4 @@
-"""What the head of an HTTP request must be, beyond what the parser checks. Pure functions on plain data."""
+"""Checks on the head of an HTTP request beyond the parser's. Pure functions on plain data."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def check_head(version: str, headers: Headers) -> None:
 
 
 def head_bytes(url: bytes, headers: Headers) -> int:
-    """About as many bytes as the head took on the wire."""
+    """Approximate size of the head on the wire."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

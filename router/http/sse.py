@@ -64,7 +64,7 @@ class EventStream:
         self._error = error
         self._wake.set()
 
-    # -- what goes the long way: beginning, end, and what a slow client could not take ----------------------------
+    # -- through the task: beginning, end, and what a slow client could not take -----------------------------------
 
     async def send(self, scope: Scope, send: Send) -> None:
         """Return when everything has been sent. Raises the request's error when nothing has been."""
@@ -107,14 +107,14 @@ class EventStream:
             self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """While choices wait for a worker, show the client, and proxies, that the stream goes on."""
+        """Send comments while choices wait for a worker, so that clients and proxies keep the stream open."""
         if self._request.is_waiting_for_worker and self._writer.is_ready:
             self._writer.write(KEEP_ALIVE)
         loop = asyncio.get_running_loop()
         self._keep_alive_timer = loop.call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
 
     def _rendered(self, index: int, update: Update | ChoiceResult) -> bytes:
-        """The piece of the stream that tells of one update; empty when there is nothing to tell."""
+        """Render one update as events; empty when there is nothing to send."""
         if self._counts_usage:
             self._usage = self._request.usage()
         body = self._renderer.chunk(index, update, self._usage)

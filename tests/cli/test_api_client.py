@@ -9,6 +9,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from tests.cli.load.sse_server import SILENCE, chunked, event, running
 
 DONE = b"data: [DONE]\n\n"
+RAW_LINE_SEPARATOR = 'data: {"choices": [{"delta": {"content": "b\u2028"}}]}\n\n'.encode()
 
 
 def piece(text):
@@ -23,10 +24,10 @@ def ask(url, record):
 async def test_an_answer_and_its_stats():
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
     end = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
-    parts = [event(choices=[{"delta": {"role": "assistant"}}]), piece("a 🦜"), piece("b"), end]
+    parts = [event(choices=[{"delta": {"role": "assistant"}}]), piece("a 🦜"), RAW_LINE_SEPARATOR, end]
     record = RequestRecord()
     async with running(lambda _: chunked([*parts, event(choices=[], usage=usage), DONE])) as server:
-        assert await asyncio.to_thread(ask, server.url, record) == ["a 🦜", "b"]
+        assert await asyncio.to_thread(ask, server.url, record) == ["a 🦜", "b\u2028"]
     assert (record.num_prompt_tokens, record.num_cached_tokens, record.num_output_tokens) == (9, 4, 2)
     assert 0 < record.ttft <= record.e2e
     assert server.requests[0]["max_tokens"] == 3
@@ -43,6 +44,7 @@ async def test_an_answer_and_its_stats():
         ),
         (chunked([b"<html>"], "502 Bad Gateway"), ApiError, "HTTP 502"),
         (chunked([piece("a"), event(error={"message": "worker lost"})]), ApiError, "worker lost"),
+        (chunked([piece("a"), b"data: {\n\n"]), ApiError, "no JSON"),
         (chunked([piece("a")], end=False), UnavailableError, "broke"),
         ([*chunked([piece("a")], end=False), SILENCE], UnavailableError, "broke"),
     ],

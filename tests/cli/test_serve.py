@@ -133,13 +133,13 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
 
         victim = next(pid for pid in session_pids("--worker-id=decode-1") if pid in pids)
         os.kill(victim, signal.SIGKILL)
-        served.wait_for(r"decode-1 ended \(SIGKILL\); starting it again now")
+        served.wait_for(r"decode-1 ended \(SIGKILL\); restarting it now")
         assert served.complete() == answer
-        served.wait_for(r"(?s)starting it again.*decode-1: ready")
+        served.wait_for(r"(?s)restarting it.*decode-1: ready")
 
         drained = next(pid for pid in session_pids("--worker-id=decode-0") if pid in pids)
         os.kill(drained, signal.SIGTERM)  # as after a drain, it finishes its requests and ends with status 0
-        served.wait_for(r"(?s)decode-0 ended in good order: replacing it now.*decode-0: ready")
+        served.wait_for(r"(?s)decode-0 ended normally: replacing it now.*decode-0: ready")
         assert served.complete() == answer
     finally:
         served.process.terminate()

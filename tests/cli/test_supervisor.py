@@ -142,7 +142,7 @@ async def test_restarts_never_end(cluster):
         assert all(is_alive(pid) for _, pid in cluster.events("start")[-len(names) :])
     deaths = [text for _, text in cluster.lines if "ended (SIGKILL)" in text]
     assert len(deaths) == num_kills * len(names)
-    assert all(re.fullmatch(r"\w+ ended \(SIGKILL\); starting it again (now|in 0.0\d s)", text) for text in deaths)
+    assert all(re.fullmatch(r"\w+ ended \(SIGKILL\); restarting it (now|in 0.0\d s)", text) for text in deaths)
 
 
 async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_why(cluster):
@@ -150,11 +150,11 @@ async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_wh
         os.kill(cluster.events("start")[0][1], signal.SIGKILL)
         await eventually(lambda: len(cluster.events("start")) == 9)
     told = [text for source, text in cluster.lines if source == "serve"]
-    assert told[0] == "a ended (SIGKILL); starting it again now"
+    assert told[0] == "a ended (SIGKILL); restarting it now"
     assert told[1] == (
-        "a ended before it was ready (exit code 3): error: the disk is on fire; starting it again in 0.01 s"
+        "a ended before it was ready (exit code 3): error: the disk is on fire; restarting it in 0.01 s"
     )
-    assert told[-1].endswith("starting it again in 0.05 s")
+    assert told[-1].endswith("restarting it in 0.05 s")
     assert cluster.num_ready() == 1
 
 
@@ -165,7 +165,7 @@ async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster):
             os.kill(cluster.events("start")[-1][1], signal.SIGTERM)  # not from the supervisor: exit code 0
             await eventually(lambda count=count: cluster.num_ready() == count + 1)
     told = [text for source, text in cluster.lines if source == "serve"]
-    assert told == ["a ended in good order: replacing it now"] * 3
+    assert told == ["a ended normally: replacing it now"] * 3
 
 
 async def test_exit_on_failure_stops_the_others_in_order(cluster):
@@ -186,7 +186,7 @@ async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypat
     async with running(cluster.supervisor(cluster.spec("a"), cluster.spec("b"), new_policy=slow_restarts)) as own:
         pids = dict(cluster.events("start"))
         os.kill(pids["b"], signal.SIGKILL)
-        await eventually(lambda: any(text.endswith("starting it again in 600 s") for _, text in cluster.lines))
+        await eventually(lambda: any(text.endswith("restarting it in 600 s") for _, text in cluster.lines))
         assert is_alive(pids["a"])
         killed = []
         monkeypatch.setattr("os.killpg", lambda *call: killed.append(call))
@@ -197,7 +197,7 @@ async def test_what_waits_for_its_restart_is_not_killed_twice(cluster, monkeypat
 
 async def test_a_program_that_cannot_be_started_is_an_early_death(cluster):
     spec = dataclasses.replace(cluster.spec("a"), command=("/nowhere/program",))
-    with pytest.raises(StartError, match=r"a ended before it was ready .*can't be started: No such file"):
+    with pytest.raises(StartError, match=r"a ended before it was ready .*cannot be started: No such file"):
         await cluster.supervisor(spec).start()
 
 

@@ -85,7 +85,7 @@ async def test_drained_workers_are_replaced_one_after_the_other(tmp_path: Path, 
             assert refused.status_code == 409  # the only one of its role
             for worker, query in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "?force=true")):
                 assert (await http.post(f"/v1/workers/{worker}/drain{query}")).status_code == 200
-                await asyncio.to_thread(served.wait_for, rf"{worker} ended in good order.*\n(.*\n)*.*{worker}: ready")
+                await asyncio.to_thread(served.wait_for, rf"{worker} ended normally.*\n(.*\n)*.*{worker}: ready")
                 while not await is_ready(http, worker):
                     await asyncio.sleep(0.05)
             assert [text for text, _ in await asyncio.gather(*streams)] == expected

@@ -59,7 +59,7 @@ def test_logits_are_those_of_float32(
     forced = follow(parts.engine, parts.runner, reference.answers)
     figures = compare(reference.logits, forced)
     # Some tokens amplify what bfloat16 rounds away to several times the mean: no more than in plain torch.
-    rounding = compare(reference.logits, reference.rounded)
+    rounding = compare(reference.logits, reference.bfloat16)
     assert figures["relative_error_mean"] < min(MEAN_BOUND, 1.2 * rounding["relative_error_mean"]), (
         figures,
         rounding,

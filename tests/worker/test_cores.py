@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from worker.cores import NUM_PLACES, SharedCores
+from worker.cores import NUM_SLOTS, SharedCores
 from worker.engine_main import _shared_cores
 
 HOLDER = """
@@ -40,8 +40,8 @@ def test_those_that_compute_divide_the_cores(path: Path) -> None:
 
 
 def test_each_has_at_least_one_core(path: Path) -> None:
-    engines = [SharedCores(path, 2) for _ in range(NUM_PLACES + 3)]  # more than there are places for
-    assert [engine.share() for engine in engines] == [2] + [1] * (NUM_PLACES + 2)
+    engines = [SharedCores(path, 2) for _ in range(NUM_SLOTS + 3)]  # more than there are slots for
+    assert [engine.share() for engine in engines] == [2] + [1] * (NUM_SLOTS + 2)
     assert {engine.share() for engine in engines} == {1}
     for engine in engines:
         engine.release()

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import UnavailableError
 from engine.request import FinishReason, RequestId
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import LeaseTable
 from kvstore.transport.handle import KvHandle
 from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
@@ -60,7 +60,7 @@ class Attached:
 
     def __init__(self) -> None:
         self.engine = EngineProcess()
-        self.front = WorkerFront(self.engine, LeaseMirror(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
+        self.front = WorkerFront(self.engine, LeaseTable(Epoch(7)), pb.WorkerInfo())  # type: ignore[arg-type]
         self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()
         self.reports = self.front.attach(self._read(), prefill_only=True)
         self.running = asyncio.create_task(self.front.run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from kvstore.pool.leases import LeaseTable, new_epoch
 from kvstore.transport.client import KvClient
 from kvstore.transport.cuda_memory import CudaMemory
 from kvstore.transport.handle import PeerShard, ShardAddress
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
@@ -71,17 +71,19 @@ class RowsOfABlock:
 
     def open(self, shard: PeerShard) -> None: ...
 
-    def pull(
-        self, parts: Sequence[SourcePart], positions: Sequence[int], rows: Sequence[BlockId], deadline_seconds: float
-    ) -> list[list[int]]:
+    def pull(self, pull: BlockPull) -> list[list[int]]:
         if len(self.pieces) >= self.fails_after:
             raise TransferError("the peer is gone")
-        self.pieces.append(len(positions))
-        for position, row in zip(positions, rows, strict=True):
+        self.pieces.append(len(pull.positions))
+        for position, row in zip(pull.positions, pull.local_block_ids, strict=True):
             self._blocks[row] = position + 1
-        return [list(positions)]
+        return [list(pull.positions)]
 
     def close(self) -> None: ...
+
+
+def block_pull(positions: list[int], local: list[BlockId], seconds: float = 1.0) -> BlockPull:
+    return BlockPull(PARTS, positions, local, time.monotonic() + seconds)
 
 
 def test_digests_are_those_of_the_host(parts: Parts) -> None:
@@ -117,7 +119,7 @@ def test_a_pull_through_rows_goes_in_pieces(parts: Parts) -> None:
     staged = StagedTransport(inner, parts.rows, parts.device_pool)
     taken = parts.rows.take(2, 2)
     untouched = parts.bytes[2].copy()
-    assert staged.pull(PARTS, [0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0), 1.0) == [[0, 1, 2, 3, 4]]
+    assert staged.pull(block_pull([0, 1, 2, 3, 4], ids(5, 4, 3, 1, 0))) == [[0, 1, 2, 3, 4]]
     assert inner.pieces == [2, 2, 1]
     assert [int(parts.bytes[block].max()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
     assert [int(parts.bytes[block].min()) for block in (5, 4, 3, 1, 0)] == [1, 2, 3, 4, 5]
@@ -146,7 +148,7 @@ def test_a_failed_pull_gives_its_rows_back(parts: Parts) -> None:
     inner = RowsOfABlock(parts.rows.blocks)
     inner.fails_after = 1
     with pytest.raises(TransferError, match="gone"):
-        StagedTransport(inner, parts.rows, parts.device_pool).pull(PARTS, list(range(5)), ids(0, 1, 2, 3, 4), 1.0)
+        StagedTransport(inner, parts.rows, parts.device_pool).pull(block_pull(list(range(5)), ids(0, 1, 2, 3, 4)))
     assert parts.rows.num_free == NUM_ROWS
 
 
@@ -154,9 +156,9 @@ def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
     staged = StagedTransport(RowsOfABlock(parts.rows.blocks), parts.rows, parts.device_pool)
     taken = parts.rows.take(4, 4)
     with pytest.raises(TransferError, match="staging"):
-        staged.pull(PARTS, [0], ids(0), 0.02)
+        staged.pull(block_pull([0], ids(0), 0.02))
     threading.Timer(0.05, parts.rows.give_back, [taken]).start()
-    assert staged.pull(PARTS, [0], ids(0), 5.0) == [[0]]
+    assert staged.pull(block_pull([0], ids(0), 5.0)) == [[0]]
 
 
 def test_a_pull_from_an_attached_pool(parts: Parts) -> None:

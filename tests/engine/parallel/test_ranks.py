@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel, load_model
-from engine.plan import CompletedStep, StepPlan, decode_plan, encode_plan
+from engine.plan import CompletedStep, StepPlan
 from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
@@ -93,7 +94,7 @@ class ThreadedRanks:
             self._ranks.append(ModelRunner(shard, allocate_pool(geometry, CPU), slots, config, self._group))
 
     def launch(self, plan: StepPlan) -> CompletedStep:
-        data = encode_plan(plan)
+        data = msgspec.msgpack.encode(plan)
         found = list(self._executor.map(lambda rank: self._run(rank, data), range(len(self._ranks))))
         assert all(one.found == found[0].found for one in found), "ranks have sampled different tokens"
         return found[0]
@@ -109,7 +110,7 @@ class ThreadedRanks:
 
     def _run(self, rank: int, data: bytes) -> CompletedStep:
         self._group.join(rank)
-        return self._ranks[rank].launch(decode_plan(data))
+        return self._ranks[rank].launch(msgspec.msgpack.decode(data, type=StepPlan))
 
 
 def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:

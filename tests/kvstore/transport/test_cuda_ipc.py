@@ -19,7 +19,7 @@ from kvstore.transport.client import KvClient, Transport, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport, RemotePool
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTranspor
     for number in (8, -1):
         lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
         with pytest.raises(TransferError, match="outside"):
-            transport.pull([SourcePart(lease.shards[0])], [0], ids(0), 1.0)
+            transport.pull(BlockPull([SourcePart(lease.shards[0])], [0], ids(0), time.monotonic() + 1.0))
     assert not device.pool.any()
     owner.close()
 
@@ -187,19 +187,19 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     try:
         assert process.stdout is not None
         peer = lease_from_hex(process.stdout.readline().decode()).shards[0]
-        transport.pull([SourcePart(peer)], [0, 2], ids(0, 1), 1.0)
+        transport.pull(BlockPull([SourcePart(peer)], [0, 2], ids(0, 1), time.monotonic() + 1.0))
     finally:
         process.kill()
         process.communicate()
     wait_until(lambda: transport.num_mappings == 0)
     wait_until(lambda: device.num_open == 0)
     with pytest.raises(MiniInferError):
-        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
     reborn = GpuOwner(tmp_path, seed=1)
-    transport.pull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), 1.0)
+    transport.pull(BlockPull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), time.monotonic() + 1.0))
     np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
     with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
-        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
     assert transport.num_mappings == device.num_open == 1
     reborn.close()
     wait_until(lambda: device.num_open == 0)  # an orderly end, too
@@ -217,7 +217,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
         time.sleep(0.02)
 
     device.during_pull = die
-    transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
+    transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
     np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
     wait_until(lambda: device.num_open == 0)
 
@@ -229,7 +229,7 @@ def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport
 
     def pull() -> None:
         together.wait()
-        transport.pull([SourcePart(peer)], [0], ids(0), 1.0)
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
 
     threads = [threading.Thread(target=pull) for _ in range(4)]
     for thread in threads:

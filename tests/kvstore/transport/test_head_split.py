@@ -18,7 +18,7 @@ from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.digest import digest_blocks
-from kvstore.pool.leases import LeaseMirror, new_epoch
+from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.client import KvClient, host_client, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport
@@ -105,7 +105,7 @@ class Ranks:
             owner = Owner(folder, geometry, f"w-{rank}", epoch=self.epoch, worker_id="w")
             owner.blocks[:] = shard_of(self.blocks, geometry)
             self.owners.append(owner)
-        self.leases = LeaseMirror(self.epoch)
+        self.leases = LeaseTable(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
         pools = [PoolView(str(owner.socket)) for owner in self.owners]
         service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
@@ -117,7 +117,9 @@ class Ranks:
 
     def lease(self, block_ids: list[int], transport: str) -> PeerLease:
         """As a reader gets it, through its bytes."""
-        self.leases.grant(LeaseId("lease"), [BlockId(b) for b in block_ids], time.monotonic() + 60)
+        self.leases.adopt(
+            Lease(LeaseId("lease"), self.leases.epoch, tuple(map(BlockId, block_ids)), time.monotonic() + 60)
+        )
         is_tcp = transport == "tcp"
         leases = [o.peer(block_ids, kv_address=self.server.address * is_tcp, shm=not is_tcp) for o in self.owners]
         return open_handle(as_handle(replace(leases[0], shards=tuple(lease.shards[0] for lease in leases))))

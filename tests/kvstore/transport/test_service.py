@@ -14,7 +14,7 @@ import pytest
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
 from kvstore.layout import full_attention
-from kvstore.pool.leases import LeaseMirror
+from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport import service as service_module
 from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.handle import PeerLease
@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, folder: Path, geometry: object = GEOMETRY, staging: StagingTable | None = None) -> None:
         self.owner = Owner(folder, geometry)  # type: ignore[arg-type]
-        self.leases = LeaseMirror(self.owner.epoch)
+        self.leases = LeaseTable(self.owner.epoch)
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
         pool = PoolView(str(self.owner.socket), staging)
@@ -48,7 +48,9 @@ class Worker:
         self.told.append(("release", lease_id))
 
     def lease(self, block_ids: list[int], seconds: float = 60.0) -> PeerLease:
-        self.leases.grant(LeaseId("lease"), [BlockId(b) for b in block_ids], time.monotonic() + seconds)
+        self.leases.adopt(
+            Lease(LeaseId("lease"), self.leases.epoch, tuple(map(BlockId, block_ids)), time.monotonic() + seconds)
+        )
         return self.owner.peer(block_ids, "lease", self.server.address, shm=False)
 
 
@@ -158,7 +160,7 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
 
     table = StagingTable(ask)
     async with running(tmp_path, staging=table) as worker:
-        worker.leases.grant(LeaseId("lease"), ids(100, 101), time.monotonic() + 60)
+        worker.leases.adopt(Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100, 101)), time.monotonic() + 60))
         rows = worker.owner.peer([6, 2], "lease", worker.server.address)
         peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101))), needs_staging=True)
         for name, socket_path in (("shm", str(worker.owner.socket)), ("tcp", "")):
@@ -179,7 +181,7 @@ async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_p
 
     table = StagingTable(ask)
     async with running(tmp_path, staging=table) as worker:
-        worker.leases.grant(LeaseId("lease"), ids(100), time.monotonic() + 60)
+        worker.leases.adopt(Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100)), time.monotonic() + 60))
         peer = with_address(worker.owner.peer([1], "lease", worker.server.address, shm=False), needs_staging=True)
         with pytest.raises(TransferError, match="no room"):
             await asyncio.to_thread(client.pull, peer, [0], ids(0))
@@ -208,7 +210,7 @@ async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path) -> 
 
         async def read_on() -> None:
             async for _ in stream:
-                worker.leases.end(LeaseId("lease"))
+                worker.leases.release(LeaseId("lease"), worker.leases.epoch)
 
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await read_on()

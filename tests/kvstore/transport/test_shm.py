@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from common.errors import HandshakeError, MiniInferError, TransferError
 from kvstore.layout import full_attention
 from kvstore.transport.client import host_client
-from kvstore.transport.host_pull import SourcePart
+from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
 from kvstore.types import BlockId, Epoch
@@ -119,13 +120,15 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     transport = ShmTransport(mine, LeaseClient())
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        transport.pull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), 1.0)
+        transport.pull(BlockPull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), time.monotonic() + 1.0))
     assert transport.num_mappings == 1
     owner.close()
-    transport.pull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), 1.0)  # no socket needed any more
+    transport.pull(
+        BlockPull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 1.0)
+    )  # no socket needed any more
     np.testing.assert_array_equal(mine[1], owner.blocks[2])
     reborn = Owner(tmp_path, seed=1)
-    transport.pull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), 1.0)
+    transport.pull(BlockPull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 1.0))
     assert transport.num_mappings == 1
     np.testing.assert_array_equal(mine[1], reborn.blocks[2])
     transport.close()

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from router.http.connections import NUM_SPARE_CONNECTIONS, Places, network_of
+from router.http.connections import NUM_SPARE_CONNECTIONS, ConnectionSlots, network_of
 
 
-def fill(places: Places[str], count: int, host: str) -> list[str]:
+def fill(slots: ConnectionSlots[str], count: int, host: str) -> list[str]:
     names = [f"{host}-{number}" for number in range(count)]
     for name in names:
-        assert places.enter(name, host) is None
+        assert slots.enter(name, host) is None
     return names
 
 
 def test_the_reserve_is_for_addresses_that_have_few() -> None:
-    places = Places[str](160, 4)
-    greedy = fill(places, 161, "10.0.0.1")
-    assert places.is_spare(greedy[-1])
-    others = fill(places, 5, "10.0.0.2")
-    assert [places.is_spare(name) for name in others] == [False] * 4 + [True]
-    third = fill(places, 4, "10.0.0.3")
-    assert not any(places.is_spare(name) for name in third)
-    last = fill(places, 3, "10.0.0.4")  # the reserve, a sixteenth, is used up
-    assert [places.is_spare(name) for name in last] == [False, False, True]
+    slots = ConnectionSlots[str](160, 4)
+    greedy = fill(slots, 161, "10.0.0.1")
+    assert slots.is_spare(greedy[-1])
+    others = fill(slots, 5, "10.0.0.2")
+    assert [slots.is_spare(name) for name in others] == [False] * 4 + [True]
+    third = fill(slots, 4, "10.0.0.3")
+    assert not any(slots.is_spare(name) for name in third)
+    last = fill(slots, 3, "10.0.0.4")  # the reserve, a sixteenth, is used up
+    assert [slots.is_spare(name) for name in last] == [False, False, True]
     for name in (*greedy, *others, *third, *last):
-        places.leave(name)
-    again = fill(places, 160, "10.0.0.5")
-    assert not any(places.is_spare(name) for name in again)
+        slots.leave(name)
+    again = fill(slots, 160, "10.0.0.5")
+    assert not any(slots.is_spare(name) for name in again)
 
 
 def test_without_a_reserve_all_are_equal() -> None:
-    places = Places[str](32, 0)
-    fill(places, 32, "a")
-    assert places.enter("other", "b") is None
-    assert places.is_spare("other")
+    slots = ConnectionSlots[str](32, 0)
+    fill(slots, 32, "a")
+    assert slots.enter("other", "b") is None
+    assert slots.is_spare("other")
 
 
 def test_the_oldest_spare_place_goes_to_a_newcomer() -> None:
-    places = Places[str](1, 0)
-    names = fill(places, 1 + NUM_SPARE_CONNECTIONS, "a")
-    assert places.enter("new", "b") == names[1]
-    places.leave(names[1])  # as its end is reported later
-    places.leave(names[2])
-    assert places.enter("newer", "b") is None
-    assert places.enter("newest", "b") == names[3]
-    assert places.max_open == 1 + NUM_SPARE_CONNECTIONS + 1
+    slots = ConnectionSlots[str](1, 0)
+    names = fill(slots, 1 + NUM_SPARE_CONNECTIONS, "a")
+    assert slots.enter("new", "b") == names[1]
+    slots.leave(names[1])  # as its end is reported later
+    slots.leave(names[2])
+    assert slots.enter("newer", "b") is None
+    assert slots.enter("newest", "b") == names[3]
+    assert slots.max_open == 1 + NUM_SPARE_CONNECTIONS + 1
 
 
 @pytest.mark.parametrize(

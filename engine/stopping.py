@@ -1,4 +1,4 @@
-"""When a request ends: what of the tokens that a step sampled counts, and why it is the last. Pure functions."""
+"""Stopping criteria: how many of a step's sampled tokens a request keeps, and its finish reason. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.request import FinishReason, Request, RequestOutput
 
 
 def append_tokens(request: Request, result: StepResult, index: int, max_model_len: int) -> RequestOutput:
-    """Append what row `index` sampled up to the token that ends the request, if any does."""
+    """Append the tokens sampled by row `index`, up to the one that ends the request, if any does."""
     output = RequestOutput(request, [])
     if not request.output_token_ids:
         output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
@@ -25,7 +25,7 @@ def append_tokens(request: Request, result: StepResult, index: int, max_model_le
 
 
 def is_full(request: Request, max_model_len: int) -> bool:
-    """Whether the pending token is the last one that it may have: nothing is left to compute."""
+    """Whether the pending token is the request's last one: nothing is left to compute."""
     if not request.num_pending_tokens:
         return False
     if request.prefill_only:
