@@ -18,6 +18,8 @@ from engine.request import Request, RequestOutput, SamplingParams
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
+pytestmark = pytest.mark.slow
+
 PLAIN = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PARAMS = [
     PLAIN,
