@@ -132,7 +132,7 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
     clusters = {
         "unchunked": ["--prefill=0", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
         "chunked": ["--prefill=0", f"--max-num-batched-tokens={CHUNK_TOKENS}"],
-        "disaggregated": [f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
+        "disaggregated": ["--prefill=1", "--decode=1", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
     }
     patient = "--stall-seconds=120"  # an unchunked prompt is one long step, not a dead engine
     gaps = {name: on_cluster(measure_gap, rounds, [*own, patient, *flags]) for name, own in clusters.items()}
