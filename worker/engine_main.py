@@ -73,6 +73,8 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
         cores = None
     if parts.device == "cpu":
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
+    if config.tp > 1:
+        parts.runner.watch_ranks(_end_process)
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     scheduler = parts.engine.scheduler
@@ -84,6 +86,12 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging))
     return EngineProcess(link, parts, leases, loads, heartbeat, cores)
+
+
+def _end_process(reason: str) -> None:
+    """From any thread: the engine's own may wait on a GPU for a rank that is gone."""
+    logger.error("the engine cannot go on: %s", reason)
+    os._exit(1)
 
 
 def _engine_info(parts: EngineParts, memory: SharedPoolMemory) -> EngineInfo:

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +88,8 @@ class Followers:
             start = FollowerStart(Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd)
             _send(ours, start, [])
         os.close(ring_fd)
-        weakref.finalize(self, _end, self._links, self._processes, self.store.parent)
+        self._ending = threading.Event()
+        weakref.finalize(self, _end, self._ending, self._links, self._processes, self.store.parent)
 
     def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
         """Wait until all have their weights, and tell each of its pool. fds: of the pools' memory, one each or none.
@@ -121,9 +123,22 @@ class Followers:
         """Raises DeviceLostError when a process has ended."""
         _check(self._processes)
 
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` from a thread once a process ends, which a step that waits for it on a GPU does not see."""
+        pidfds = [os.pidfd_open(process.pid) for process in self._processes]
+        threading.Thread(target=_watch, args=(pidfds, self._ending, on_lost), name="ranks", daemon=True).start()
+
     def forget_store(self) -> None:
         """All ranks have met: nothing is left behind, however this process ends."""
         shutil.rmtree(self.store.parent, ignore_errors=True)
+
+
+def _watch(pidfds: list[int], ending: threading.Event, on_lost: Callable[[str], None]) -> None:
+    ended, _, _ = select.select(pidfds, [], [])
+    if not ending.is_set():
+        on_lost(f"rank {pidfds.index(ended[0]) + 1} of the model ended")
+    for pidfd in pidfds:
+        os.close(pidfd)
 
 
 def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
@@ -141,8 +156,11 @@ def _check(processes: list[subprocess.Popen[bytes]]) -> None:
             raise DeviceLostError(f"rank {rank} of the model ended with status {status}")
 
 
-def _end(links: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(
+    ending: threading.Event, links: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: Path
+) -> None:
     """A follower ends with its link."""
+    ending.set()
     shutil.rmtree(folder, ignore_errors=True)
     for link in links:
         link.close()

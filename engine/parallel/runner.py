@@ -43,6 +43,10 @@ class ParallelRunner:
         """See Runner."""
         self._followers.check()
 
+    def watch_ranks(self, on_lost: Callable[[str], None]) -> None:
+        """See Followers.watch."""
+        self._followers.watch(on_lost)
+
     def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """See ModelRunner: rank 0's."""
         self.local.wrap_attention(wrap)

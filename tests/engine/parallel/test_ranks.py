@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import signal
 import threading
 import time
@@ -238,6 +239,29 @@ def test_processes_follow_plans() -> None:
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
+
+
+def test_the_end_of_a_rank_is_seen_from_a_thread() -> None:
+    """Also while rank 0 waits for it in a step, as on a GPU, where no collective fails."""
+    parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
+    (follower,) = followers_of(os.getpid())
+    lost: queue.Queue[str] = queue.Queue()
+    parts.runner.watch_ranks(lost.put)
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.1)
+    os.kill(follower, signal.SIGKILL)
+    assert lost.get(timeout=2.0) == "rank 1 of the model ended"
+
+
+def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
+    parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
+    lost: queue.Queue[str] = queue.Queue()
+    parts.runner.watch_ranks(lost.put)
+    del parts
+    gc.collect()
+    assert followers_of(os.getpid()) == []
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.3)
 
 
 def test_processes_end_with_their_engine() -> None:
