@@ -115,6 +115,11 @@ class TokenMask:
         self._filters = filters_of(request)
         self._state: tuple[Hashable, ...] | None = None
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether any token may ever be blocked."""
+        return bool(self._filters)
+
     def update(self, position: int) -> bool:
         """Update `blocked` for `position`; True when it changed."""
         request, filters = self._request, self._filters
@@ -134,8 +139,9 @@ def apply_params(row: Tensor, request: RequestState, position: int) -> None:
     mask = request.token_mask
     if mask is None:
         mask = request.token_mask = TokenMask(request, row.shape[0])
-    mask.update(position)
-    row.masked_fill_(torch.from_numpy(mask.blocked).to(row.device), MINUS_INFINITY)
+    if mask.has_filters:
+        mask.update(position)
+        row.masked_fill_(torch.from_numpy(mask.blocked).to(row.device), MINUS_INFINITY)
     if params.logit_bias:
         biased = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
         biases = torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
