@@ -40,7 +40,7 @@ class DecodeGroup:
 
     tokens: Tensor | None  # (n,) which of the step's tokens they are; None: all, in order
     rows: KVRows
-    places: Tensor  # (n, 2, kv_heads, head_dim) where the new tokens' KV goes
+    kv_indices: Tensor  # (n, 2, kv_heads, head_dim) of the new tokens' KV in the arena
     mask: Tensor  # (n, 1, num_keys)
     layers: list[LayerViews]
 
@@ -172,7 +172,7 @@ class CpuAttention:
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (n, num_heads, head_dim)."""
         views = group.layers[layer]
-        views.flat.put_(group.places, kv)
+        views.flat.put_(group.kv_indices, kv)
         return decode_attention(q, views.keys, views.values, group.rows, group.mask, self._scale)
 
     def _write_chunks(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:
@@ -193,7 +193,7 @@ class CpuAttention:
             for place, block_id, count in chunk.block_runs:
                 blocks = self._pool[block_id : block_id + count, layer]
                 by_block[:, :, place : place + count].copy_(blocks.permute(1, 2, 0, 3, 4))
-        chunk.workspace[:, :, chunk.seq_len : covered] = 0  # the last block's unused places may hold anything
+        chunk.workspace[:, :, chunk.seq_len : covered] = 0  # the last block's unused slots may hold anything
         return chunk.workspace
 
     def _keep_decoded(self, layer: int, kv: Tensor, metadata: CpuMetadata) -> None:

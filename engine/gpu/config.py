@@ -15,7 +15,7 @@ class GpuConfig:
     use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs")
     overlap: bool = setting(True, "plan a step while the one before runs")
     attention_backend: str = setting(
-        "auto", "attention of prompts; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton; "
+        "auto", "prefill attention; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton; "
         "flash-attn is the package flash_attn, version 2 or 4",
         choices=("auto", "triton", "fa3", "flash-attn", "cudnn"),
     )  # fmt: skip

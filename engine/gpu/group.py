@@ -1,6 +1,6 @@
 """Collectives of a tensor-parallel group on the GPUs of one host (docs/decisions/0155).
 
-Few rows go through memory that the ranks map of each other; long prompts' sums go through NCCL.
+Few rows go through symmetric memory, which the ranks map of each other; long prompts' all-reduces through NCCL.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.device_memory import tensor_over
 from engine.loader import LoadedModel
-from kernels.gpu.peer_exchange import (
+from kernels.gpu.all_reduce import (
     GATHER_CHUNK,
-    PeerSegments,
-    gather_columns,
-    segment_bytes,
-    sum_add_rms_norm,
+    SymmetricMemory,
+    all_gather,
+    all_reduce_rms_norm,
+    symmetric_bytes,
 )
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import Shard
@@ -38,7 +38,7 @@ Exchange = Callable[[int], Sequence[int]]
 
 
 class DeviceGroup:
-    """A `Group` of one GPU per rank. Any failure is final: ranks may be at different places after it."""
+    """Collectives of one GPU per rank. Any failure is final: ranks may be at different steps after it."""
 
     def __init__(
         self, shard: Shard, device: torch.device, widths: tuple[int, int], dtype: torch.dtype, max_rows: int,
@@ -52,38 +52,33 @@ class DeviceGroup:
         self.rank, self.size, self.dtype = shard.rank, shard.size, dtype
         self._max_rows = max_rows
         hidden, vocab = widths
-        num_chunks = max_rows * -(-vocab // GATHER_CHUNK)
-        sums, gathers = _segments(self.size, widths, dtype, max_rows)
+        num_chunks = _num_gathered_chunks(vocab, max_rows)
+        sums, gathers = _memory_bytes(self.size, widths, dtype, max_rows)
         self._memory, addresses = _map_all(device, self.rank, sums + gathers, exchange)
-        self._sums = PeerSegments(
+        self._sums = SymmetricMemory(
             torch.tensor(addresses, device=device), _zeros(MAX_SUM_ROWS, device), self.rank, self.size,
             MAX_SUM_ROWS, hidden, dtype,
         )  # fmt: skip
-        self._gathers = PeerSegments(
+        self._gathers = SymmetricMemory(
             torch.tensor([address + sums for address in addresses], device=device), _zeros(num_chunks, device),
             self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
         )  # fmt: skip
         self._nccl = _open_nccl(store, self.rank, self.size)
-        self.all_reduce(torch.zeros(1, device=device))  # opens its connections, while the store is there
+        self._nccl.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks while the store exists
         _keep(self._nccl)
 
-    def sum_add_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add all ranks' pending outputs to the residual, in place; the norm of that."""
         if pending.shape[0] <= MAX_SUM_ROWS:
-            return sum_add_rms_norm(pending, residual, weight, eps, self._sums)
+            return all_reduce_rms_norm(pending, residual, weight, eps, self._sums)
         self._nccl.allreduce([pending]).wait()
         return add_rms_norm(pending, residual, weight, eps)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See Group. Through NCCL, in the type of x."""
-        self._nccl.allreduce([x]).wait()
-        return x
-
     def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
-        """See Group. only: see `gather_columns`, for few rows."""
+        """(n, columns) of each rank -> (n, size * columns). only: see `kernels.gpu.all_reduce`, for few rows."""
         if x.shape[0] <= self._max_rows:
-            return gather_columns(x, self._gathers, only)
-        return torch.cat([gather_columns(part, self._gathers) for part in torch.split(x, self._max_rows)])
+            return all_gather(x, self._gathers, only)
+        return torch.cat([all_gather(part, self._gathers) for part in torch.split(x, self._max_rows)])
 
 
 class VocabShards:
@@ -103,7 +98,7 @@ class VocabShards:
         return self._group.all_gather(flat).view(torch.float32).view(stats.shape[0], -1, 4)
 
     def whole(self, logits: Tensor, only: Tensor | None = None) -> Tensor:
-        """(rows, columns of this rank) of each rank -> (rows, vocab_size). only: see `gather_columns`."""
+        """(rows, columns of this rank) of each rank -> (rows, vocab_size). only: see `all_gather`."""
         return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
 
 
@@ -118,18 +113,21 @@ def group_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
     size, shape = loaded.shard.size, loaded.model.config
     if size == 1:
         return 0
-    segments = _segments(size, (shape.hidden_size, shape.vocab_size), loaded.dtype, config.max_num_seqs)
+    memory = _memory_bytes(size, (shape.hidden_size, shape.vocab_size), loaded.dtype, config.max_num_seqs)
     gathered = config.max_num_seqs * size * shape.vocab_size * loaded.dtype.itemsize
-    return sum(segments) + gathered + NCCL_BYTES
+    return sum(memory) + gathered + NCCL_BYTES
 
 
-def _segments(size: int, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> tuple[int, int]:
-    """Bytes of each rank's segments, for sums and for gathering."""
+def _num_gathered_chunks(vocab: int, max_rows: int) -> int:
+    return max_rows * -(-vocab // GATHER_CHUNK)
+
+
+def _memory_bytes(size: int, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> tuple[int, int]:
+    """Bytes of each rank's symmetric memory, for all-reduces and for all-gathers."""
     hidden, vocab = widths
-    num_chunks = max_rows * -(-vocab // GATHER_CHUNK)
     return (
-        segment_bytes(size, MAX_SUM_ROWS, hidden, dtype),
-        segment_bytes(size, num_chunks, GATHER_CHUNK, dtype),
+        symmetric_bytes(size, MAX_SUM_ROWS, hidden, dtype),
+        symmetric_bytes(size, _num_gathered_chunks(vocab, max_rows), GATHER_CHUNK, dtype),
     )
 
 
@@ -157,7 +155,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def _keep(nccl: Any) -> None:
-    """Never destroy the process group: its destructor waits, without end, for ranks that may be gone."""
+    """Never destroy the process group: rank 0 hung where an engine of several ranks was garbage-collected."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
 

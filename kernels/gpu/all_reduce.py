@@ -1,12 +1,12 @@
-"""Collectives between GPUs that map each other's memory, for few rows: latency counts, not bandwidth.
+"""One-shot all-reduce, fused with residual and RMS norm, and all-gather over symmetric memory, for few rows.
 
-Every rank has a segment of memory that its peers write into: an inbox of two halves with a place for each sender, and
-a flag for each sender and program. A program pushes its part into all peers' inboxes, raises its flags there, and
-waits for the flags of the peers. The number of an exchange is counted per program on the device, so kernels can be
-replayed in a graph; it also says which half is used. Two halves are enough: a rank that is at exchange e + 2 has seen
-all peers at e + 1, behind their kernel of exchange e.
+The ranks' GPUs map each other's memory. Each has an inbox of two halves with a slot for each sender, and a flag for
+each sender and program. A program pushes its part into all peers' inboxes, raises its flags there, and waits for the
+flags of the peers. Collectives are counted per program on the device, so that kernels can be replayed in a graph; the
+count (epoch) also selects the half. Two halves are enough: a rank at epoch e + 2 has seen all peers at e + 1, behind
+their kernel of epoch e. Latency counts here, not bandwidth: NCCL is for long prompts.
 
-All ranks must run the same exchanges in the same order.
+All ranks must run the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_POLLS = tl.constexpr(1 << 27)  # of a flag, a minute or two: a peer may be c
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSegments:
-    """One rank's view of all ranks' segments for one kind of exchange.
+class SymmetricMemory:
+    """One rank's view of all ranks' memory for one kind of collective.
 
-    addresses: int64 (size,), of each rank's segment as it is mapped here. counters: int32 (num_programs,), zero at
-    first. width: elements that one program exchanges.
+    addresses: int64 (size,), of each rank's memory as it is mapped here. counters: int32 (num_programs,), zero at
+    first. width: elements that one program sends.
 
-    A segment: flags int32 (size, num_programs), zero at first, then the inbox (2, size, num_programs, width).
+    In memory: flags int32 (size, num_programs), zero at first, then the inbox (2, size, num_programs, width).
     """
 
     addresses: Tensor
@@ -52,8 +52,8 @@ def _flag_bytes(size: int, num_programs: int) -> int:
     return -(-4 * size * num_programs // 256) * 256
 
 
-def segment_bytes(size: int, num_programs: int, width: int, dtype: torch.dtype) -> int:
-    """Size of each rank's segment."""
+def symmetric_bytes(size: int, num_programs: int, width: int, dtype: torch.dtype) -> int:
+    """Size of each rank's memory."""
     return _flag_bytes(size, num_programs) + 2 * size * num_programs * width * dtype.itemsize
 
 
@@ -88,7 +88,7 @@ def _pull(
     addresses_ptr, sender, place, columns, inside, program, num_programs, epoch, width, flag_bytes,
     DTYPE: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for what `sender` pushes in this exchange, and read it."""
+    """Wait for what `sender` pushes at this epoch, and read it."""
     own = tl.load(addresses_ptr + RANK)
     flag = own.to(tl.pointer_type(tl.int32)) + sender * num_programs + program
     num_polls = 0
@@ -103,7 +103,7 @@ def _pull(
 
 
 @triton.jit
-def _sum_norm_kernel(
+def _all_reduce_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, counters_ptr, n, num_programs, width, flag_bytes, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _sum_norm_kernel(
 
 
 @triton.jit
-def _gather_kernel(
+def _all_gather_kernel(
     x_ptr, out_ptr, only_ptr, addresses_ptr, counters_ptr, n, num_programs, flag_bytes, HAS_ONLY: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def _gather_kernel(
     tl.store(counters_ptr + program, epoch)
 
 
-def sum_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: PeerSegments) -> Tensor:
+def all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory) -> Tensor:
     """Add all ranks' x (num_rows, n) to `residual` in place, the same on all, and return the norm of that.
 
     One program a row; everything contiguous.
@@ -175,7 +175,7 @@ def sum_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pe
         raise ValueError("x and the residual must be contiguous")
     out = torch.empty_like(residual)
     overlaps = overlaps_launches(x)
-    _sum_norm_kernel[(num_rows,)](
+    _all_reduce_norm_kernel[(num_rows,)](
         x, residual, weight, out, peers.addresses, peers.counters, n, peers.num_programs, peers.width,
         peers.flag_bytes, eps, RANK=peers.rank, SIZE=peers.size, BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps,
         COMPILED=is_compiled(x), num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
@@ -183,10 +183,10 @@ def sum_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pe
     return out
 
 
-def gather_columns(x: Tensor, peers: PeerSegments, only: Tensor | None = None) -> Tensor:
+def all_gather(x: Tensor, peers: SymmetricMemory, only: Tensor | None = None) -> Tensor:
     """x (num_rows, n) of each rank, contiguous -> (num_rows, size * n), in the order of ranks.
 
-    A program exchanges GATHER_CHUNK columns of a row, so `peers` has that width. only: int (num_rows,), the same on
+    A program sends GATHER_CHUNK columns of a row, so `peers` has that width. only: int (num_rows,), the same on
     all ranks: rows of 0 are left out, and undefined.
     """
     num_rows, n = x.shape
@@ -197,7 +197,7 @@ def gather_columns(x: Tensor, peers: PeerSegments, only: Tensor | None = None) -
         raise ValueError("x must be contiguous")
     out = torch.empty(num_rows, peers.size * n, dtype=x.dtype, device=x.device)
     overlaps = overlaps_launches(x)
-    _gather_kernel[(chunks, num_rows)](
+    _all_gather_kernel[(chunks, num_rows)](
         x, out, x if only is None else only, peers.addresses, peers.counters, n, peers.num_programs,
         peers.flag_bytes, HAS_ONLY=only is not None, RANK=peers.rank, SIZE=peers.size, CHUNK=GATHER_CHUNK,
         OVERLAPS=overlaps, COMPILED=is_compiled(x), num_warps=8, launch_pdl=overlaps,

@@ -12,7 +12,7 @@ from kernels.gpu.rms_norm import num_warps_for
 
 
 @triton.jit
-def _embed_share_kernel(
+def _vocab_parallel_embed_kernel(
     token_ids_ptr, embedding_ptr, residual_ptr, out_ptr, first, count, n, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
     wait_for_predecessor(OVERLAPS)
@@ -26,12 +26,12 @@ def _embed_share_kernel(
     tl.store(residual_ptr + row * n + columns, tl.zeros_like(value), mask=inside)
 
 
-def embed_share(token_ids: Tensor, embedding: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def vocab_parallel_embed(token_ids: Tensor, embedding: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """token_ids (num_rows,), embedding (count, n) of tokens from `first` on -> zeros and the share, (num_rows, n)."""
     num_rows, (count, n) = token_ids.shape[0], embedding.shape
     residual, out = (torch.empty(num_rows, n, dtype=embedding.dtype, device=embedding.device) for _ in range(2))
     overlaps = overlaps_launches(embedding)
-    _embed_share_kernel[(num_rows,)](
+    _vocab_parallel_embed_kernel[(num_rows,)](
         token_ids, embedding, residual, out, first, count, n, BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps,
         num_warps=num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip

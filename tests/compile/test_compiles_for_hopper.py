@@ -25,9 +25,9 @@ from engine.loader.quantize import Quantizer
 from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
 from engine.models.model import Model
+from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, all_reduce_rms_norm
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
-from kernels.gpu.peer_exchange import GATHER_CHUNK, PeerSegments, gather_columns, sum_add_rms_norm
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -146,14 +146,14 @@ def test_sampling(compiled: list[Compiled]) -> None:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
-    sums = PeerSegments(ints(size, dtype=torch.int64), ints(512), 1, size, 512, 8192, torch.bfloat16)
+    sums = SymmetricMemory(ints(size, dtype=torch.int64), ints(512), 1, size, 512, 8192, torch.bfloat16)
     x = torch.empty(64, 8192, dtype=torch.bfloat16, device=META)
-    sum_add_rms_norm(x, torch.empty_like(x), x[0], 1e-5, sums)
-    gathers = PeerSegments(ints(size, dtype=torch.int64), ints(9728), 0, size, 9728, GATHER_CHUNK, torch.bfloat16)
+    all_reduce_rms_norm(x, torch.empty_like(x), x[0], 1e-5, sums)
+    gathers = SymmetricMemory(ints(size, dtype=torch.int64), ints(9728), 0, size, 9728, GATHER_CHUNK, torch.bfloat16)
     logits = torch.empty(256, 76032, dtype=torch.bfloat16, device=META)
-    gather_columns(logits, gathers)
-    gather_columns(logits, gathers, only=ints(256))
-    check(compiled, "_sum_norm_kernel", "_gather_kernel")
+    all_gather(logits, gathers)
+    all_gather(logits, gathers, only=ints(256))
+    check(compiled, "_all_reduce_norm_kernel", "_all_gather_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:

@@ -18,7 +18,7 @@ from engine.gpu.group import VocabShards
 from engine.gpu.rows import RowChanges
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from kernels.gpu.peer_exchange import GATHER_CHUNK, PeerSegments, gather_columns, segment_bytes, sum_add_rms_norm
+from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, all_reduce_rms_norm, symmetric_bytes
 from kernels.rms_norm import rms_norm
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5
@@ -32,9 +32,9 @@ def inputs(rank: int, step: int, shape: tuple[int, int]) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
-def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: int) -> PeerSegments:
+def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: int) -> SymmetricMemory:
     """As on GPUs, with files instead of descriptors."""
-    count = segment_bytes(SIZE, num_programs, width, torch.bfloat16)
+    count = symmetric_bytes(SIZE, num_programs, width, torch.bfloat16)
     addresses = []
     for peer in range(SIZE):
         with open(folder / f"{kind}{peer}", "r+b") as file:
@@ -42,17 +42,17 @@ def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: 
         KEPT.append(mapped)
         addresses.append(mapped.data_ptr())
     counters = torch.zeros(num_programs, dtype=torch.int32)
-    return PeerSegments(torch.tensor(addresses), counters, rank, SIZE, num_programs, width, torch.bfloat16)
+    return SymmetricMemory(torch.tensor(addresses), counters, rank, SIZE, num_programs, width, torch.bfloat16)
 
 
 class FileGroup:
     """What `VocabShards` needs of a group."""
 
-    def __init__(self, peers: PeerSegments) -> None:
+    def __init__(self, peers: SymmetricMemory) -> None:
         self.rank, self.size, self.dtype, self._peers = peers.rank, peers.size, peers.dtype, peers
 
     def all_gather(self, x: torch.Tensor, only: torch.Tensor | None = None) -> torch.Tensor:
-        return gather_columns(x, self._peers, only)
+        return all_gather(x, self._peers, only)
 
 
 def sampled(sampler: DeviceSampler, logits: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ def run_rank(folder: Path, rank: int) -> None:
     for step, shape in enumerate(STEPS):
         residual = inputs(7, step, shape)
         weight = torch.linspace(0.5, 1.5, shape[1]).to(torch.bfloat16)
-        normed = sum_add_rms_norm(inputs(rank, step, shape), residual, weight, EPS, sums)
-        logits = gather_columns(inputs(rank, step, (shape[0], GATHERED)), gathers)
+        normed = all_reduce_rms_norm(inputs(rank, step, shape), residual, weight, EPS, sums)
+        logits = all_gather(inputs(rank, step, (shape[0], GATHERED)), gathers)
         found.append((normed, residual, logits))
     torch.save(found, folder / f"found{rank}.pt")
 
@@ -95,8 +95,8 @@ def run_rank(folder: Path, rank: int) -> None:
 def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
     for kind, programs, width in (("sum", ROWS, N), ("gather", NUM_GATHERS, GATHER_CHUNK)):
         for rank in range(SIZE):
-            (tmp_path / f"{kind}{rank}").write_bytes(bytes(segment_bytes(SIZE, programs, width, torch.bfloat16)))
-    command = [sys.executable, "-m", "tests.kernels.test_peer_exchange", str(tmp_path)]
+            (tmp_path / f"{kind}{rank}").write_bytes(bytes(symmetric_bytes(SIZE, programs, width, torch.bfloat16)))
+    command = [sys.executable, "-m", "tests.kernels.test_all_reduce", str(tmp_path)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(SIZE)]
     try:
@@ -122,14 +122,14 @@ def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     nothing = torch.zeros(SIZE, dtype=torch.int64)
-    peers = PeerSegments(nothing, torch.zeros(2, dtype=torch.int32), 0, SIZE, 2, 16, torch.bfloat16)
+    peers = SymmetricMemory(nothing, torch.zeros(2, dtype=torch.int32), 0, SIZE, 2, 16, torch.bfloat16)
     rows = torch.zeros(3, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="do not fit"):
-        sum_add_rms_norm(rows, rows.clone(), rows[0], EPS, peers)
+        all_reduce_rms_norm(rows, rows.clone(), rows[0], EPS, peers)
     with pytest.raises(ValueError, match="do not fit"):
-        gather_columns(rows[:1], peers)
+        all_gather(rows[:1], peers)
     with pytest.raises(ValueError, match="contiguous"):
-        sum_add_rms_norm(rows[:2, ::2], rows[:2, ::2], rows[0], EPS, peers)
+        all_reduce_rms_norm(rows[:2, ::2], rows[:2, ::2], rows[0], EPS, peers)
 
 
 if __name__ == "__main__":

@@ -125,5 +125,5 @@ def open_attention(
         if wanted != "auto":
             raise ConfigError(f"--attention-backend {chosen} does not work here: {error}") from error
         logger.warning("attention with %s does not work here, so prompts are slower: %s", chosen, error)
-    logger.info("attention of prompts: %s", backend.name)
+    logger.info("prefill attention: %s", backend.name)
     return backend

@@ -9,7 +9,7 @@ from engine.gpu.ops.form import GpuStep, Target
 from engine.gpu.ops.plain import PlainForm
 from engine.layers.forward import AddNorm, Forward, Op, Stream
 from engine.models.model import Model
-from kernels.gpu.embed import embed_share
+from kernels.gpu.vocab_parallel_embed import vocab_parallel_embed
 
 
 class TensorParallelForm(PlainForm):
@@ -27,13 +27,13 @@ class TensorParallelForm(PlainForm):
 
     def _start(self, step: GpuStep) -> Stream:
         embedding = self.model.embedding
-        return Stream(*embed_share(step.token_ids, embedding, self._group.rank * embedding.shape[0]))
+        return Stream(*vocab_parallel_embed(step.token_ids, embedding, self._group.rank * embedding.shape[0]))
 
     def _fold(self, weight: Tensor, eps: float) -> AddNorm[Tensor]:
         group = self._group
 
         def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
             assert pending is not None, "the stream starts with a pending output"
-            return group.sum_add_rms_norm(pending, residual, weight, eps)
+            return group.all_reduce_rms_norm(pending, residual, weight, eps)
 
         return fold
