@@ -121,6 +121,8 @@ SPECS: tuple[MetricSpec, ...] = (
     _counter("mini_infer_kv_transfers", "KV pulls from peers", "transport"),
     _counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
     _histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
+    _counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
+    _counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
     _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
     _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
     _gauge("mini_infer_host_tier_blocks", "Blocks in the host-memory tier"),

@@ -113,6 +113,7 @@ class FinishReason(Enum):
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # owns no blocks
+    AWAITING = "awaiting"  # owns no blocks; some of its own are being prefetched
     LOADING = "loading"  # owns blocks that a transfer is filling
     RUNNING = "running"  # owns blocks and takes part in steps
     SWAPPED = "swapped"  # its KV lies in host slots
@@ -209,6 +210,14 @@ class LoadJob:
     source: object
     positions: list[int]
     block_ids: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """A chunk of a prompt, not its last, whose step has ended: the KV of the first `num_tokens` is there."""
+
+    request: Request
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

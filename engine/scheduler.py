@@ -16,9 +16,11 @@ from common.errors import ContextLengthError
 from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
+from engine.prefetches import Prefetches, PrefetchJob
 from engine.request import (
     FinishReason,
     LoadJob,
+    PromptChunk,
     Request,
     RequestId,
     RequestOutput,
@@ -49,6 +51,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self.speculation = speculation
+        self.prefetches = Prefetches(kv.pool)
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.num_preemptions = 0
         self.num_draft_tokens = 0
@@ -61,9 +64,11 @@ class Scheduler:
         self._waiting: list[Request] = []  # these three are sorted by rank
         self._swapped: list[Request] = []
         self._running: list[Request] = []
+        self._awaiting: list[Request] = []
         self._loading: dict[RequestId, Request] = {}
         self._cancelled_loads: set[RequestId] = set()
         self._load_jobs: list[LoadJob] = []
+        self._prompt_chunks: list[PromptChunk] = []
         self._forgotten: list[RequestId] = []  # the runner drops their state with the next step
         self._num_arrived = 0
 
@@ -82,7 +87,11 @@ class Scheduler:
         self._num_arrived += 1
         request.rank = self._policy.rank(request)
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_rank)
+        if self._awaits_prefetch(request):
+            request.status = RequestStatus.AWAITING
+            self._awaiting.append(request)
+        else:
+            insort(self._waiting, request, key=_rank)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request and free what it holds; None when it is not here (any more)."""
@@ -115,7 +124,8 @@ class Scheduler:
         gap += sum(
             r.num_tokens - r.num_computed_tokens for r in self._running if r.num_tokens - r.num_computed_tokens > 1
         )
-        return SchedulerLoad(len(self._running), len(self._waiting), len(self._swapped), len(self._loading), gap)
+        num_loading = len(self._loading) + len(self._awaiting)
+        return SchedulerLoad(len(self._running), len(self._waiting), len(self._swapped), num_loading, gap)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -131,6 +141,9 @@ class Scheduler:
             num_spare_tokens = self._max_num_batched_tokens - step.num_tokens
             num_kept_blocks = len(self._running) - 1  # one for the next token of each of the others
             self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks, self.max_model_len)
+        if self.prefetches.has_queued:
+            self.prefetches.reserve(self._num_spare_blocks())
+            self._stop_awaiting()
         self.kv.offload_evicted(step)
         if not step.is_empty:
             forgotten, self._forgotten = self._forgotten, []
@@ -161,6 +174,8 @@ class Scheduler:
                 continue
             if request.status is RequestStatus.RUNNING:  # else it gave way while the step ran
                 self.kv.publish(request)
+                if request.prefill_only and not row.samples:
+                    self._prompt_chunks.append(PromptChunk(request, row.stop))
             if result.prompt_logprobs[index] and not request.output_token_ids:
                 request.prompt_logprobs.extend(result.prompt_logprobs[index])
             if row.samples:
@@ -186,6 +201,11 @@ class Scheduler:
         block_ids, request.block_ids = request.block_ids, []
         return block_ids
 
+    def take_prompt_chunks(self) -> list[PromptChunk]:
+        """Chunks of prompts for peers that have been computed since the last call."""
+        chunks, self._prompt_chunks = self._prompt_chunks, []
+        return chunks
+
     # -- KV that comes from a peer ---------------------------------------------------------------------------
 
     def take_load_jobs(self) -> list[LoadJob]:
@@ -209,6 +229,33 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         insort(self._running, request, key=_rank)
         return request
+
+    def finish_prefetch(self, job: PrefetchJob, ok: bool) -> None:
+        """A prefetch has ended: the prefix cache has its blocks, or after a failure nobody."""
+        self.prefetches.finish(job, ok)
+        self._stop_awaiting()
+
+    def _awaits_prefetch(self, request: Request) -> bool:
+        """Whether a peer's KV for `request` is on its way already, so that a load would copy it twice."""
+        if request.kv_source is None:
+            return False
+        self.kv.extend_keys(request)
+        return self.prefetches.has_any_of(request.block_keys)
+
+    def _stop_awaiting(self) -> None:
+        """Let requests go on whose prefetches have all ended, well or not."""
+        for request in list(self._awaiting):
+            if not self._awaits_prefetch(request):
+                self._awaiting.remove(request)
+                request.status = RequestStatus.WAITING
+                insort(self._waiting, request, key=_rank)
+
+    def _num_spare_blocks(self) -> int:
+        """Blocks that nobody in this engine needs: beyond all known tokens of running requests, and the next ones."""
+        if self._waiting or self._swapped:
+            return 0
+        missing = (self.kv.num_blocks_for(r.num_tokens) - len(r.block_ids) for r in self._running)
+        return self.kv.pool.num_available - sum(max(count, 0) + 1 for count in missing)
 
     # -- inside a step ---------------------------------------------------------------------------------------
 
@@ -427,6 +474,7 @@ class Scheduler:
     def _queue_of(self, request: Request) -> list[Request]:
         return {
             RequestStatus.WAITING: self._waiting,
+            RequestStatus.AWAITING: self._awaiting,
             RequestStatus.RUNNING: self._running,
             RequestStatus.SWAPPED: self._swapped,
         }[request.status]

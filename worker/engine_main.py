@@ -24,6 +24,7 @@ from worker.engine_process import EngineProcess
 from worker.frames import FrameSocket
 from worker.heartbeat import BeatingAttention, Heartbeat
 from worker.kv_exporter import KvLeases
+from worker.kv_exports import KvExports
 from worker.kv_loads import KvLoads
 from worker.kv_puller import KvPuller
 from worker.messages import EngineInfo, Failed, Ready, Start
@@ -83,9 +84,10 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     memory.serve()
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
+    exports = KvExports(scheduler, leases, worker.progressive_pull)
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging))
-    return EngineProcess(link, parts, leases, loads, heartbeat, cores)
+    return EngineProcess(link, parts, leases, exports, loads, heartbeat, cores)
 
 
 def _end_process(reason: str) -> None:

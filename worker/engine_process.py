@@ -12,12 +12,12 @@ import time
 from common.errors import DeadlineExceededError, EngineError, MiniInferError
 from common.logging import RateLimit
 from engine.assembly import EngineParts
-from engine.request import FinishReason, Request, RequestId, RequestOutput
-from kvstore.transport.handle import KvHandle
+from engine.request import FinishReason, RequestId, RequestOutput
 from worker.cores import SharedCores
 from worker.frames import FrameSocket
 from worker.heartbeat import Heartbeat
 from worker.kv_exporter import KvLeases
+from worker.kv_exports import KvExports
 from worker.kv_loads import KvLoads
 from worker.messages import (
     Abandon,
@@ -25,6 +25,7 @@ from worker.messages import (
     Delta,
     EngineLoad,
     Failure,
+    Prefetch,
     Release,
     Renew,
     Stage,
@@ -50,6 +51,7 @@ class EngineProcess:
         link: FrameSocket,
         parts: EngineParts,
         leases: KvLeases,
+        exports: KvExports,
         loads: KvLoads,
         heartbeat: Heartbeat,
         cores: SharedCores | None = None,
@@ -58,6 +60,7 @@ class EngineProcess:
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
         self._leases = leases
+        self._exports = exports
         self._loads = loads
         self._heartbeat = heartbeat
         self._cores = cores
@@ -80,6 +83,7 @@ class EngineProcess:
             self._heartbeat.beat()
             began = time.monotonic()
             self._report.pulls += self._loads.finish(self._open, began)
+            self._report.prefetches += self._loads.finish_prefetches()
             self._expire(began)
             if self._cores is not None:
                 self._cores.adjust(self._engine.has_work())
@@ -93,6 +97,9 @@ class EngineProcess:
                     open_request.started = began
             for output in outputs:
                 self._add_output(output)
+            for request_id, exported in self._exports.lease_parts(self._open, time.monotonic()):
+                self._report.granted.append(exported.lease)
+                self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
             stepped = self._engine.num_steps != num_steps
             self._send_report(time.monotonic() - began if stepped else 0.0)
             wait = self._next_wait(stepped)
@@ -122,6 +129,8 @@ class EngineProcess:
                 self._cancel(request_id)
             case Abandon(handle):
                 self._loads.refuse(handle)
+            case Prefetch(handle):
+                self._loads.prefetch(handle)
             case Renew(lease_id, epoch, lease_seconds):
                 self._leases.renew(lease_id, epoch, time.monotonic(), lease_seconds)
             case Release(lease_id, epoch):
@@ -186,19 +195,16 @@ class EngineProcess:
         if output.error is not None:
             self._report.failures.append(Failure.of(request.request_id, EngineError(output.error)))
             return
-        handle = self._grant(request, now) if output.finish_reason is FinishReason.PREFILLED else None
+        handle = None
+        if output.finish_reason is FinishReason.PREFILLED:
+            exported = self._exports.lease_prompt(entry, now)
+            self._report.granted.append(exported.lease)
+            handle = exported.handle
         delta = Delta(
             request.request_id, output.new_token_ids, output.finish_reason, output.stop_token_id,
             output.logprobs, output.prompt_logprobs, handle, entry.take_times(now),
         )  # fmt: skip
         self._report.deltas.append(delta)
-
-    def _grant(self, request: Request, now: float) -> KvHandle:
-        """Put the request's blocks under a lease."""
-        block_ids = self._engine.scheduler.detach_blocks(request)
-        lease, handle = self._leases.grant(block_ids, request.num_computed_tokens, now)
-        self._report.granted.append(lease)
-        return handle
 
     def _send_report(self, step_seconds: float) -> None:
         """Send the turn's report: after each step, when there is news, and otherwise every IDLE_WAIT_SECONDS."""

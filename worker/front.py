@@ -23,7 +23,7 @@ from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.drain import Drain
 from worker.engine_client import EngineClient
-from worker.messages import Abandon, Cancel, EngineLoad, Failure, Release, StepReport
+from worker.messages import Abandon, Cancel, EngineLoad, Failure, Prefetch, Release, StepReport
 from worker.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
 from worker.sessions import Session, kv_handles
 
@@ -91,6 +91,9 @@ class WorkerFront:
                 self._cancel(session, command.cancel.request_id)
             elif command.HasField("release"):
                 self._release([command.release])
+            elif command.HasField("prefetch"):
+                handle = handle_of(command.prefetch.kv_handle)
+                self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
         session.close("")  # the router has said goodbye
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:

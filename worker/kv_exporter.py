@@ -144,9 +144,14 @@ class KvLeases:
     def __len__(self) -> int:
         return len(self._table)
 
-    def grant(self, block_ids: Sequence[BlockId], num_tokens: int, now: float) -> tuple[Lease, KvHandle]:
+    def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
+        """See KvExporter."""
+        return self._exporter.digests(block_ids)
+
+    def grant(
+        self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
+    ) -> tuple[Lease, KvHandle]:
         """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
-        digests = self._exporter.digests(block_ids)
         lease = self._table.grant(block_ids, now, self._lease_seconds)
         return lease, self._handles.write(lease, num_tokens, digests)
 

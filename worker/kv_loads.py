@@ -9,12 +9,13 @@ import logging
 from collections.abc import Mapping
 
 from common.errors import MiniInferError
+from engine.prefetches import PrefetchJob
 from engine.request import RequestId
 from engine.scheduler import Scheduler
 from kvstore.transport.handle import KvHandle, PeerLease, open_handle
 from worker.kv_exporter import KvExporter
 from worker.kv_puller import KvPuller
-from worker.messages import Pull
+from worker.messages import Prefetched, PrefetchOutcome, Pull
 from worker.open_request import OpenRequest
 
 logger = logging.getLogger("engine")
@@ -28,6 +29,7 @@ class KvLoads:
         self._puller = puller
         self._exporter = exporter
         self._block_size = block_size
+        self._skipped: list[Prefetched] = []  # since `finish_prefetches`
 
     @property
     def num_open(self) -> int:
@@ -54,11 +56,25 @@ class KvLoads:
             assert isinstance(source, PeerLease)
             self._puller.abandon(source)
 
+    def prefetch(self, handle: KvHandle) -> None:
+        """Offer the scheduler a part of a prompt that the peer is still computing."""
+        lease = self._open(handle)
+        if lease is None:
+            return
+        num_blocks = len(handle.block_keys)
+        if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._block_size:
+            logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
+            self.abandon(lease)
+            return
+        self._scheduler.prefetches.add(lease, handle.block_keys, handle.parent_key)
+
     def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
         """Pull what the scheduler has reserved blocks for since the last call."""
-        jobs = self._scheduler.take_load_jobs()
-        if jobs:
+        jobs, prefetches = self._scheduler.take_load_jobs(), self._scheduler.prefetches.take_jobs()
+        if jobs or prefetches:
             self._exporter.fence()
+        for prefetch in prefetches:
+            self._start_prefetch(prefetch)
         for job in jobs:
             if not job.positions:
                 self.abandon(job.source)
@@ -68,6 +84,29 @@ class KvLoads:
             if request_id in requests:
                 requests[request_id].start_pull(lease.num_tokens - job.positions[0] * self._block_size, now)
             self._puller.load(request_id, lease, job.positions, job.block_ids)
+
+    def _start_prefetch(self, job: PrefetchJob) -> None:
+        assert isinstance(job.source, PeerLease)
+        if job.positions:
+            self._puller.prefetch(job.source, job)
+        else:
+            self.abandon(job.source)
+            self._skipped.append(Prefetched(PrefetchOutcome.SKIPPED))
+
+    def finish_prefetches(self) -> list[Prefetched]:
+        """Tell the scheduler of the prefetches that have ended, and return how all of them have."""
+        ended, self._skipped = self._skipped, []
+        for job, pull in self._puller.take_prefetched():
+            self._scheduler.finish_prefetch(job, pull.ok)
+            if pull.ok:
+                num_tokens = len(job.positions) * self._block_size
+                ended.append(
+                    Prefetched(PrefetchOutcome.PULLED, num_tokens, pull.transport, pull.num_bytes, pull.seconds)
+                )
+            else:
+                logger.warning("KV prefetch failed: %s", pull.error)
+                ended.append(Prefetched(PrefetchOutcome.FAILED))
+        return ended
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], now: float) -> list[Pull]:
         """Tell the scheduler of the pulls that have ended, and return those that count."""

@@ -15,14 +15,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MiniInferError, TransferError
+from engine.prefetches import PrefetchJob
 from engine.request import RequestId
-from kvstore.transport.client import KvClient
+from kvstore.transport.client import DEFAULT_DEADLINE_SECONDS, KvClient
 from kvstore.transport.handle import PeerLease
 from kvstore.types import BlockId, LeaseId
 from worker.messages import Pull
 
 logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # one copies while another waits for a peer
+PREFETCH_SECONDS = 5.0  # a request may wait for the end of a prefetch, and then needs a load
 RENEW_INTERVAL_SECONDS = 1.0
 
 
@@ -34,11 +36,13 @@ class KvPuller:
         self._clients = clients
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")  # loads do not queue behind it
         self._results: deque[Pull] = deque()
+        self._prefetched: deque[tuple[PrefetchJob, Pull]] = deque()
         self._kept_alive: dict[LeaseId, PeerLease] = {}  # their loads have not ended
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.num_open = 0  # loads whose results have not been taken
+        self.num_open = 0  # loads and prefetches whose results have not been taken
         threading.Thread(target=self._renew_loop, name="kv-renew", daemon=True).start()
 
     # -- called by the step loop -----------------------------------------------------------------------------
@@ -55,6 +59,11 @@ class KvPuller:
         self.num_open += 1
         self._executor.submit(self._load, request_id, lease.lease_id, list(positions), list(block_ids))
 
+    def prefetch(self, lease: PeerLease, job: PrefetchJob) -> None:
+        """Fill the job's blocks from the lease, then release it."""
+        self.num_open += 1
+        self._prefetcher.submit(self._prefetch, lease.lease_id, job)
+
     def abandon(self, lease: PeerLease) -> None:
         """Release a lease that nobody here needs any more."""
         self._executor.submit(self._let_go, lease.lease_id)
@@ -66,32 +75,53 @@ class KvPuller:
         self.num_open -= len(results)
         return results
 
+    def take_prefetched(self) -> list[tuple[PrefetchJob, Pull]]:
+        """Prefetches that have ended. Their `Pull` names no request."""
+        results = []
+        while self._prefetched:
+            results.append(self._prefetched.popleft())
+        self.num_open -= len(results)
+        return results
+
     def close(self) -> None:
         self._closed.set()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        for executor in (self._executor, self._prefetcher):
+            executor.shutdown(wait=True, cancel_futures=True)
         for client in self._clients:
             client.close()
 
     # -- threads ---------------------------------------------------------------------------------------------
 
     def _load(self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId]) -> None:
-        result = Pull(request_id, False, "a bug")
+        self._results.append(self._pull(request_id, lease_id, positions, block_ids, DEFAULT_DEADLINE_SECONDS))
+        self._ended(lease_id)
+
+    def _prefetch(self, lease_id: LeaseId, job: PrefetchJob) -> None:
+        pull = self._pull(RequestId(""), lease_id, job.positions, job.block_ids, PREFETCH_SECONDS)
+        self._prefetched.append((job, pull))
+        self._ended(lease_id)
+
+    def _ended(self, lease_id: LeaseId) -> None:
+        self._on_result()
+        self._let_go(lease_id)  # else it would be renewed forever
+
+    def _pull(
+        self, request_id: RequestId, lease_id: LeaseId, positions: list[int], block_ids: list[BlockId], seconds: float
+    ) -> Pull:
+        """Pull from all ranks; whatever happens, there is a result: somebody waits for it."""
         try:
             with self._lock:
                 lease = self._kept_alive.get(lease_id)
             if lease is None:
                 raise TransferError("the lease was released for another request that had the same handle")
-            pulled = [client.pull(lease, positions, block_ids) for client in self._clients]
-            num_bytes, seconds = sum(one.num_bytes for one in pulled), sum(one.seconds for one in pulled)
-            result = Pull(request_id, True, "", pulled[0].transport, num_bytes, seconds)
+            pulled = [client.pull(lease, positions, block_ids, seconds) for client in self._clients]
+            num_bytes, taken = sum(one.num_bytes for one in pulled), sum(one.seconds for one in pulled)
+            return Pull(request_id, True, "", pulled[0].transport, num_bytes, taken)
         except MiniInferError as error:
-            result = Pull(request_id, False, str(error))
+            return Pull(request_id, False, str(error))
         except Exception:  # a thread's exception would be lost
             logger.exception("KV pull failed")
-        finally:
-            self._results.append(result)  # whatever happened: the request waits for it
-            self._on_result()
-            self._let_go(lease_id)  # else it would be renewed forever
+            return Pull(request_id, False, "a bug")
 
     def _let_go(self, lease_id: LeaseId) -> None:
         with self._lock:

@@ -5,6 +5,8 @@ Types of other modules travel as they are: settings, sampling parameters, log-pr
 
 from __future__ import annotations
 
+from enum import Enum
+
 import msgspec
 
 from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
@@ -60,6 +62,12 @@ class Abandon(Message):
     handle: KvHandle
 
 
+class Prefetch(Message):
+    """A part of a prompt that a peer is computing, to be pulled before its request comes."""
+
+    handle: KvHandle
+
+
 class Renew(Message):
     lease_id: LeaseId
     epoch: Epoch
@@ -81,7 +89,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Cancel | Abandon | Renew | Release | Stage | Stop
+ToEngine = Start | Submit | Cancel | Abandon | Prefetch | Renew | Release | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------
@@ -177,6 +185,24 @@ class Pull(Row):
     seconds: float = 0.0
 
 
+class PrefetchOutcome(Enum):
+    """How a prefetch has ended."""
+
+    PULLED = "pulled"
+    SKIPPED = "skipped"  # no room, or the prefix cache has its blocks, or lacks those before them
+    FAILED = "failed"
+
+
+class Prefetched(Row):
+    """Result of one prefetch. What was not pulled comes with the rest of its prompt."""
+
+    outcome: PrefetchOutcome
+    num_tokens: int = 0
+    transport: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
 class EngineLoad(Row):
     """The engine's part of LoadReport; the names are the protobuf message's."""
 
@@ -204,6 +230,7 @@ class StepReport(Message):
     ended_leases: list[LeaseId] = []
     staged: list[tuple[LeaseId, list[BlockId] | None]] = []  # rows of the shared memory, None without room
     pulls: list[Pull] = []
+    prefetches: list[Prefetched] = []
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
     load: EngineLoad = msgspec.field(default_factory=EngineLoad)
@@ -216,8 +243,9 @@ class StepReport(Message):
     @property
     def has_news(self) -> bool:
         """Whether it holds more than load and counters."""
-        lists = (self.deltas, self.failures, self.granted, self.ended_leases, self.staged, self.pulls)
-        return any(lists) or bool(self.stored or self.removed)
+        requests = self.deltas or self.failures or self.pulls or self.prefetches
+        leases = self.granted or self.ended_leases or self.staged
+        return bool(requests or leases or self.stored or self.removed)
 
 
 ToFront = Ready | Failed | StepReport

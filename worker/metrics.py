@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.metrics import MetricSet
 from engine.request import FinishReason
 from worker.front import WorkerFront
-from worker.messages import Delta, Pull, StepReport
+from worker.messages import Delta, Prefetched, PrefetchOutcome, Pull, StepReport
 
 FINISHED_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.PREFILLED)
 BLOCK_STATES = ("free", "cached", "used")
@@ -46,6 +46,10 @@ class WorkerMetrics:
             reason: metrics.counter("vllm:request_success", finished_reason=reason.value)
             for reason in FINISHED_REASONS
         }
+        self._prefetches = {
+            outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
+        }
+        self._prefetched_tokens = metrics.counter("mini_infer_kv_prefetched_tokens")
         front.add_listener(self.observe)
 
     def observe(self, report: StepReport) -> None:
@@ -68,6 +72,8 @@ class WorkerMetrics:
             self._observe_delta(delta)
         for pull in report.pulls:
             self._observe_pull(pull)
+        for prefetched in report.prefetches:
+            self._observe_prefetch(prefetched)
 
     def serve(self, host: str, port: int) -> None:
         """Answer scrapes until the process ends. Raises ConfigError when the port is taken."""
@@ -89,6 +95,15 @@ class WorkerMetrics:
         if not pull.ok:
             self._set.counter("mini_infer_kv_transfer_failures", transport=label).inc()
             return
-        self._set.counter("mini_infer_kv_transfers", transport=label).inc()
-        self._set.counter("mini_infer_kv_transfer_bytes", transport=label).inc(pull.num_bytes)
-        self._set.histogram("mini_infer_kv_transfer_seconds", transport=label).observe(pull.seconds)
+        self._observe_transfer(label, pull.num_bytes, pull.seconds)
+
+    def _observe_prefetch(self, prefetched: Prefetched) -> None:
+        self._prefetches[prefetched.outcome].inc()
+        self._prefetched_tokens.inc(prefetched.num_tokens)
+        if prefetched.outcome is PrefetchOutcome.PULLED:
+            self._observe_transfer(prefetched.transport, prefetched.num_bytes, prefetched.seconds)
+
+    def _observe_transfer(self, transport: str, num_bytes: int, seconds: float) -> None:
+        self._set.counter("mini_infer_kv_transfers", transport=transport).inc()
+        self._set.counter("mini_infer_kv_transfer_bytes", transport=transport).inc(num_bytes)
+        self._set.histogram("mini_infer_kv_transfer_seconds", transport=transport).observe(seconds)

@@ -17,6 +17,7 @@ class OpenRequest:
     deadline: float  # inf: none
     started: float = 0.0  # its first step or its pull; 0: it still waits
     reported: bool = False
+    part_digests: list[list[int]] = field(default_factory=list)  # of each rank, of blocks leased while it computes
     _times: RequestTimes = field(default_factory=RequestTimes)
 
     def start_pull(self, num_tokens: int, now: float) -> None:
@@ -29,6 +30,11 @@ class OpenRequest:
         self._times.kv_pull_failed = not pull.ok
         if not pull.ok:
             self._times.num_pulled_tokens = 0
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Leading blocks of the prompt that have been leased while the rest is computed."""
+        return len(self.part_digests[0]) if self.part_digests else 0
 
     def take_times(self, now: float) -> RequestTimes | None:
         """Return how the time to the first delta was spent; None after that."""

@@ -125,6 +125,13 @@ class WorkerLink:
         if self.info is not None and self._connection is not None and self.info.epoch == handle.epoch:
             self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
+    def prefetch(self, handle: pb.KvHandle) -> bool:
+        """Tell the worker of KV that a choice will need here. False: it cannot be told."""
+        if self._connection is None:
+            return False
+        self._connection.send(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
+        return True
+
     async def drain(self, grace_seconds: float) -> int:
         """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
         if self._connection is None:
@@ -188,6 +195,9 @@ class WorkerLink:
                     self.release(delta.kv_handle)
                 continue
             if leg.times is None:
+                if delta.HasField("kv_handle") and not delta.finish_reason:
+                    self._pass_on(leg, delta.kv_handle)
+                    continue
                 self._first_delta(leg, delta)
             if delta.finish_reason:
                 self._forget(leg)
@@ -201,6 +211,13 @@ class WorkerLink:
                 leg.listener.on_failure(error_of(failure))
         if report.kv_events and self._feed is not None:
             self._feed.apply(report.kv_events)
+
+    def _pass_on(self, leg: Leg, handle: pb.KvHandle) -> None:
+        """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
+        if leg.next_link is not None and leg.next_link.prefetch(handle):
+            leg.num_offered_tokens += handle.num_tokens
+        else:
+            self.release(handle)
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times

@@ -74,6 +74,9 @@ class Stream:
     async def release(self, lease_id: str, epoch: int) -> None:
         await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
 
+    async def prefetch(self, handle: pb.KvHandle) -> None:
+        await self._call.write(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
+
     async def report(self) -> pb.StepReport:
         report = await asyncio.wait_for(self._call.read(), 60)
         assert isinstance(report, pb.StepReport), "the stream has ended"
@@ -137,7 +140,10 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
 def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
     """The handle with other content. Only engine processes and this test read its shards."""
     lease = open_handle(handle_of(handle))
-    return pb.KvHandle(**asdict(as_handle(edit(lease))))
+    written = pb.KvHandle(**asdict(as_handle(edit(lease))))
+    written.block_keys.extend(handle.block_keys)
+    written.parent_key = handle.parent_key
+    return written
 
 
 def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:

@@ -15,7 +15,7 @@ from worker.messages import StepReport, Stop, Submit
 
 
 class Peers:
-    """No leases, no loads, no heartbeat."""
+    """No leases, no exports, no loads, no heartbeat."""
 
     num_open = 0
 
@@ -26,6 +26,12 @@ class Peers:
         return []
 
     def finish(self, requests: Any, now: float) -> list[Any]:
+        return []
+
+    def finish_prefetches(self) -> list[Any]:
+        return []
+
+    def lease_parts(self, requests: Any, now: float) -> list[Any]:
         return []
 
     def start(self, requests: Any, now: float) -> None:
@@ -68,7 +74,7 @@ def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         parts.engine.scheduler.kv.pool, "check_integrity", lambda: checks.append((link.now, len(link.reports)))
     )
-    process = EngineProcess(link, parts, peers, peers, peers)  # type: ignore[arg-type]
+    process = EngineProcess(link, parts, peers, peers, peers, peers)  # type: ignore[arg-type]
     process.run()
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["a", "b", "c"]

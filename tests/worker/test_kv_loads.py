@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.prefetches import PrefetchJob
 from engine.request import LoadJob, Request, RequestId, SamplingParams
 from kvstore.transport.handle import KvHandle, PeerLease, open_handle
-from kvstore.types import BlockId
+from kvstore.types import BlockId, BlockKey
 from tests.kvstore.transport.test_handle import GOOD
 from worker.kv_loads import KvLoads
-from worker.messages import Pull
+from worker.messages import Prefetched, PrefetchOutcome, Pull
 from worker.open_request import OpenRequest
 
 REQUEST_ID = RequestId("r")
@@ -29,12 +31,21 @@ class Parts:
         self.told: list[tuple[Any, ...]] = []
         self.jobs: list[LoadJob] = []
         self.results: list[Pull] = []
-        scheduler: Any = SimpleNamespace(take_load_jobs=lambda: self.jobs, finish_load=self._write("finish"))
+        self.prefetch_jobs: list[PrefetchJob] = []
+        self.prefetched: list[tuple[PrefetchJob, Pull]] = []
+        scheduler: Any = SimpleNamespace(
+            take_load_jobs=lambda: self.jobs,
+            finish_load=self._write("finish"),
+            prefetches=SimpleNamespace(add=self._write("add"), take_jobs=lambda: self.prefetch_jobs),
+            finish_prefetch=self._write("finish_prefetch"),
+        )
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),
             load=self._write("load"),
             take_results=lambda: self.results,
+            prefetch=self._write("prefetch"),
+            take_prefetched=lambda: self.prefetched,
         )
         exporter: Any = SimpleNamespace(fence=self._write("fence"))
         self.loads = KvLoads(scheduler, puller, exporter, BLOCK_SIZE)
@@ -119,3 +130,34 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
         times = parts.open[REQUEST_ID].take_times(now=3.0)
         assert times is not None
         assert (times.num_pulled_tokens, times.kv_pull_failed) == (0, True)
+
+
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
+PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE, block_keys=KEYS, parent_key=BlockKey(b"before"))
+
+
+def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
+    parts.loads.prefetch(PART)
+    assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS, b"before")]
+
+
+@pytest.mark.parametrize("wrong", [{"block_keys": KEYS[1:]}, {"num_tokens": PART.num_tokens - 1}], ids=str)
+def test_what_is_no_part_of_full_blocks_is_let_go(parts: Parts, wrong: dict[str, Any]) -> None:
+    parts.loads.prefetch(replace(PART, **wrong))
+    assert parts.verbs == ["keep", "abandon"]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bool) -> None:
+    lease = open_handle(PART)
+    job, needless = PrefetchJob(lease, [1], [BlockId(7)], KEYS[1:2]), PrefetchJob(lease, [], [], [])
+    parts.prefetch_jobs = [needless, job]
+    parts.loads.start(parts.open, now=3.0)
+    assert parts.told == [("fence",), ("abandon", lease), ("prefetch", lease, job)]
+    parts.prefetched = [(job, OK if ok else FAILED)]
+    pulled = Prefetched(PrefetchOutcome.PULLED, BLOCK_SIZE, "shm", 100, 0.5)
+    end = pulled if ok else Prefetched(PrefetchOutcome.FAILED)
+    assert parts.loads.finish_prefetches() == [Prefetched(PrefetchOutcome.SKIPPED), end]
+    assert parts.told[3:] == [("finish_prefetch", job, ok)]
+    parts.prefetched = []
+    assert parts.loads.finish_prefetches() == []

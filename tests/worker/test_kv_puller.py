@@ -9,10 +9,11 @@ from typing import cast
 import pytest
 
 from common.errors import TransferError
+from engine.prefetches import PrefetchJob
 from engine.request import RequestId
 from kvstore.transport.client import KvClient, PullResult
 from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
-from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from worker.kv_puller import KvPuller
 
@@ -29,7 +30,9 @@ class Client:
         self.released: list[str] = []
         self.has_released = threading.Event()
 
-    def pull(self, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId]) -> PullResult:
+    def pull(
+        self, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId], deadline_seconds: float
+    ) -> PullResult:
         if self.error is not None:
             raise self.error
         return PullResult("made up", 100, 0.5)
@@ -96,4 +99,21 @@ def test_a_lease_that_another_request_gave_back_is_not_read(
     assert has_result.wait(30)
     (result,) = puller.take_results()
     assert not result.ok
+    assert client.released == ["lease"]
+
+
+@pytest.mark.parametrize("error", [None, TransferError("told to fail"), RuntimeError("a bug")], ids=str)
+def test_every_prefetch_has_a_result_and_ends_its_lease(
+    error: Exception | None, puller: KvPuller, client: Client, has_result: threading.Event
+) -> None:
+    client.error = error
+    job = PrefetchJob(LEASE, [0], [BlockId(1)], [BlockKey(b"key")])
+    puller.keep_alive(LEASE)
+    puller.prefetch(LEASE, job)
+    assert has_result.wait(30)
+    ((ended, pull),) = puller.take_prefetched()
+    assert (ended, pull.ok) == (job, error is None)
+    assert puller.num_open == 0
+    assert puller.take_results() == []  # no request waits for it
+    assert client.has_released.wait(30)
     assert client.released == ["lease"]

@@ -1,0 +1,101 @@
+"""Prefetches: KV of prompts that peers are still computing, on its way into this engine's prefix cache.
+
+A prefetch takes only blocks that nobody needs, is owed to nobody, and ends as ordinary cached blocks. Pure, like the
+scheduler, between whose decisions it reserves blocks; docs/decisions/0170.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.pool.block_pool import BlockPool
+from kvstore.types import BlockId, BlockKey
+
+MAX_PREFETCHES = 4  # under way at once; what comes beside them is pulled with the rest of its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchJob:
+    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `Scheduler.finish_prefetch`.
+
+    Without positions there is nothing to fill or report: the source can be let go.
+    """
+
+    source: object
+    positions: list[int]
+    block_ids: list[BlockId]
+    block_keys: list[BlockKey]  # of the blocks to fill
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive full blocks of a prompt, in `source`."""
+
+    source: object
+    block_keys: Sequence[BlockKey]
+    parent_key: BlockKey  # of the block before the first; empty: there is none
+
+
+class Prefetches:
+    """Parts of prompts that wait for `reserve`, and those whose blocks are being filled."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._queued: list[_Part] = []
+        self._jobs: list[PrefetchJob] = []
+        self._filling: set[BlockKey] = set()
+        self._num_open = 0
+
+    def add(self, source: object, block_keys: Sequence[BlockKey], parent_key: BlockKey) -> None:
+        """Queue a part of a prompt for the next step."""
+        self._queued.append(_Part(source, block_keys, parent_key))
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queued)
+
+    def has_any_of(self, block_keys: Sequence[BlockKey]) -> bool:
+        """Whether a block with one of these keys is queued or being filled."""
+        if not (self._queued or self._filling):
+            return False
+        coming = self._filling.union(*(part.block_keys for part in self._queued))
+        return not coming.isdisjoint(block_keys)
+
+    def reserve(self, num_spare_blocks: int) -> None:
+        """Turn what is queued into jobs, as far as `num_spare_blocks` go."""
+        for part in self._queued:
+            positions = self._positions(part, num_spare_blocks)
+            num_spare_blocks -= len(positions)
+            keys = [part.block_keys[position] for position in positions]
+            self._jobs.append(PrefetchJob(part.source, positions, self._pool.allocate(len(positions)), keys))
+            self._filling.update(keys)
+            self._num_open += bool(positions)
+        self._queued.clear()
+
+    def take_jobs(self) -> list[PrefetchJob]:
+        """Return the jobs made since the last call."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def finish(self, job: PrefetchJob, ok: bool) -> None:
+        """Give the job's blocks back: filled ones to the cache."""
+        if ok:
+            for block_id, key in zip(job.block_ids, job.block_keys, strict=True):
+                self._pool.publish(block_id, key)
+        self._pool.release(job.block_ids)
+        self._filling.difference_update(job.block_keys)
+        self._num_open -= 1
+
+    def _positions(self, part: _Part, num_spare_blocks: int) -> list[int]:
+        """Positions of the blocks to fetch: those that are not here, if there is room and they would be of use."""
+        is_first = not part.parent_key
+        if not self._pool.enable_prefix_cache or self._num_open >= MAX_PREFETCHES:
+            return []
+        if not (is_first or self._has(part.parent_key)):
+            return []  # a prefix without its head is of no use
+        positions = [position for position, key in enumerate(part.block_keys) if not self._has(key)]
+        return positions if len(positions) <= num_spare_blocks else []
+
+    def _has(self, key: BlockKey) -> bool:
+        return self._pool.contains(key) or key in self._filling
