@@ -62,6 +62,23 @@ class KVManager:
         request.num_published_blocks = len(found)
         return len(found) * self.block_size
 
+    def attach_for_load(self, request: Request, num_tokens: int) -> list[int]:
+        """Give `request` all blocks for `num_tokens`: cached ones where there are any, fresh ones to be filled else.
+
+        Returns the positions of the fresh ones. The caller has checked that they are available.
+        """
+        first, num_full = len(request.block_ids), num_tokens // self.block_size
+        found = [self._cached_block(key) for key in request.block_keys[first:num_full]]
+        found += [None] * (self.num_blocks_for(num_tokens) - first - len(found))
+        self.pool.acquire(block_id for block_id in found if block_id is not None)  # before others are evicted
+        positions = [position for position, block_id in enumerate(found, first) if block_id is None]
+        fresh = iter(self.pool.allocate(len(positions)))
+        request.block_ids += [next(fresh) if block_id is None else block_id for block_id in found]
+        return positions
+
+    def _cached_block(self, key: BlockKey) -> BlockId | None:
+        return next(iter(self.pool.lookup([key])), None) if self.enable_prefix_cache else None
+
     def cached_blocks(self, request: Request) -> list[BlockId]:
         """The blocks of the longest known prefix of `request`, idle ones included; changes nothing."""
         if not self.enable_prefix_cache:
@@ -113,6 +130,12 @@ class KVManager:
             assert self.host_tier is not None
             self.host_tier.unpin(request.host_slots)
             request.host_slots = []
+
+    def release_uncomputed(self, request: Request) -> None:
+        """Drop the blocks behind those that hold the computed tokens of `request`."""
+        num_kept = self.num_blocks_for(request.num_computed_tokens)
+        self.pool.release(request.block_ids[num_kept:])
+        del request.block_ids[num_kept:]
 
     def publish(self, request: Request) -> None:
         """Make the request's blocks findable that are full, computed and not published yet."""

@@ -30,11 +30,10 @@ class PrefetchJob:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Consecutive full blocks of a prompt, in `source`."""
+    """Full blocks of a prompt, in `source`."""
 
     source: object
     block_keys: Sequence[BlockKey]
-    parent_key: BlockKey  # of the block before the first; empty: there is none
 
 
 class Prefetches:
@@ -47,9 +46,9 @@ class Prefetches:
         self._filling: set[BlockKey] = set()
         self._num_open = 0
 
-    def add(self, source: object, block_keys: Sequence[BlockKey], parent_key: BlockKey) -> None:
-        """Queue a part of a prompt for the next step."""
-        self._queued.append(_Part(source, block_keys, parent_key))
+    def add(self, source: object, block_keys: Sequence[BlockKey]) -> None:
+        """Queue full blocks of a prompt for the next step."""
+        self._queued.append(_Part(source, block_keys))
 
     @property
     def has_queued(self) -> bool:
@@ -88,14 +87,9 @@ class Prefetches:
         self._num_open -= 1
 
     def _positions(self, part: _Part, num_spare_blocks: int) -> list[int]:
-        """Positions of the blocks to fetch: those that are not here, if there is room and they would be of use."""
-        is_first = not part.parent_key
+        """Positions of the blocks to fetch: all that are not here, if there is room."""
         if not self._pool.enable_prefix_cache or self._num_open >= MAX_PREFETCHES:
             return []
-        if not (is_first or self._has(part.parent_key)):
-            return []  # a prefix without its head is of no use
-        positions = [position for position, key in enumerate(part.block_keys) if not self._has(key)]
+        keys = enumerate(part.block_keys)
+        positions = [index for index, key in keys if key not in self._filling and not self._pool.contains(key)]
         return positions if len(positions) <= num_spare_blocks else []
-
-    def _has(self, key: BlockKey) -> bool:
-        return self._pool.contains(key) or key in self._filling

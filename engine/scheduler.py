@@ -216,7 +216,7 @@ class Scheduler:
     def finish_load(self, request_id: RequestId, ok: bool) -> Request | None:
         """A load has ended; None when its request was cancelled meanwhile.
 
-        After a failure the request keeps its blocks and computes what they lack.
+        After a failure the request computes what the load should have brought.
         """
         request = self._loading.pop(request_id)
         if request_id in self._cancelled_loads:
@@ -226,6 +226,8 @@ class Scheduler:
         if ok:
             request.num_computed_tokens = request.num_source_tokens
             self.kv.publish(request)
+        else:
+            self.kv.release_uncomputed(request)  # blocks that others can read are among them
         request.status = RequestStatus.RUNNING
         insort(self._running, request, key=_rank)
         return request
@@ -427,15 +429,13 @@ class Scheduler:
         if request.num_source_tokens - num_cached < self.kv.block_size:
             self._load_jobs.append(LoadJob(request, source, [], []))
             return False
-        grown = self.kv.grow(request, request.num_source_tokens)
-        assert grown, "admission checked the room"
-        self._count_cache_use(request, num_cached)
+        positions = self.kv.attach_for_load(request, request.num_source_tokens)
+        self._count_cache_use(request, (len(request.block_ids) - len(positions)) * self.kv.block_size)
         request.num_computed_tokens = num_cached
         request.status = RequestStatus.LOADING
         self._loading[request.request_id] = request
-        first = num_cached // self.kv.block_size
-        positions = list(range(first, self.kv.num_blocks_for(request.num_source_tokens)))
-        self._load_jobs.append(LoadJob(request, source, positions, request.block_ids[first:]))
+        block_ids = [request.block_ids[position] for position in positions]
+        self._load_jobs.append(LoadJob(request, source, positions, block_ids))
         return True
 
     def _count_cache_use(self, request: Request, num_computed: int) -> None:

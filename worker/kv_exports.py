@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.request import Request, RequestId, RequestStatus
 from engine.scheduler import Scheduler
 from kvstore.pool.leases import Lease
-from kvstore.transport.handle import NO_KEY, KvHandle
+from kvstore.transport.handle import KvHandle
 from worker.kv_exporter import KvLeases
 from worker.open_request import OpenRequest
 
@@ -52,13 +52,12 @@ class KvExports:
     def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> Exported:
         request, kv = entry.request, self._scheduler.kv
         kv.extend_keys(request)
-        block_ids, keys = request.block_ids[first:last], request.block_keys
+        block_ids = request.block_ids[first:last]
         digests = self._leases.digests(block_ids)
         kv.pool.acquire(block_ids)
         lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
         entry.part_digests = _appended(entry.part_digests, digests)
-        parent_key = keys[first - 1] if first else NO_KEY
-        return Exported(lease, replace(handle, block_keys=keys[first:last], parent_key=parent_key))
+        return Exported(lease, replace(handle, block_keys=request.block_keys[first:last]))
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
         """Lease all blocks of a request that ended with PREFILLED."""

@@ -66,7 +66,7 @@ class KvLoads:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
             self.abandon(lease)
             return
-        self._scheduler.prefetches.add(lease, handle.block_keys, handle.parent_key)
+        self._scheduler.prefetches.add(lease, handle.block_keys)
 
     def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
         """Pull what the scheduler has reserved blocks for since the last call."""
@@ -82,7 +82,8 @@ class KvLoads:
             lease, request_id = job.source, job.request.request_id
             assert isinstance(lease, PeerLease)
             if request_id in requests:
-                requests[request_id].start_pull(lease.num_tokens - job.positions[0] * self._block_size, now)
+                num_cached_blocks = lease.num_blocks - len(job.positions)
+                requests[request_id].start_pull(lease.num_tokens - num_cached_blocks * self._block_size, now)
             self._puller.load(request_id, lease, job.positions, job.block_ids)
 
     def _start_prefetch(self, job: PrefetchJob) -> None:

@@ -23,7 +23,6 @@ from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, 
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
-NO_KEY = BlockKey(b"")
 FORMAT = 1
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
@@ -40,9 +39,7 @@ class KvHandle:
     num_tokens: int  # whose KV the blocks hold
     lease_seconds: float
     shards: Sequence[bytes]
-    # Only on a part of a prompt that is still being computed, which consists of full blocks:
-    block_keys: Sequence[BlockKey] = ()
-    parent_key: BlockKey = NO_KEY  # of the block before the first; empty: there is none
+    block_keys: Sequence[BlockKey] = ()  # of full blocks: only on a part of a prompt that is still being computed
 
 
 @dataclass(frozen=True, slots=True)

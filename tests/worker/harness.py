@@ -142,7 +142,6 @@ def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.Kv
     lease = open_handle(handle_of(handle))
     written = pb.KvHandle(**asdict(as_handle(edit(lease))))
     written.block_keys.extend(handle.block_keys)
-    written.parent_key = handle.parent_key
     return written
 
 

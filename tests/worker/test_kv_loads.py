@@ -133,12 +133,12 @@ def test_a_failed_pull_is_a_fault_unless_its_request_was_cancelled(
 
 
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
-PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE, block_keys=KEYS, parent_key=BlockKey(b"before"))
+PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE, block_keys=KEYS)
 
 
 def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
     parts.loads.prefetch(PART)
-    assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS, b"before")]
+    assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
 
 
 @pytest.mark.parametrize("wrong", [{"block_keys": KEYS[1:]}, {"num_tokens": PART.num_tokens - 1}], ids=str)
