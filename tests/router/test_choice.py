@@ -26,6 +26,7 @@ from router.request import GenerationRequest
 from tests.router.harness import DRY_RUN
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
+PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32, block_keys=[b"a", b"b"])
 
 
 class Worker:
@@ -60,6 +61,10 @@ class Worker:
     @property
     def releases(self) -> list[str]:
         return [command.release.lease_id for command in self.commands if command.HasField("release")]
+
+    @property
+    def prefetches(self) -> list[pb.KvHandle]:
+        return [command.prefetch.kv_handle for command in self.commands if command.HasField("prefetch")]
 
     def says(self, text: str, **fields: Any) -> None:
         """One step, for the leg that was opened last."""
@@ -151,6 +156,43 @@ async def test_prefill_then_decode_then_done() -> None:
     assert states == [State.PREFILL, State.DECODE, State.DONE]
     assert sink.ends() == [(0, "length", None)]
     assert not [*prefill.cancels, *decode.cancels, *prefill.releases]
+    assert router.is_quiet()
+
+
+async def test_parts_of_a_prompt_go_on_to_the_next_worker() -> None:
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, sink = router.request()
+    (choice,) = request.choices
+    for _ in range(2):
+        prefill.says("", kv_handle=PART)
+    assert (choice.state, sink.updates) == (State.PREFILL, [])
+    assert prefill.link.view().queued_prefill_tokens == 3  # it is still computing
+    assert decode.prefetches == [PART, PART]
+    prefill.prefilled("H")
+    assert decode.submits[0].kv_handle == HANDLE
+    decode.says("i", finish_reason=pb.FINISH_REASON_STOP)
+    assert sink.text() == "Hi"
+    assert not prefill.releases
+    assert router.is_quiet()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_parts_that_nobody_will_read_are_released(is_lost: bool) -> None:
+    """The decode worker is lost, or the client leaves, while the prompt is computed."""
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, _ = router.request()
+    prefill.says("", kv_handle=PART)
+    if is_lost:
+        decode.link.lost("killed")
+    else:
+        request.close()
+    prefill.says("", kv_handle=PART)
+    assert decode.prefetches == [PART]
+    assert prefill.releases == ["part"]
+    if is_lost:
+        request.close()
     assert router.is_quiet()
 
 

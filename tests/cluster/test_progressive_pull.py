@@ -1,0 +1,151 @@
+"""Prompts of many chunks through a whole cluster: what decode pulls at the end, and what faults before it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.prefetches import MAX_PREFETCHES
+from tests.cluster.harness import Cluster, free_ports, running_cluster
+
+CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 1500
+NUM_REQUESTS, OUTPUT_TOKENS = 12, 16
+CHUNKED = {"prefill": (f"--max-num-batched-tokens={CHUNK_TOKENS}",)}
+ALWAYS_PREFILL = ("--local-prefill-tokens=0",)
+
+
+@pytest.fixture(scope="module")
+def reference() -> LLM:
+    return LLM("dry-run", num_gpu_blocks=2048, num_threads=1)
+
+
+def make_prompts(seed: int, count: int = NUM_REQUESTS) -> list[str]:
+    rng = random.Random(seed)  # a token a letter
+    return ["".join(rng.choices("abcdefgh ", k=NUM_PROMPT_TOKENS + rng.randrange(200))) for _ in range(count)]
+
+
+def expected_texts(llm: LLM, prompts: list[str]) -> list[str]:
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    return [completion.text for completion in llm.generate(prompts, params)]
+
+
+async def complete(client: openai.AsyncOpenAI, prompt: str) -> Any:
+    return await client.completions.create(
+        model="dry-run", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+
+
+def async_client(cluster: Cluster) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=60.0)
+
+
+def load_of(cluster: Cluster, name: str) -> dict[str, Any]:
+    return next(w["load"] for w in cluster.get("/v1/cluster")["workers"] if w["id"] == name)
+
+
+async def until_prefetched(cluster: Cluster, name: str) -> None:
+    """Until the worker's cache has parts of prompts; no request has reached it then, or only the first few."""
+    deadline = time.monotonic() + 30
+    while not load_of(cluster, name)["kv_blocks_cached"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def cluster(metrics_port: int) -> Iterator[Cluster]:
+    roles = {**CHUNKED, "decode": (f"--metrics-port={metrics_port}",)}
+    with running_cluster(router_args=ALWAYS_PREFILL, role_args=roles) as running:
+        yield running
+
+
+def metric(port: int, name: str) -> float:
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def test_what_was_prefetched_is_not_pulled_again(cluster: Cluster, reference: LLM, metrics_port: int) -> None:
+    (prompt,) = prompts = make_prompts(seed=1, count=1)
+    before = metric(metrics_port, "mini_infer_kv_prefetched_tokens_total")
+    async with async_client(cluster) as client:
+        answer = await complete(client, prompt)
+    assert [answer.choices[0].text] == expected_texts(reference, prompts)
+    prefill, decode = cluster.get(f"/explain/{answer.id}")["choices"][0]["workers"]
+    num_ready = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    assert prefill["offered_tokens"] == num_ready
+    assert decode["cached_tokens"] + decode["pulled_tokens"] == len(prompt)
+    num_prefetched = metric(metrics_port, "mini_infer_kv_prefetched_tokens_total") - before
+    assert decode["cached_tokens"] == num_prefetched >= MAX_PREFETCHES * CHUNK_TOKENS  # steps are shorter than pulls
+    assert metric(metrics_port, 'mini_infer_kv_prefetches_total{model_name="dry-run",outcome="failed"}') == 0
+    cluster.wait_quiet()
+
+
+async def test_many_at_once_equal_one_engine(cluster: Cluster, reference: LLM) -> None:
+    prompts = make_prompts(seed=2)
+    async with async_client(cluster) as client:
+        answers = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
+    assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+    cluster.wait_quiet()
+
+
+async def test_clients_that_leave_in_mid_prompt_leave_nothing_behind(cluster: Cluster) -> None:
+    async with async_client(cluster) as client:
+        tasks = [asyncio.create_task(complete(client, prompt)) for prompt in make_prompts(seed=3)]
+        for number, task in enumerate(tasks):
+            await asyncio.sleep(0.01 * (number % 3))
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(end, asyncio.CancelledError) for end in ends) > NUM_REQUESTS // 2
+    cluster.wait_quiet()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
+async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM, kill: str) -> None:
+    prompts = make_prompts(seed=4)
+    workers = {"num_prefill": 2, "num_decode": 2}
+    with running_cluster(**workers, router_args=ALWAYS_PREFILL, role_args=CHUNKED) as cluster:  # type: ignore[arg-type]
+        async with async_client(cluster) as client:
+            tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
+            await until_prefetched(cluster, "decode-0")
+            cluster.services[kill].kill()
+            assert sum(not task.done() for task in tasks) > NUM_REQUESTS // 2
+            answers = await asyncio.gather(*tasks)
+        assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+        cluster.wait_quiet()
+
+
+@pytest.mark.timeout(120)
+async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
+    """Pools with room for about two of the prompts: those on the prefill worker preempt each other in mid-prompt."""
+    prompts = make_prompts(seed=5)
+    engine = ("--model=dry-run", "--num-gpu-blocks=230", "--num-threads=1")
+    port = free_ports(1)[0]
+    roles = {"prefill": (*CHUNKED["prefill"], f"--metrics-port={port}")}
+    with running_cluster(engine_args=engine, router_args=ALWAYS_PREFILL, role_args=roles) as cluster:
+        async with async_client(cluster) as client:
+            first = [asyncio.create_task(complete(client, prompt)) for prompt in prompts[:6]]
+            await until_prefetched(cluster, "decode-0")
+            urgent = [
+                client.completions.create(
+                    model="dry-run", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0,
+                    extra_body={"ignore_eos": True, "priority": -1},
+                )
+                for prompt in prompts[6:]
+            ]  # fmt: skip
+            answers = await asyncio.gather(*first, *urgent)
+        assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+        cluster.wait_quiet()
+        assert metric(port, "vllm:num_preemptions_total") > 0
