@@ -1,11 +1,15 @@
 """Figures of a whole local cluster through HTTP, each beside its comparison in the same run.
 
-    python -m benchmarks.serving [--scenario streams,prefix,gap] [--rounds 5] [--transformers] [-- flags of serve]
+    python -m benchmarks.serving [--scenario streams,prefix,gap,handoff] [--rounds 5] [--transformers]
+                                 [--prompt-tokens 2000] [--chunk-tokens 256] [-- flags of serve]
 
 streams: output tokens/s of 8 concurrent streams beside one.
 prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
 gap: longest pause of a running stream while a 2,000-token prompt arrives: one worker that computes it at once, one
 that computes it in chunks, and a prefill worker that keeps it away from the stream.
+handoff: first token of a prompt of --prompt-tokens, computed in chunks of --chunk-tokens, and the gap between its
+first and second token beside the later ones: one worker, and a prefill and a decode worker with the KV pulled at the
+end or progressively. On GPUs: --scenario handoff --prompt-tokens 16000 --chunk-tokens 2048 --model ...
 
 Starts the clusters that it needs, one after the other, and prints one JSON object a line. Wall-clock times on a busy
 machine mean little; the ratios within one line are what to read.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import random
 import statistics
@@ -37,6 +42,7 @@ NUM_STREAMS = 8
 STREAM_TOKENS = 96
 PREFIX_TOKENS = 1000
 LONG_PROMPT_TOKENS = 2000
+HANDOFF_TOKENS = 24  # of an answer: enough for a median of later gaps
 UNCHUNKED_TOKENS = 4096
 CHUNK_TOKENS = 256
 SEED = 1  # of the prompts; drawn fresh in every round
@@ -111,6 +117,16 @@ async def measure_gap(session: Session, rounds: int) -> dict[str, Any]:
     return {"longest_gap_ms": statistics.median([await session.longest_gap() * 1e3 for _ in range(rounds)])}
 
 
+async def measure_handoff(session: Session, rounds: int, num_tokens: int) -> dict[str, Any]:
+    records = [await session.ask(session.prompt(num_tokens), HANDOFF_TOKENS) for _ in range(rounds + 1)][1:]
+    return {
+        "prompt_tokens": min(record.num_prompt_tokens for record in records),
+        "first_token_ms": statistics.median(record.ttft for record in records) * 1e3,
+        "second_token_ms": statistics.median(record.gaps[0] for record in records) * 1e3,
+        "later_token_ms": statistics.median(gap for record in records for gap in record.gaps[1:]) * 1e3,
+    }
+
+
 Measure = Callable[[Session, int], Coroutine[Any, Any, dict[str, Any]]]
 
 
@@ -142,6 +158,22 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
     return values | lower
 
 
+def handoff_scenario(rounds: int, prompt_tokens: int, chunk_tokens: int, flags: list[str]) -> dict[str, Any]:
+    """Measure equal prompts on three clusters. `second_over_later_ms`: the cost of the hand-off beside a step."""
+    pair = ["--prefill=1", "--decode=1"]
+    clusters = {
+        "aggregated": ["--prefill=0", "--decode=1"],
+        "at_end": [*pair, "--no-progressive-pull"],
+        "progressive": pair,
+    }
+    measure = functools.partial(measure_handoff, num_tokens=prompt_tokens)
+    common = [f"--max-num-batched-tokens={chunk_tokens}", "--local-prefill-tokens=0", *flags]
+    found = {name: on_cluster(measure, rounds, [*own, *common]) for name, own in clusters.items()}
+    for figures in found.values():
+        figures["second_over_later_ms"] = figures["second_token_ms"] - figures["later_token_ms"]
+    return {"chunk_tokens": chunk_tokens} | found
+
+
 def transformers_tok_s(rounds: int) -> float:
     """Speed of one stream of the default model under transformers in bfloat16, in this process."""
     from benchmarks.compare_cpu import MAX_TOKEN_ID, transformers_speed
@@ -160,11 +192,17 @@ def main() -> None:
     parser.add_argument("--scenario", default="streams,prefix,gap", help="which, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--transformers", action="store_true", help="streams: beside one stream of transformers")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=LONG_PROMPT_TOKENS, help="handoff: length of the prompts"
+    )
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="handoff: tokens of a step")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
     for name in options.scenario.split(","):
         if name == "gap":
             result = gap_scenario(options.rounds, flags)
+        elif name == "handoff":
+            result = handoff_scenario(options.rounds, options.prompt_tokens, options.chunk_tokens, flags)
         elif name in ("streams", "prefix"):
             measure = measure_streams if name == "streams" else measure_prefix
             result = on_cluster(measure, options.rounds, flags)
@@ -172,7 +210,7 @@ def main() -> None:
                 result["transformers_one_stream_tok_s"] = theirs = transformers_tok_s(options.rounds)
                 result["streams_over_transformers"] = result[f"{NUM_STREAMS}_streams_tok_s"] / theirs
         else:
-            parser.error(f"no scenario {name!r}: choose streams, prefix or gap")
+            parser.error(f"no scenario {name!r}: choose streams, prefix, gap or handoff")
         report({"scenario": name, "rounds": options.rounds} | result)
 
 
