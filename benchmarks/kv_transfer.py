@@ -90,10 +90,10 @@ class Owner:
         self._exporter.end_export(lease)
         self._staging.end(lease_id)
 
-    def _stage(self, lease_id: LeaseId) -> None:
+    def _stage(self, lease_id: LeaseId, first: int) -> None:
         lease: Lease | None = self._leases.get(lease_id)
         assert lease is not None
-        self._staging.answer(lease_id, self._exporter.stage(lease))
+        self._staging.answer(lease_id, first, self._exporter.stage(lease, first))
 
 
 async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str) -> None:

@@ -136,8 +136,8 @@ class EngineProcess:
             case Release(lease_id, epoch):
                 if self._leases.release(lease_id, epoch):
                     self._report.ended_leases.append(lease_id)
-            case Stage(lease_id):
-                self._report.staged.append((lease_id, self._leases.stage(lease_id)))
+            case Stage(lease_id, first):
+                self._report.staged.append((lease_id, first, self._leases.stage(lease_id, first)))
             case Stop():
                 self._stopping = True
 

@@ -207,8 +207,8 @@ class WorkerFront:
         for lease_id in report.ended_leases:
             self.leases.release(lease_id, self.leases.epoch)
         if self._staging is not None:
-            for lease_id, rows in report.staged:
-                self._staging.answer(lease_id, rows)
+            for lease_id, first, rows in report.staged:
+                self._staging.answer(lease_id, first, rows)
             for lease_id in report.ended_leases:
                 self._staging.end(lease_id)
 

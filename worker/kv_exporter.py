@@ -34,8 +34,8 @@ class KvExporter(Protocol):
         """Digests of complete blocks, for each rank's pool."""
         ...
 
-    def stage(self, lease: Lease) -> list[BlockId] | None:
-        """Rows of the shared memory that hold the lease's blocks; None without room."""
+    def stage(self, lease: Lease, first: int) -> list[BlockId] | None:
+        """Rows of the shared memory that hold the lease's blocks from position `first` on; None without room."""
         ...
 
     def end_export(self, lease: Lease) -> None:
@@ -59,8 +59,8 @@ class DirectExporter:
             [digest_blocks(blocks[block_id : block_id + 1])[0] for block_id in block_ids] for blocks in self._ranks
         ]
 
-    def stage(self, lease: Lease) -> list[BlockId] | None:
-        return list(lease.block_ids)
+    def stage(self, lease: Lease, first: int) -> list[BlockId] | None:
+        return list(lease.block_ids[first:])
 
     def end_export(self, lease: Lease) -> None:
         self._pool.release(lease.block_ids)
@@ -104,26 +104,27 @@ class DeviceExporter:
         self._ranks = ranks
         self._rows = ranks[0][1]
         self._pool = pool
-        self._staged: dict[LeaseId, list[BlockId]] = {}
+        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # by the first position
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
         return [device_pool.digests(block_ids) for device_pool, _ in self._ranks]
 
-    def stage(self, lease: Lease) -> list[BlockId] | None:
-        rows = self._staged.get(lease.lease_id)
-        if rows is None:
-            count = len(lease.block_ids)
-            rows = self._rows.take(count, count)
+    def stage(self, lease: Lease, first: int) -> list[BlockId] | None:
+        staged = self._staged.setdefault(lease.lease_id, {})
+        if first not in staged:
+            block_ids = lease.block_ids[first:]
+            rows = self._rows.take(len(block_ids), len(block_ids))
             if not rows:
                 return None
             for device_pool, own_rows in self._ranks:
-                device_pool.copy_out(lease.block_ids, own_rows.memory, rows)
-            self._staged[lease.lease_id] = rows
-        return rows
+                device_pool.copy_out(block_ids, own_rows.memory, rows)
+            staged[first] = rows
+        return staged[first]
 
     def end_export(self, lease: Lease) -> None:
         self._pool.release(lease.block_ids)
-        self._rows.give_back(self._staged.pop(lease.lease_id, []))
+        for rows in self._staged.pop(lease.lease_id, {}).values():
+            self._rows.give_back(rows)
 
     def fence(self) -> None:
         (first, _), *others = self._ranks
@@ -175,12 +176,12 @@ class KvLeases:
             self._exporter.end_export(lease)
         return [lease.lease_id for lease in expired]
 
-    def stage(self, lease_id: LeaseId) -> list[BlockId] | None:
-        """Rows of the shared memory that hold the lease's blocks; None without room or such a lease."""
+    def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
+        """Rows of the shared memory with the lease's blocks from `first` on; None without room or such a lease."""
         lease = self._table.get(lease_id)
         if lease is None:
             return None
-        rows = self._exporter.stage(lease)
+        rows = self._exporter.stage(lease, first)
         if rows is None:
-            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids))
+            logger.warning("no staging memory for %d KV blocks: raise --kv-staging-gb", len(lease.block_ids) - first)
         return rows

@@ -16,7 +16,7 @@ SERVICE_NAME = kvstore_pb2.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 def add_kv_service(server: RpcServer, engine: EngineClient) -> tuple[LeaseTable, StagingTable | None]:
     """Serve the engine's pools; returns what the front keeps current. Raises UnavailableError, TransferError."""
     leases, ready = LeaseTable(engine.ready.info.epoch), engine.ready
-    staging = StagingTable(lambda lease_id: engine.send(Stage(lease_id))) if ready.needs_staging else None
+    staging = StagingTable(lambda *part: engine.send(Stage(*part))) if ready.needs_staging else None
     servicer = KvTransferService(
         [PoolView(path, staging) for path in ready.shm_sockets],
         leases,

@@ -83,6 +83,7 @@ class Stage(Message):
     """A reader that cannot reach GPU memory wants the blocks of this lease."""
 
     lease_id: LeaseId
+    first: int  # position in the lease: blocks before it are not wanted
 
 
 class Stop(Message):
@@ -228,7 +229,7 @@ class StepReport(Message):
     failures: list[Failure] = []
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []
-    staged: list[tuple[LeaseId, list[BlockId] | None]] = []  # rows of the shared memory, None without room
+    staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # from which position on; rows, None without room
     pulls: list[Pull] = []
     prefetches: list[Prefetched] = []
     stored: list[BlockKey] = []

@@ -55,15 +55,17 @@ class LeaseClient:
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(call(lambda: stub.Release(request, timeout=CALL_SECONDS, metadata=self.metadata)).held)
 
-    def stage(self, shard: PeerShard, deadline_seconds: float) -> list[BlockId]:
-        """Have the lease's blocks copied to the peer's shared memory; the rows, one per block of the lease.
+    def stage(self, shard: PeerShard, first: int, deadline_seconds: float) -> list[BlockId]:
+        """Have the lease's blocks from position `first` on copied to the peer's shared memory; returns their rows.
 
         Raises UnavailableError, or TransferError when the peer cannot.
         """
         stub = self.stub(shard.address.kv_address)
-        request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.geometry.shard.rank)
+        request = kvstore_pb2.StageRequest(
+            lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.geometry.shard.rank, first=first
+        )
         rows = call(lambda: stub.Stage(request, timeout=deadline_seconds, metadata=self.metadata)).rows
-        if len(rows) != len(shard.block_ids):
+        if len(rows) != len(shard.block_ids) - first:
             raise TransferError("the peer has staged another lease")
         return [BlockId(row) for row in rows]
 

@@ -85,7 +85,8 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     async def Stage(self, request: kvstore_pb2.StageRequest, context: Context) -> kvstore_pb2.StageReply:
         rows: Sequence[BlockId] = ()
         try:
-            rows = await self._rows(request, self._pool(request.rank))
+            self._resolve(request, [request.first])
+            rows = await self._rows(request, self._pool(request.rank), request.first)
         except MiniInferError as error:
             await abort_with(context, error)
         return kvstore_pb2.StageReply(rows=rows)
@@ -96,9 +97,10 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
             pool = self._pool(request.rank)
             self._resolve(request, request.positions)
-            rows = await self._rows(request, pool)
+            first = min(request.positions, default=0)
+            rows = await self._rows(request, pool, first)
             for index, position in enumerate(request.positions):
-                for chunk in block_chunks(index, pool.blocks[rows[position]]):
+                for chunk in block_chunks(index, pool.blocks[rows[position - first]]):
                     self._resolve(request, [position])  # after the copy
                     yield chunk
         except MiniInferError as error:
@@ -111,11 +113,11 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         return self._pools[rank]
 
     async def _rows(
-        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, pool: PoolView
+        self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, pool: PoolView, first: int
     ) -> list[BlockId]:
-        """Rows of `pool` with the lease's blocks. Raises TransferError when they cannot be brought there."""
+        """Rows of `pool` with the lease's blocks from `first` on. Raises TransferError when they cannot get there."""
         blocks = self._resolve(request, None)
-        return blocks if pool.staging is None else await pool.staging.rows(LeaseId(request.lease_id))
+        return blocks[first:] if pool.staging is None else await pool.staging.rows(LeaseId(request.lease_id), first)
 
     def _resolve(
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None

@@ -60,9 +60,12 @@ class ShmTransport:
     ) -> None:
         info, pool = self._mapping(shard)
         shard.check_offer(info)
-        is_staged = shard.address.needs_staging
-        remote_rows = self._leases.stage(shard, deadline_seconds) if is_staged else shard.block_ids
-        remote_ids = rows_at(remote_rows, positions, len(pool))
+        if shard.address.needs_staging:
+            first = min(positions, default=0)
+            remote_rows = self._leases.stage(shard, first, deadline_seconds)
+            remote_ids = rows_at(remote_rows, [position - first for position in positions], len(pool))
+        else:
+            remote_ids = rows_at(shard.block_ids, positions, len(pool))
         for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
             np.copyto(blocks[local : local + count], pool[remote : remote + count])
 

@@ -6,6 +6,7 @@ Rows belong to a lease until it ends. Lives in one event loop; knows no bytes.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from common.errors import TransferError
@@ -15,39 +16,43 @@ STAGE_SECONDS = 10.0
 
 
 class StagingTable:
-    """`ask(lease_id)` makes the engine stage a lease; its answer comes as `answer`."""
+    """`ask(lease_id, first)` makes the engine stage a lease from position `first` on; it replies by `answer`."""
 
-    def __init__(self, ask: Callable[[LeaseId], None]) -> None:
+    def __init__(self, ask: Callable[[LeaseId, int], None]) -> None:
         self._ask = ask
-        self._rows: dict[LeaseId, asyncio.Future[list[BlockId]]] = {}
+        self._rows: defaultdict[LeaseId, dict[int, asyncio.Future[list[BlockId]]]] = defaultdict(dict)  # by first
 
-    async def rows(self, lease_id: LeaseId) -> list[BlockId]:
-        """The rows that hold the lease's blocks, in its order. Raises TransferError."""
-        future = self._rows.get(lease_id)
-        if future is None:
-            future = self._rows[lease_id] = asyncio.get_running_loop().create_future()
-            self._ask(lease_id)
+    async def rows(self, lease_id: LeaseId, first: int) -> list[BlockId]:
+        """The rows that hold the lease's blocks from position `first` on, in its order. Raises TransferError."""
+        staged = self._rows[lease_id]
+        start = max((known for known in staged if known <= first), default=None)
+        if start is None:
+            start = first
+            staged[start] = asyncio.get_running_loop().create_future()
+            self._ask(lease_id, start)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), STAGE_SECONDS)
+            return (await asyncio.wait_for(asyncio.shield(staged[start]), STAGE_SECONDS))[first - start :]
         except TimeoutError:
             raise TransferError("the worker does not bring the KV blocks to shared memory") from None
 
-    def answer(self, lease_id: LeaseId, rows: Sequence[int] | None) -> None:
-        """The engine has staged the lease; None: it has no room, or no such lease."""
-        future = self._rows.get(lease_id)
+    def answer(self, lease_id: LeaseId, first: int, rows: Sequence[int] | None) -> None:
+        """The engine has staged the lease from `first` on; None: it has no room, or no such lease."""
+        future = self._rows[lease_id].get(first) if lease_id in self._rows else None
         if future is None or future.done():
             return
         if rows is not None:
             future.set_result([BlockId(row) for row in rows])
             return
-        del self._rows[lease_id]  # the next reader may find room
+        del self._rows[lease_id][first]  # the next reader may find room
+        if not self._rows[lease_id]:
+            del self._rows[lease_id]  # its end may have been reported already
         _fail(future, "the worker has no room to bring the KV blocks to shared memory")
 
     def end(self, lease_id: LeaseId) -> None:
         """The lease has ended, and its rows with it."""
-        future = self._rows.pop(lease_id, None)
-        if future is not None and not future.done():
-            _fail(future, "the lease has ended")
+        for future in self._rows.pop(lease_id, {}).values():
+            if not future.done():
+                _fail(future, "the lease has ended")
 
 
 def _fail(future: asyncio.Future[list[BlockId]], message: str) -> None:

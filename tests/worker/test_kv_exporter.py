@@ -95,11 +95,15 @@ def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) ->
     blocks = parts.pool.allocate(2)
     lease = parts.leases.grant(blocks, 0.0, 1.0)
     assert (parts.pool.num_used, parts.rows.num_free) == (2, NUM_ROWS)
-    rows = parts.exporter.stage(lease)
+    rows = parts.exporter.stage(lease, 0)
     assert rows is not None
-    assert parts.exporter.stage(lease) == rows
+    assert parts.exporter.stage(lease, 0) == rows
     np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks])
     assert parts.rows.num_free == NUM_ROWS - 2
+    rows = parts.exporter.stage(lease, 1)
+    assert rows is not None
+    np.testing.assert_array_equal(parts.rows.blocks[rows], parts.bytes[blocks[1:]])
+    assert parts.rows.num_free == NUM_ROWS - 3
     parts.exporter.end_export(lease)
     assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
     unstaged = parts.leases.grant(parts.pool.allocate(1), 0.0, 1.0)
@@ -109,7 +113,8 @@ def test_a_lease_keeps_its_blocks_and_is_staged_only_when_asked(parts: Parts) ->
 
 def test_without_room_nothing_is_staged_and_nothing_lost(parts: Parts) -> None:
     lease = parts.leases.grant(parts.pool.allocate(5), 0.0, 1.0)
-    assert parts.exporter.stage(lease) is None
+    assert parts.exporter.stage(lease, 0) is None
+    assert parts.exporter.stage(lease, 5) is None  # there is no such block
     parts.exporter.end_export(lease)
     assert (parts.pool.num_used, parts.rows.num_free) == (0, NUM_ROWS)
 
@@ -176,7 +181,8 @@ def test_direct_exporter_leaves_blocks_where_they_are() -> None:
     exporter = DirectExporter([blocks], pool)
     lease = LeaseTable(new_epoch()).grant(pool.allocate(2), 0.0, 1.0)
     assert exporter.digests(lease.block_ids) == [digest_blocks(blocks[list(lease.block_ids)])]
-    assert exporter.stage(lease) == list(lease.block_ids)
+    assert exporter.stage(lease, 0) == list(lease.block_ids)
+    assert exporter.stage(lease, 1) == list(lease.block_ids[1:])
     exporter.fence()
     assert pool.num_used == 2
     exporter.end_export(lease)

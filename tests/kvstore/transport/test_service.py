@@ -18,6 +18,7 @@ from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport import service as service_module
 from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.handle import PeerLease
+from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
 from kvstore.transport.tcp import receive_blocks
@@ -152,23 +153,34 @@ async def test_refusals(tmp_path: Path, client: KvClient) -> None:
 async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied_to(
     tmp_path: Path, client: KvClient, mine: np.ndarray  # type: ignore[type-arg]
 ) -> None:  # fmt: skip
-    asked: list[str] = []
+    asked: list[tuple[str, int]] = []
 
-    def ask(lease_id: LeaseId) -> None:  # the lease's blocks 100 and 101 lie elsewhere; rows 6 and 2 get their bytes
-        asked.append(lease_id)
-        asyncio.get_running_loop().call_later(0.01, table.answer, lease_id, [6, 2])
+    def ask(lease_id: LeaseId, first: int) -> None:  # blocks 100 to 102 lie elsewhere; rows 6, 2, 3 get their bytes
+        asked.append((lease_id, first))
+        asyncio.get_running_loop().call_later(0.01, table.answer, lease_id, first, [6, 2, 3][first:])
 
     table = StagingTable(ask)
     async with running(tmp_path, staging=table) as worker:
-        worker.leases.adopt(Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100, 101)), time.monotonic() + 60))
-        rows = worker.owner.peer([6, 2], "lease", worker.server.address)
-        peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101))), needs_staging=True)
+        worker.leases.adopt(
+            Lease(LeaseId("lease"), worker.leases.epoch, tuple(ids(100, 101, 102)), time.monotonic() + 60)
+        )
+        rows = worker.owner.peer([6, 2, 3], "lease", worker.server.address)
+        peer = with_address(with_shard(rows, block_ids=tuple(ids(100, 101, 102))), needs_staging=True)
         for name, socket_path in (("shm", str(worker.owner.socket)), ("tcp", "")):
             mine[:] = 0
             by = with_address(peer, shm_socket=socket_path)
-            assert (await asyncio.to_thread(client.pull, by, [1, 0], ids(4, 5))).transport == name
-            np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[2, 6]])
-        assert asked == ["lease"]
+            assert (await asyncio.to_thread(client.pull, by, [2, 1], ids(4, 5))).transport == name
+            np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[3, 2]])
+            assert (await asyncio.to_thread(client.pull, by, [2], ids(6))).transport == name
+            np.testing.assert_array_equal(mine[6], worker.owner.blocks[3])
+        assert asked == [("lease", 1)]  # what is not wanted is not staged, and the rest once
+        await asyncio.to_thread(client.pull, by, [0], ids(4))
+        np.testing.assert_array_equal(mine[4], worker.owner.blocks[6])
+        assert asked[1:] == [("lease", 0)]
+        leases = LeaseClient("secret")
+        with pytest.raises(TransferError, match="outside the lease"):
+            await asyncio.to_thread(leases.stage, peer.shards[0], 3, 5.0)
+        leases.close()
         with pytest.raises(TransferError, match="epoch"):
             await asyncio.to_thread(client.pull, with_shard(by, epoch=Epoch(1)), [0], ids(0))
 
@@ -176,8 +188,8 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
 async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_path: Path, client: KvClient) -> None:
     answers: list[list[int] | None] = [None, [1]]
 
-    def ask(lease_id: LeaseId) -> None:
-        asyncio.get_running_loop().call_soon(table.answer, lease_id, answers.pop(0))
+    def ask(lease_id: LeaseId, first: int) -> None:
+        asyncio.get_running_loop().call_soon(table.answer, lease_id, first, answers.pop(0))
 
     table = StagingTable(ask)
     async with running(tmp_path, staging=table) as worker:
@@ -192,11 +204,11 @@ async def test_without_room_to_stage_a_pull_fails_and_a_later_one_may_work(tmp_p
 
 
 async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
-    table = StagingTable(lambda lease: None)
-    waiting = asyncio.create_task(table.rows(LeaseId("x")))
+    table = StagingTable(lambda *part: None)
+    waiting = asyncio.create_task(table.rows(LeaseId("x"), 0))
     await asyncio.sleep(0)
     table.end(LeaseId("x"))
-    table.answer(LeaseId("x"), [1])  # too late
+    table.answer(LeaseId("x"), 0, [1])  # too late
     with pytest.raises(TransferError, match="ended"):
         await waiting
 
