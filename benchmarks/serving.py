@@ -24,6 +24,7 @@ import itertools
 import random
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -36,6 +37,7 @@ from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker
 from cli.local_server import LocalServer
+from cli.ports import LOOPBACK, free_ports
 from common.errors import UnavailableError
 
 NUM_STREAMS = 8
@@ -43,6 +45,7 @@ STREAM_TOKENS = 96
 PREFIX_TOKENS = 1000
 LONG_PROMPT_TOKENS = 2000
 HANDOFF_TOKENS = 24  # of an answer: enough for a median of later gaps
+PREFETCHED = "mini_infer_kv_prefetched_tokens_total"
 UNCHUNKED_TOKENS = 4096
 CHUNK_TOKENS = 256
 SEED = 1  # of the prompts; drawn fresh in every round
@@ -117,9 +120,21 @@ async def measure_gap(session: Session, rounds: int) -> dict[str, Any]:
     return {"longest_gap_ms": statistics.median([await session.longest_gap() * 1e3 for _ in range(rounds)])}
 
 
-async def measure_handoff(session: Session, rounds: int, num_tokens: int) -> dict[str, Any]:
-    records = [await session.ask(session.prompt(num_tokens), HANDOFF_TOKENS) for _ in range(rounds + 1)][1:]
+def read_metric(url: str, name: str) -> float:
+    """Sum of a metric's samples over its labels."""
+    with urllib.request.urlopen(url, timeout=10.0) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+async def measure_handoff(session: Session, rounds: int, num_tokens: int, metrics_url: str) -> dict[str, Any]:
+    """metrics_url: of the decode worker."""
+    await session.ask(session.prompt(num_tokens), HANDOFF_TOKENS)  # connects the workers
+    before = await asyncio.to_thread(read_metric, metrics_url, PREFETCHED)
+    records = [await session.ask(session.prompt(num_tokens), HANDOFF_TOKENS) for _ in range(rounds)]
+    prefetched = await asyncio.to_thread(read_metric, metrics_url, PREFETCHED) - before
     return {
+        "prefetched_tokens": prefetched / rounds,
         "prompt_tokens": min(record.num_prompt_tokens for record in records),
         "first_token_ms": statistics.median(record.ttft for record in records) * 1e3,
         "second_token_ms": statistics.median(record.gaps[0] for record in records) * 1e3,
@@ -160,15 +175,16 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
 
 def handoff_scenario(rounds: int, prompt_tokens: int, chunk_tokens: int, flags: list[str]) -> dict[str, Any]:
     """Measure equal prompts on three clusters. `second_over_later_ms`: the cost of the hand-off beside a step."""
-    pair = ["--prefill=1", "--decode=1"]
-    clusters = {
-        "aggregated": ["--prefill=0", "--decode=1"],
-        "at_end": [*pair, "--no-progressive-pull"],
-        "progressive": pair,
-    }
-    measure = functools.partial(measure_handoff, num_tokens=prompt_tokens)
-    common = [f"--max-num-batched-tokens={chunk_tokens}", "--local-prefill-tokens=0", *flags]
-    found = {name: on_cluster(measure, rounds, [*own, *common]) for name, own in clusters.items()}
+    clusters = {"aggregated": (0, []), "at_end": (1, ["--no-progressive-pull"]), "progressive": (1, [])}
+    common = ["--decode=1", f"--max-num-batched-tokens={chunk_tokens}", "--local-prefill-tokens=0", *flags]
+    found = {}
+    for name, (num_prefill, own) in clusters.items():
+        port = free_ports(1)[0]  # of the first worker's metrics; the decode worker comes behind prefill workers
+        url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
+        measure = functools.partial(measure_handoff, num_tokens=prompt_tokens, metrics_url=url)
+        found[name] = on_cluster(
+            measure, rounds, [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]
+        )  # fmt: skip
     for figures in found.values():
         figures["second_over_later_ms"] = figures["second_token_ms"] - figures["later_token_ms"]
     return {"chunk_tokens": chunk_tokens} | found
