@@ -6,6 +6,7 @@ scheduler, between whose decisions it reserves blocks; docs/decisions/0170.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Prefetches:
         self._queued: list[_Part] = []
         self._jobs: list[PrefetchJob] = []
         self._filling: set[BlockKey] = set()
+        self._fetched: OrderedDict[BlockKey, None] = OrderedDict()  # not counted by a request yet, oldest first
         self._num_open = 0
 
     def add(self, source: object, block_keys: Sequence[BlockKey]) -> None:
@@ -82,9 +84,21 @@ class Prefetches:
         if ok:
             for block_id, key in zip(job.block_ids, job.block_keys, strict=True):
                 self._pool.publish(block_id, key)
+                self._fetched[key] = None
+            while len(self._fetched) > self._pool.num_blocks:
+                self._fetched.popitem(last=False)
         self._pool.release(job.block_ids)
         self._filling.difference_update(job.block_keys)
         self._num_open -= 1
+
+    def take_fetched(self, block_keys: Sequence[BlockKey]) -> int:
+        """Number of these blocks that were fetched and are still cached; each is counted once."""
+        if not self._fetched:
+            return 0
+        fetched = [key for key in block_keys if key in self._fetched]
+        for key in fetched:
+            del self._fetched[key]
+        return sum(map(self._pool.contains, fetched))
 
     def _positions(self, part: _Part, num_spare_blocks: int) -> list[int]:
         """Positions of the blocks to fetch: all that are not here, if there is room."""

@@ -149,6 +149,7 @@ class Request:
     num_computed_tokens: int = 0  # steps in flight included
     num_pending_tokens: int = 0  # at most so many are sampled by steps in flight, values not known yet
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
+    num_prefetched_tokens: int = 0  # of these: from a peer, while the prompt was computed
     num_preemptions: int = 0
     kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
     num_source_tokens: int = 0  # prompt tokens whose KV the source has

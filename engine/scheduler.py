@@ -426,6 +426,7 @@ class Scheduler:
     def _start_load(self, request: Request, num_cached: int) -> bool:
         """Let the source fill what is not cached here; False when that would not save a whole block of computing."""
         source, request.kv_source = request.kv_source, None  # one attempt: a preempted request recomputes
+        request.num_prefetched_tokens = self.prefetches.take_fetched(request.block_keys) * self.kv.block_size
         if request.num_source_tokens - num_cached < self.kv.block_size:
             self._load_jobs.append(LoadJob(request, source, [], []))
             return False

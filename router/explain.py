@@ -71,6 +71,7 @@ class ExplainLog:
                 "expected_cached_tokens": decision.chosen.cached_tokens if computes_prompt else None,
                 "cached_tokens": times.num_cached_tokens,
                 "pulled_tokens": times.num_pulled_tokens,
+                "prefetched_tokens": times.num_prefetched_tokens,
                 "offered_tokens": leg.num_offered_tokens,
             }
         )

@@ -13,6 +13,7 @@ from engine.prefetches import PrefetchJob
 from engine.request import RequestId
 from engine.scheduler import Scheduler
 from kvstore.transport.handle import KvHandle, PeerLease, open_handle
+from kvstore.types import WorkerId
 from worker.kv_exporter import KvExporter
 from worker.kv_puller import KvPuller
 from worker.messages import Prefetched, PrefetchOutcome, Pull
@@ -30,6 +31,7 @@ class KvLoads:
         self._exporter = exporter
         self._block_size = block_size
         self._skipped: list[Prefetched] = []  # since `finish_prefetches`
+        self._transports: dict[WorkerId, str] = {}  # of the last prefetch from each peer
 
     @property
     def num_open(self) -> int:
@@ -76,14 +78,17 @@ class KvLoads:
         for prefetch in prefetches:
             self._start_prefetch(prefetch)
         for job in jobs:
-            if not job.positions:
-                self.abandon(job.source)
-                continue
             lease, request_id = job.source, job.request.request_id
             assert isinstance(lease, PeerLease)
-            if request_id in requests:
+            entry = requests.get(request_id)
+            if not job.positions:
+                self.abandon(lease)
+                if entry is not None and job.request.num_prefetched_tokens:
+                    entry.skip_pull(self._transports.get(lease.worker_id, ""))
+                continue
+            if entry is not None:
                 num_cached_blocks = lease.num_blocks - len(job.positions)
-                requests[request_id].start_pull(lease.num_tokens - num_cached_blocks * self._block_size, now)
+                entry.start_pull(lease.num_tokens - num_cached_blocks * self._block_size, now)
             self._puller.load(request_id, lease, job.positions, job.block_ids)
 
     def _start_prefetch(self, job: PrefetchJob) -> None:
@@ -100,6 +105,8 @@ class KvLoads:
         for job, pull in self._puller.take_prefetched():
             self._scheduler.finish_prefetch(job, pull.ok)
             if pull.ok:
+                assert isinstance(job.source, PeerLease)
+                self._transports[job.source.worker_id] = pull.transport
                 num_tokens = len(job.positions) * self._block_size
                 ended.append(
                     Prefetched(PrefetchOutcome.PULLED, num_tokens, pull.transport, pull.num_bytes, pull.seconds)

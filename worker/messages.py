@@ -142,6 +142,7 @@ class RequestTimes(Row):
     num_pulled_tokens: int = 0
     transport: str = ""
     kv_pull_failed: bool = False
+    num_prefetched_tokens: int = 0
 
 
 class Delta(Row):

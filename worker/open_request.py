@@ -24,6 +24,10 @@ class OpenRequest:
         self.started = now
         self._times.num_pulled_tokens = num_tokens
 
+    def skip_pull(self, transport: str) -> None:
+        """Nothing is left to pull. transport: of the prefetches."""
+        self._times.transport = transport
+
     def finish_pull(self, pull: Pull, now: float) -> None:
         self._times.kv_pull_seconds = now - self.started
         self._times.transport = pull.transport
@@ -44,4 +48,5 @@ class OpenRequest:
         times.queue_seconds = max(self.started - self.arrived, 0.0)
         times.prefill_seconds = max(now - self.started - times.kv_pull_seconds, 0.0)
         times.num_cached_tokens = self.request.num_cached_tokens
+        times.num_prefetched_tokens = self.request.num_prefetched_tokens
         return times

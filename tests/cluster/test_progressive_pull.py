@@ -11,12 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.prefetches import MAX_PREFETCHES
 from tests.cluster.harness import Cluster, free_ports, running_cluster
 
 CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 1500
+TRANSPORT = "cuda_ipc" if torch.cuda.is_available() else "shm"
 NUM_REQUESTS, OUTPUT_TOKENS = 12, 16
 CHUNKED = {"prefill": (f"--max-num-batched-tokens={CHUNK_TOKENS}",)}
 ALWAYS_PREFILL = ("--local-prefill-tokens=0",)
@@ -87,8 +89,20 @@ async def test_what_was_prefetched_is_not_pulled_again(cluster: Cluster, referen
     assert prefill["offered_tokens"] == num_ready
     assert decode["cached_tokens"] + decode["pulled_tokens"] == len(prompt)
     num_prefetched = metric(metrics_port, "mini_infer_kv_prefetched_tokens_total") - before
-    assert decode["cached_tokens"] == num_prefetched >= MAX_PREFETCHES * CHUNK_TOKENS  # steps are shorter than pulls
+    assert decode["cached_tokens"] == decode["prefetched_tokens"] == num_prefetched
+    assert num_prefetched >= MAX_PREFETCHES * CHUNK_TOKENS  # steps are shorter than pulls
     assert metric(metrics_port, 'mini_infer_kv_prefetches_total{model_name="dry-run",outcome="failed"}') == 0
+    cluster.wait_quiet()
+
+
+async def test_a_prompt_of_which_nothing_is_left_to_pull(cluster: Cluster, reference: LLM) -> None:
+    prompts = ["y" * (2 * CHUNK_TOKENS + 5)]  # what the last chunk adds costs less to compute
+    async with async_client(cluster) as client:
+        answer = await complete(client, prompts[0])
+    assert [answer.choices[0].text] == expected_texts(reference, prompts)
+    _, decode = cluster.get(f"/explain/{answer.id}")["choices"][0]["workers"]
+    assert (decode["prefetched_tokens"], decode["pulled_tokens"]) == (2 * CHUNK_TOKENS, 0)
+    assert (decode["transport"], decode["kv_pull_failed"]) == (TRANSPORT, False)
     cluster.wait_quiet()
 
 

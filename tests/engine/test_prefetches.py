@@ -103,9 +103,12 @@ def test_only_the_rest_is_loaded(overlap: bool) -> None:
     peer.step()
     [job] = peer.loads
     assert job.positions == [4, 5]
-    assert request.num_cached_tokens == 4 * BLOCK
+    assert request.num_cached_tokens == request.num_prefetched_tokens == 4 * BLOCK
     peer.finish_load(job)
     finish(peer, request)
+    again = peer.submit(PROMPT)
+    run_all(peer.engine)
+    assert (again.num_cached_tokens, again.num_prefetched_tokens) == (5 * BLOCK, 0)  # for the first request
 
 
 @pytest.mark.parametrize("ok", [True, False])

@@ -161,3 +161,9 @@ def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bo
     assert parts.told[3:] == [("finish_prefetch", job, ok)]
     parts.prefetched = []
     assert parts.loads.finish_prefetches() == []
+    parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
+    parts.jobs, parts.prefetch_jobs = [LoadJob(parts.request, lease, [], [])], []
+    parts.loads.start(parts.open, now=4.0)
+    times = parts.open[REQUEST_ID].take_times(now=5.0)
+    assert times is not None
+    assert (times.num_prefetched_tokens, times.transport) == ((BLOCK_SIZE, "shm") if ok else (0, ""))
