@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from common.rpc import open_channel
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
 from tests.worker.harness import DRY_RUN, PROMPT, Stream, Worker, attached, by_tcp, prefill_and_decode
 
 CHUNK_TOKENS, BLOCK_TOKENS = 40, 16
 NUM_CHUNKS = -(-len(PROMPT) // CHUNK_TOKENS)
+# Leases would last a minute: what ends soon was released.
+CHUNKED = (*DRY_RUN, f"--max-num-batched-tokens={CHUNK_TOKENS}", "--kv-lease-seconds=60")
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    engine = (*DRY_RUN, f"--max-num-batched-tokens={CHUNK_TOKENS}")
-    with prefill_and_decode(tmp_path_factory.mktemp("run"), engine) as found:
+    with prefill_and_decode(tmp_path_factory.mktemp("run"), CHUNKED) as found:
+        yield found
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Worker]]:
+    """Workers for one test; its parameter: further flags."""
+    with prefill_and_decode(tmp_path, (*CHUNKED, *getattr(request, "param", ()))) as found:
         yield found
 
 
@@ -60,5 +70,78 @@ async def test_only_the_rest_is_pulled_at_the_end(
         times = deltas[0].times
         assert (times.num_cached_tokens, times.num_pulled_tokens) == (num_ready, len(PROMPT) - num_ready)
         assert (times.transport, times.kv_pull_failed) == (transport, False)
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_what_a_decode_worker_cannot_use_is_released(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        parts, last = await prefill_in_parts(p, "useless")
+        assert len(parts) == NUM_CHUNKS - 1
+        parts[1].num_tokens -= 1
+        parts[2].block_keys.pop()
+        for part in (*parts, last.kv_handle):  # the last is no part
+            await d.prefetch(part)
+        await d.prefetch(pb.KvHandle(lease_id="x", shards=[b"nonsense"]))
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_parts_of_a_cancelled_prompt_are_the_routers_to_release(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p:
+        await p.submit("left", cache_salt="left", prompt_token_ids=PROMPT * 8)
+        parts = [delta.kv_handle for delta in (await p.report()).deltas]
+        while not parts:
+            parts = [delta.kv_handle for delta in (await p.report()).deltas]
+        await p.cancel("left")
+        while p.load.num_running:  # parts that were reported meanwhile are the router's to release
+            parts += [delta.kv_handle for delta in (await p.report()).deltas]
+        for part in parts:
+            await p.release(part.lease_id, part.epoch)
+        await p.until_quiet()
+
+
+async def test_a_prefill_worker_that_dies_before_its_parts_are_pulled(
+    pair: dict[str, Worker], expected: list[int]
+) -> None:
+    async with attached(pair["decode"]) as d:
+        async with attached(pair["prefill"]) as p:
+            parts, last = await prefill_in_parts(p, "dead")
+        pair["prefill"].service.kill()
+        for part in parts:
+            await d.prefetch(by_tcp(part))
+        handle = by_tcp(last.kv_handle)
+        await d.submit("d", cache_salt="dead", output_token_ids=last.token_ids, kv_handle=handle)
+        tokens, _ = await d.until_end("d")
+        assert [*last.token_ids, *tokens] == expected
+        await d.until_quiet()
+
+
+async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> None:
+    async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
+        await d.submit("open", prompt_token_ids=PROMPT[:5], sampling=pb.SamplingParams(max_tokens=1500))
+        while not (await d.report()).deltas:
+            pass
+        async with open_channel(pair["decode"].address) as channel:
+            await pair["decode"].stub(channel).Drain(pb.DrainRequest(grace_seconds=30.0))
+        parts, last = await prefill_in_parts(p, "drain")
+        for part in parts:
+            await d.prefetch(part)
+        await p.release(last.kv_handle.lease_id, last.kv_handle.epoch)
+        await p.until_quiet()
+        await d.until_end("open")
+        assert not d.keys & {key for part in parts for key in part.block_keys}
+
+
+@pytest.mark.parametrize("pair", [("--no-prefix-cache",)], indirect=True, ids=str)
+async def test_without_a_prefix_cache_parts_are_let_go(pair: dict[str, Worker], expected: list[int]) -> None:
+    async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
+        parts, last = await prefill_in_parts(p, "off")
+        assert len(parts) == NUM_CHUNKS - 1
+        for part in parts:
+            await d.prefetch(part)
+        await d.submit("d", cache_salt="off", output_token_ids=last.token_ids, kv_handle=last.kv_handle)
+        tokens, _ = await d.until_end("d")
+        assert [*last.token_ids, *tokens] == expected
         await p.until_quiet()
         await d.until_quiet()
