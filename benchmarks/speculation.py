@@ -55,6 +55,8 @@ class Figures:
     """Results of one engine for one kind of question: an entry per round."""
 
     speeds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_steps: int = 0  # of one stream
     num_drafted: int = 0
     num_accepted: int = 0
     answers: list[list[int]] = field(default_factory=list)
@@ -121,11 +123,11 @@ class Knowing:
         self._answer: list[int] = []
 
     def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
-        """See Drafter. None when the sequence is no known one any more."""
+        """See Drafter. Wrong ones when the sequence is no known one any more, after a near tie."""
         size = len(token_ids)
         if self._answer[:size] != token_ids:
             self._answer = next((answer for answer in self._answers if answer[:size] == token_ids), [])
-        known = self._answer[size : size + max_tokens]
+        known = self._answer[size : size + max_tokens] or [0] * max_tokens
         return [token if self._random.random() < self._accuracy else 0 for token in known]
 
 
@@ -142,9 +144,12 @@ def run(
     num_drafted, num_accepted = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
     requests = [engine.add_request(prompt, harness.greedy(num_output)) for prompt in prompts]
     harness.prefill(engine, requests)
-    began, done = clock(), harness.num_output_tokens(requests)
+    began, done, num_steps = clock(), harness.num_output_tokens(requests), engine.num_steps
     harness.drain(engine)
-    figures.speeds.append((harness.num_output_tokens(requests) - done) / (clock() - began))
+    num_tokens = harness.num_output_tokens(requests) - done
+    figures.speeds.append(num_tokens / (clock() - began))
+    figures.num_tokens += num_tokens
+    figures.num_steps += (engine.num_steps - num_steps) * len(prompts)
     figures.num_drafted += scheduler.num_draft_tokens - num_drafted
     figures.num_accepted += scheduler.num_accepted_tokens - num_accepted
     figures.answers += [request.output_token_ids for request in requests]
@@ -161,6 +166,7 @@ def report(kind: str, num_drafts: int, found: Figures, plain: Figures, options: 
         "tok_s": round(statistics.median(found.speeds), 1),
         "ratio": round(statistics.median(ratios), 2),
         "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "tokens_per_step": round(found.num_tokens / found.num_steps, 2),
         "accepted": round(found.num_accepted / found.num_drafted, 2) if found.num_drafted else None,
         "equal_answers": f"{equal}/{len(plain.answers)}",
     }
