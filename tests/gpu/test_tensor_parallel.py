@@ -74,10 +74,13 @@ def test_logits_of_two_ranks_are_those_of_one(mode: str, tmp_path: Path) -> None
     for tp in (1, 2):
         made = open_ranks(model, tp, dtype="bfloat16", quant_mode=mode)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        requests = [made.add_request(prompt, params) for prompt in PROMPTS]
+        for prompt in PROMPTS:
+            made.add_request(prompt, params)
+        outputs = []
         while made.has_work():
-            made.step()
-        found.append([entry.logprob for request in requests for entry in request.prompt_logprobs])
+            outputs += made.step()
+        outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
+        found.append([entry.logprob for output in outputs for entry in output.prompt_logprobs])
         del made
         gc.collect()
     errors = (torch.tensor(found[0]) - torch.tensor(found[1])).abs()
