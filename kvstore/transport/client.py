@@ -42,7 +42,6 @@ class Transport(Protocol):
     """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
 
     name: str
-    splits_heads: bool  # whether it reads shards other than this pool's own
 
     def offered_by(self, shard: PeerShard) -> bool:
         """Whether the peer's handle names what this transport needs."""
@@ -139,14 +138,11 @@ class KvClient:
         self._leases.close()
 
     def _open_best(self, parts: Sequence[SourcePart]) -> Transport:
-        """The first transport that reaches every part and can copy it. Raises TransferError, UnavailableError."""
+        """The first transport that reaches every part. Raises TransferError, UnavailableError."""
         shard = parts[0].shard
         failures: list[str] = []
         for transport in self._transports:
             if not all(transport.offered_by(part.shard) for part in parts):
-                continue
-            if not transport.splits_heads and any(part.copy is not None for part in parts):
-                failures.append(f"{transport.name}: the ranks there divide the heads otherwise")
                 continue
             try:
                 for part in parts:
