@@ -32,11 +32,12 @@ class WordCopy:
 
 def copy_blocks(
     source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None,
-    copy: WordCopy | None = None,
+    copy: WordCopy | None = None, digests: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """source, target: int64 (num_blocks, num_words), of the same length unless `copy` names parts.
 
-    weights: int64 (2, words of a source block) -> digests int64 (num_ids,) of whole source blocks.
+    weights: int64 (2, words of a source block) -> digests int64 (num_ids,) of whole source blocks, added to `digests`
+    if they are given.
     """
     if copy is None:
         target[target_ids.long()] = source[source_ids.long()]
@@ -44,10 +45,11 @@ def copy_blocks(
         shape, from_, to = (-1, copy.height), copy.source_offset, copy.target_offset
         pieces = source[source_ids.long()].view(*shape, copy.source_pitch)[:, :, from_ : from_ + copy.width]
         target.view(*shape, copy.target_pitch)[target_ids.long(), :, to : to + copy.width] = pieces
-    return None if weights is None else digest_blocks(source, source_ids, weights)
+    return None if weights is None else digest_blocks(source, source_ids, weights, digests)
 
 
-def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,)."""
+def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
+    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,), see `copy_blocks`."""
     words = blocks[ids.long()]
-    return (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    found = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    return found if digests is None else digests.add_(found)

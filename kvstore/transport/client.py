@@ -107,7 +107,7 @@ class KvClient:
         """
         if len(positions) != len(local_block_ids):
             raise ValueError("one local block per position")
-        if not all(0 <= position < lease.num_blocks for position in positions):
+        if positions and not 0 <= min(positions) <= max(positions) < lease.num_blocks:
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
@@ -119,9 +119,10 @@ class KvClient:
         except TransferError as error:
             raise TransferError(f"{transport.name}: {error}") from error
         for part, found in zip(parts, digests, strict=True):
-            for position, digest in zip(positions, found, strict=True):
-                if digest != part.shard.digests[position]:
-                    raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
+            granted = [part.shard.digests[position] for position in positions]
+            if found != granted:
+                position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
+                raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
         return PullResult(transport.name, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
 
     def renew(self, lease: PeerLease) -> bool:
