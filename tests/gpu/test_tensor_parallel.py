@@ -66,27 +66,32 @@ def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("mode", ["none", "fp8", "int4-weight", "int8-weight"])
-def test_logits_of_two_ranks_are_those_of_one(mode: str, tmp_path: Path) -> None:
-    """In bfloat16, made to follow the same tokens."""
+def forced_logprobs(made: Engine) -> torch.Tensor:
+    """Of all prompts' tokens, as the model goes through them."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    for prompt in PROMPTS:
+        made.add_request(prompt, params)
+    outputs = []
+    while made.has_work():
+        outputs += made.step()
+    outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
+    return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
+
+
+@pytest.mark.parametrize("mode", ["none", "fp8", "w8a8", "int8-weight", "int4-weight"])
+def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> None:
+    """In bfloat16, made to follow the same tokens. Ranks round and quantize at other places, not more often."""
     model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
-    found = []
+    exact = forced_logprobs(open_ranks(model, 1))
+    errors = []
     for tp in (1, 2):
-        made = open_ranks(model, tp, dtype="bfloat16", quant_mode=mode)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        for prompt in PROMPTS:
-            made.add_request(prompt, params)
-        outputs = []
-        while made.has_work():
-            outputs += made.step()
-        outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
-        found.append([entry.logprob for output in outputs for entry in output.prompt_logprobs])
-        del made
+        found = forced_logprobs(open_ranks(model, tp, dtype="bfloat16", quant_mode=mode))
+        errors.append(float((found - exact).norm() / exact.norm()))
         gc.collect()
-    errors = (torch.tensor(found[0]) - torch.tensor(found[1])).abs()
-    print(f"{mode}: mean {errors.mean():.4f}, largest {errors.max():.4f} of {len(errors)}")
-    assert len(errors) == sum(map(len, PROMPTS)) - len(PROMPTS)
-    assert errors.mean() < 2e-2
+    print(f"{mode}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+    if mode == "none":
+        assert errors[1] < 2e-2
 
 
 def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
