@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, start_http_server
+from prometheus_client import Counter
 
-from common.errors import ConfigError
 from common.metrics import MetricSet
+from common.scrape import serve_scrapes
 from engine.request import FinishReason
 from worker.front import WorkerFront
 from worker.messages import Delta, Pull, StepReport
@@ -71,10 +71,7 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Answer scrapes until the process ends. Raises ConfigError when the port is taken."""
-        try:
-            start_http_server(port, host, self._set.registry)
-        except OSError as error:
-            raise ConfigError(f"port {port} is taken or not allowed: choose another with --metrics-port") from error
+        serve_scrapes(self._set.registry, host, port)
 
     def _observe_delta(self, delta: Delta) -> None:
         self._generation_tokens.inc(len(delta.token_ids))
