@@ -12,6 +12,7 @@ from worker.messages import Delta, Pull, StepReport
 
 FINISHED_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.PREFILLED)
 BLOCK_STATES = ("free", "cached", "used")
+NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
 
 
 class WorkerMetrics:
@@ -46,6 +47,11 @@ class WorkerMetrics:
             reason: metrics.counter("vllm:request_success", finished_reason=reason.value)
             for reason in FINISHED_REASONS
         }
+        for transport in front.info.transports:  # at 0: a rate begins with the first pull
+            metrics.counter("mini_infer_kv_transfers", transport=transport)
+            metrics.counter("mini_infer_kv_transfer_bytes", transport=transport)
+        for transport in (*front.info.transports, NO_TRANSPORT):
+            metrics.counter("mini_infer_kv_transfer_failures", transport=transport)
         front.add_listener(self.observe)
 
     def observe(self, report: StepReport) -> None:
@@ -82,7 +88,7 @@ class WorkerMetrics:
             self._ended[delta.finish_reason].inc()
 
     def _observe_pull(self, pull: Pull) -> None:
-        label = pull.transport or "none"
+        label = pull.transport or NO_TRANSPORT
         if not pull.ok:
             self._set.counter("mini_infer_kv_transfer_failures", transport=label).inc()
             return
