@@ -106,6 +106,8 @@ def open_bench(options: argparse.Namespace) -> Bench:
     gc.collect()
     gc.freeze()  # as an engine process does
     peaks = measure_peaks(torch.device(parts.device), dtype)
+    if parts.device != "cpu":  # ranks have a GPU each
+        peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.tp)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
     print(

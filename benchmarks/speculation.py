@@ -1,21 +1,28 @@
-"""Decode with and without drafts on a CPU, in turn, and how many drafts are accepted.
+"""Decode with and without drafts, in turn, and how many drafts are accepted.
 
     python -m benchmarks.speculation --drafts 3,7 --streams 1 --rounds 5
+    python -m benchmarks.speculation --device cuda --model benchmarks/configs/qwen2.5-7b --load-format dummy
+        --kv-cache-gb 4 --drafts 3 --streams 8 --accuracy 0.7
 
-The default model answers two kinds of questions greedily: to repeat a text, and to write one of its own. Each round
-does so with every number of drafts, one after the other, so that a busy machine slows all of them. What counts is the
-median of the rounds' ratios. The time of prompts is not counted.
+The model answers two kinds of questions greedily: to repeat a text, and to write one of its own. With --accuracy
+prompts are random, as weights may be, and the drafter knows the answer: each draft is right with that probability.
+It tells what drafts cost, and what they bring to whoever accepts so many. Each round goes through all numbers of
+drafts, one after the other, so that a busy machine slows all of them. What counts is the median of the rounds'
+ratios. The time of prompts is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from benchmarks import harness
+from common.config import add_arguments, from_namespace
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
@@ -48,6 +55,8 @@ class Figures:
     """Results of one engine for one kind of question: an entry per round."""
 
     speeds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_steps: int = 0  # of one stream
     num_drafted: int = 0
     num_accepted: int = 0
     answers: list[list[int]] = field(default_factory=list)
@@ -55,60 +64,96 @@ class Figures:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation", description=__doc__.splitlines()[0])
+    add_arguments(parser, EngineConfig)
+    parser.set_defaults(device="cpu", prefix_cache=False)
     parser.add_argument("--drafts", type=harness.int_list, default=[3, 7], help="--num-speculative-tokens: 3,7")
     parser.add_argument("--streams", type=int, default=1, help="at once")
+    parser.add_argument("--accuracy", type=float, help="of a drafter that knows the answer: 0 to 1")
+    parser.add_argument("--input", type=int, default=1024, help="random tokens, with --accuracy")
     parser.add_argument("--output", type=int, default=60, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ngram-max", type=int, default=EngineConfig.ngram_max)
-    parser.add_argument("--ngram-min", type=int, default=EngineConfig.ngram_min)
     harness.add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     clock = harness.choose_clock(options)
-    engines = {count: open_engine(count, options) for count in (0, *options.drafts)}
-    tokenizer = load_tokenizer(resolve_model(""))
-    for kind, questions in QUESTIONS.items():
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-            for text in questions
-        ]
+    config = from_namespace(EngineConfig, options)
+    engines = {
+        count: assemble(replace(config, num_speculative_tokens=count)).engine for count in (0, *options.drafts)
+    }
+    if options.accuracy is not None:
+        kinds = {"random": random_prompts(options, engines[0].vocab_size)}
+    else:
+        kinds = prompts_of_questions(config)
+    for kind, prompts in kinds.items():
         figures = {count: Figures() for count in engines}
         for round_number in range(-1, options.rounds):  # the first one warms up
             asked = [prompts[(round_number + stream) % len(prompts)] for stream in range(options.streams)]
             for count, engine in engines.items():
                 found = figures[count] if round_number >= 0 else Figures()
-                run(engine, asked, options.output, clock, found)
+                answers = run(engine, asked, options.output, clock, found)
+                if options.accuracy is not None and not count:
+                    for other in engines.values():
+                        know(other, answers, options.accuracy)
         for count, found in figures.items():
             report(kind, count, found, figures[0], options)
     return 0
 
 
-def open_engine(num_drafts: int, options: argparse.Namespace) -> Engine:
-    config = EngineConfig(
-        device="cpu",
-        prefix_cache=False,
-        num_gpu_blocks=64 * options.streams,
-        num_speculative_tokens=num_drafts,
-        ngram_max=options.ngram_max,
-        ngram_min=options.ngram_min,
-    )
-    return assemble(config).engine
+def random_prompts(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [harness.random_prompt(rng, vocab_size, options.input) for _ in range(max(options.streams, 3))]
+
+
+def prompts_of_questions(config: EngineConfig) -> dict[str, list[list[int]]]:
+    tokenizer = load_tokenizer(resolve_model(config.model))
+
+    def asked(text: str) -> list[int]:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+
+    return {kind: [asked(text) for text in questions] for kind, questions in QUESTIONS.items()}
+
+
+class Knowing:
+    """Drafts from whole answers, prompts included, and errs at each token with a probability."""
+
+    def __init__(self, answers: Sequence[list[int]], accuracy: float) -> None:
+        self._answers = answers
+        self._accuracy = accuracy
+        self._random = random.Random(len(answers))
+        self._answer: list[int] = []
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        """See Drafter. Wrong ones when the sequence is no known one any more, after a near tie."""
+        size = len(token_ids)
+        if self._answer[:size] != token_ids:
+            self._answer = next((answer for answer in self._answers if answer[:size] == token_ids), [])
+        known = self._answer[size : size + max_tokens] or [0] * max_tokens
+        return [token if self._random.random() < self._accuracy else 0 for token in known]
+
+
+def know(engine: Engine, answers: Sequence[list[int]], accuracy: float) -> None:
+    if engine.scheduler.speculation is not None:
+        engine.scheduler.speculation.make_drafter = partial(Knowing, answers, accuracy)
 
 
 def run(
     engine: Engine, prompts: Sequence[list[int]], num_output: int, clock: harness.Clock, figures: Figures
-) -> None:
-    """Answer all prompts at once."""
+) -> list[list[int]]:
+    """Answer all prompts at once. Returns the sequences."""
     scheduler = engine.scheduler
     num_drafted, num_accepted = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
     requests = [engine.add_request(prompt, harness.greedy(num_output)) for prompt in prompts]
     harness.prefill(engine, requests)
-    began, done = clock(), harness.num_output_tokens(requests)
+    began, done, num_steps = clock(), harness.num_output_tokens(requests), engine.num_steps
     harness.drain(engine)
-    figures.speeds.append((harness.num_output_tokens(requests) - done) / (clock() - began))
+    num_tokens = harness.num_output_tokens(requests) - done
+    figures.speeds.append(num_tokens / (clock() - began))
+    figures.num_tokens += num_tokens
+    figures.num_steps += (engine.num_steps - num_steps) * len(prompts)
     figures.num_drafted += scheduler.num_draft_tokens - num_drafted
     figures.num_accepted += scheduler.num_accepted_tokens - num_accepted
     figures.answers += [request.output_token_ids for request in requests]
+    return [request.prompt_token_ids + request.output_token_ids for request in requests]
 
 
 def report(kind: str, num_drafts: int, found: Figures, plain: Figures, options: argparse.Namespace) -> None:
@@ -121,6 +166,7 @@ def report(kind: str, num_drafts: int, found: Figures, plain: Figures, options: 
         "tok_s": round(statistics.median(found.speeds), 1),
         "ratio": round(statistics.median(ratios), 2),
         "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "tokens_per_step": round(found.num_tokens / found.num_steps, 2),
         "accepted": round(found.num_accepted / found.num_drafted, 2) if found.num_drafted else None,
         "equal_answers": f"{equal}/{len(plain.answers)}",
     }

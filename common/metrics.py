@@ -14,13 +14,13 @@ from itertools import accumulate
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `render`
 
 _LATENCY = (
     0.001,
@@ -141,6 +141,11 @@ SPECS: tuple[MetricSpec, ...] = (
 _BY_NAME = {spec.name: spec for spec in SPECS}
 
 
+def render(registry: CollectorRegistry) -> bytes:
+    """All metrics in Prometheus' text format."""
+    return generate_latest(registry)
+
+
 class StepHistogram:
     """A histogram that is cheap enough for every token: one bisection and two additions per value.
 
@@ -226,7 +231,7 @@ class MetricSet:
 
     def render(self) -> bytes:
         """All metrics asked for so far, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return render(self._registry)
 
     def _child(self, name: str, kind: str, labels: Mapping[str, str]) -> Gauge | Counter | Histogram:
         spec = _BY_NAME.get(name)

@@ -156,7 +156,6 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         host_tier,
         config.prefix_cache,
     )
-    num_drafts = config.num_speculative_tokens
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -164,7 +163,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         max_model_len=max_model_len,
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
-        speculation=Speculation(drafter_for(config), num_drafts) if num_drafts else None,
+        speculation=_speculation(config, device),
     )
     engine = Engine(
         scheduler,
@@ -195,6 +194,14 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
     )
+
+
+def _speculation(config: EngineConfig, device: torch.device) -> Speculation | None:
+    """On a GPU drafts are in steps that have a decode graph."""
+    if not config.num_speculative_tokens:
+        return None
+    max_decode_tokens = config.max_num_seqs if device.type == "cuda" else None
+    return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
 
 
 def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers:

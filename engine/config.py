@@ -47,7 +47,7 @@ class EngineConfig:
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
     num_speculative_tokens: int = setting(
-        0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none; on a CPU so far"
+        0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
     )
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
@@ -90,11 +90,6 @@ class EngineConfig:
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
-        if on_gpu and self.num_speculative_tokens:
-            raise ConfigError(
-                f"--num-speculative-tokens {self.num_speculative_tokens}: speculation runs on a CPU so far: "
-                "use --device cpu, or 0"
-            )
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)

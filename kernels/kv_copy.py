@@ -1,6 +1,6 @@
 """Copies KV blocks between pools and computes their digests; all layers of a block are one row of 64-bit words.
 
-    target[target_ids[i]] = source[source_ids[i]]
+    target[target_ids[i]] = source[source_ids[i]]                 or, of each block, the words that `WordCopy` names
     digest_i = sum_j (a_j * x_ij + b_j * (x_ij >> 32))  mod 2^64     of the words x_i of block source_ids[i]
 
 The weights a, b are those of `kvstore.pool.digest`; they come as an argument.
@@ -8,18 +8,48 @@ The weights a, b are those of `kvstore.pool.digest`; they come as an argument.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class WordCopy:
+    """Words from one block to another, for i below `height`:
+
+    target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
+
+    Both blocks are `height` pitches long.
+    """
+
+    height: int
+    width: int
+    source_offset: int
+    source_pitch: int
+    target_offset: int
+    target_pitch: int
+
+
 def copy_blocks(
-    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None
-) -> Tensor | None:
-    """source, target: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> digests int64 (num_ids,)."""
-    target[target_ids.long()] = source[source_ids.long()]
-    return None if weights is None else digest_blocks(source, source_ids, weights)
+    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None,
+    copy: WordCopy | None = None, digests: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """source, target: int64 (num_blocks, num_words), of the same length unless `copy` names parts.
+
+    weights: int64 (2, words of a source block) -> digests int64 (num_ids,) of whole source blocks, added to `digests`
+    if they are given.
+    """
+    if copy is None:
+        target[target_ids.long()] = source[source_ids.long()]
+    else:
+        shape, from_, to = (-1, copy.height), copy.source_offset, copy.target_offset
+        pieces = source[source_ids.long()].view(*shape, copy.source_pitch)[:, :, from_ : from_ + copy.width]
+        target.view(*shape, copy.target_pitch)[target_ids.long(), :, to : to + copy.width] = pieces
+    return None if weights is None else digest_blocks(source, source_ids, weights, digests)
 
 
-def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,)."""
+def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
+    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,), see `copy_blocks`."""
     words = blocks[ids.long()]
-    return (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    found = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    return found if digests is None else digests.add_(found)

@@ -13,6 +13,7 @@ from router.journal import Journal
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
 ROLES = ("prefill", "decode")
+REFUSED_STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
 
 
 class RouterMetrics:
@@ -36,6 +37,8 @@ class RouterMetrics:
         self._prompt_length = metrics.histogram("vllm:request_prompt_tokens")
         self._output_length = metrics.histogram("vllm:request_generation_tokens")
         self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
+        for status in REFUSED_STATUSES:  # at 0: a rate begins with the first one
+            metrics.counter("mini_infer_requests_refused", status=str(status))
         self._running = metrics.gauge("vllm:num_requests_running")
         self._waiting = metrics.gauge("vllm:num_requests_waiting")
 
@@ -53,6 +56,7 @@ class RouterMetrics:
             self._per_token.observe(decode_seconds / (num_output - 1))
 
     def refused(self, status: int) -> None:
+        """Count a request that is answered with an error before it becomes a choice."""
         self._set.counter("mini_infer_requests_refused", status=str(status)).inc()
 
     def render(self) -> bytes:

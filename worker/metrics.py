@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, start_http_server
+from prometheus_client import Counter
 
-from common.errors import ConfigError
 from common.metrics import MetricSet
+from common.scrape import serve_scrapes
 from engine.request import FinishReason
 from worker.front import WorkerFront
 from worker.messages import Delta, Prefetched, PrefetchOutcome, Pull, StepReport
 
 FINISHED_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.PREFILLED)
 BLOCK_STATES = ("free", "cached", "used")
+NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
 
 
 class WorkerMetrics:
@@ -50,6 +51,11 @@ class WorkerMetrics:
             outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
         }
         self._prefetched_tokens = metrics.counter("mini_infer_kv_prefetched_tokens")
+        for transport in front.info.transports:  # at 0: a rate begins with the first pull
+            metrics.counter("mini_infer_kv_transfers", transport=transport)
+            metrics.counter("mini_infer_kv_transfer_bytes", transport=transport)
+        for transport in (*front.info.transports, NO_TRANSPORT):
+            metrics.counter("mini_infer_kv_transfer_failures", transport=transport)
         front.add_listener(self.observe)
 
     def observe(self, report: StepReport) -> None:
@@ -77,10 +83,7 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int) -> None:
         """Answer scrapes until the process ends. Raises ConfigError when the port is taken."""
-        try:
-            start_http_server(port, host, self._set.registry)
-        except OSError as error:
-            raise ConfigError(f"port {port} is taken or not allowed: choose another with --metrics-port") from error
+        serve_scrapes(self._set.registry, host, port)
 
     def _observe_delta(self, delta: Delta) -> None:
         self._generation_tokens.inc(len(delta.token_ids))
@@ -91,7 +94,7 @@ class WorkerMetrics:
             self._ended[delta.finish_reason].inc()
 
     def _observe_pull(self, pull: Pull) -> None:
-        label = pull.transport or "none"
+        label = pull.transport or NO_TRANSPORT
         if not pull.ok:
             self._set.counter("mini_infer_kv_transfer_failures", transport=label).inc()
             return

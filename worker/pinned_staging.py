@@ -22,7 +22,6 @@ class StagedTransport:
 
     def __init__(self, inner: Transport, rows: HostRows, device_pool: DevicePool) -> None:
         self.name = inner.name
-        self.splits_heads = inner.splits_heads
         self._inner = inner
         self._rows = rows
         self._device_pool = device_pool

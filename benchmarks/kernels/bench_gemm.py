@@ -38,7 +38,10 @@ from kernels.w4a16_gemm import pack_w4
 DEVICE = "cuda"
 SHAPES = {
     "qwen2.5-7b qkv": (4608, 3584), "qwen2.5-7b o": (3584, 3584), "qwen2.5-7b gate_up": (37888, 3584),
-    "qwen2.5-7b down": (3584, 18944), "qwen2.5-7b lm_head": (152064, 3584), "8b qkv": (6144, 4096),
+    "qwen2.5-7b down": (3584, 18944), "qwen2.5-7b lm_head": (152064, 3584), "qwen2.5-7b/2 qkv": (2304, 3584),
+    "qwen2.5-7b/2 o": (3584, 1792), "qwen2.5-7b/2 gate_up": (18944, 3584), "qwen2.5-7b/2 down": (3584, 9472),
+    "70b/2 qkv": (5120, 8192), "70b/2 o": (8192, 4096), "70b/2 gate_up": (28672, 8192), "70b/2 down": (8192, 14336),
+    "8b qkv": (6144, 4096),
     "8b o": (4096, 4096), "llama3.1-8b gate_up": (28672, 4096), "llama3.1-8b down": (4096, 14336),
     "qwen3-8b gate_up": (24576, 4096), "qwen3-8b down": (4096, 12288), "qwen3-1.7b qkv": (4096, 2048),
     "qwen3-1.7b down": (2048, 6144), "qwen3-0.6b qkv": (4096, 1024), "qwen3-0.6b o": (1024, 2048),

@@ -23,8 +23,7 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
     residual, attended = (torch.randn(1, n, device="cuda").bfloat16() for n in (hidden, heads))
     norm = torch.ones(hidden, device="cuda").bfloat16()
-    configs = [GEMV.find(1, *shape) for shape in shapes]
-    q, o, g, d = (config for config in configs if config is not None)
+    q, o, g, d = (GEMV.find(1, *shape) or FUSED_GEMV for shape in shapes)
 
     def fused(weights: list[Tensor]) -> None:
         gemv(residual, weights[0], None, FUSED_GEMV, norm, 1e-6)

@@ -23,7 +23,8 @@ from kernels.gpu.tuning import DecodeConfig
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {
-    "qwen2.5-7b": (28, 4, 128), "qwen3-0.6b": (16, 8, 128), "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)
+    "qwen2.5-7b": (28, 4, 128), "qwen2.5-7b/2": (14, 2, 128), "qwen3-0.6b": (16, 8, 128),
+    "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64),
 }  # fmt: skip
 KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 OPTIONS = {  # tile, warps, stages

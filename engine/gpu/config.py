@@ -15,9 +15,8 @@ class GpuConfig:
     use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs")
     overlap: bool = setting(True, "plan a step while the one before runs")
     attention_backend: str = setting(
-        "auto", "prefill attention; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton; "
-        "flash-attn is the package flash_attn, version 2 or 4",
-        choices=("auto", "triton", "fa3", "flash-attn", "cudnn"),
+        "auto", "prefill attention; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton",
+        choices=("auto", "triton", "fa3", "cudnn"),
     )  # fmt: skip
     gpu_memory_fraction: float = setting(0.9, "share of the GPU's memory for weights and KV blocks together")
 

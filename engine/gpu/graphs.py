@@ -1,14 +1,14 @@
-"""Whole decode steps as CUDA graphs: forward pass, logits, sampled token, new last token. One graph per bucket.
+"""Whole decode steps as CUDA graphs: forward pass, logits, sampled token. One graph per bucket.
 
-A graph reads fixed tensors: the rows' packed inputs, block tables and last tokens. All graphs share one memory pool
-and are captured largest first, so that the smaller ones fit into what the largest took.
+A graph reads fixed tensors: packed inputs, block tables and last tokens. All graphs share one memory pool and are
+captured largest first, so that the smaller ones fit into what the largest took.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.state import DeviceState
 
 logger = logging.getLogger(__name__)
-POSITION, SLOT, LENGTH = range(3)  # rows of the packed inputs
+POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the last two for drafts alone
 
 
 @dataclass(slots=True)
@@ -41,27 +41,39 @@ def decode_step(
     return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits)
 
 
+def draft_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
+) -> DecodeOutput:
+    """A decode step whose rows may have several queries: the last token of a request, then its drafts.
+
+    For attention a query is a row of its own, with its request's block table: the K and V of all of them are written
+    before any attends. packed: int32 (5, max_rows), a column per query: position, slot, length, token id, and the row
+    of its request.
+    """
+    queries = packed[:, :num_queries]
+    rows = queries[ROW].long()
+    tables = state.block_tables[rows]
+    lengths = queries[LENGTH]
+    inputs = GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[SLOT], tables, lengths)
+    logits = forward.logits(forward.hidden(inputs))
+    return DecodeOutput(sampler.sample(logits, rows, lengths), logits)
+
+
 class DecodeGraphs:
     """Captured on first construction; `replay` runs a bucket."""
 
-    def __init__(
-        self,
-        forward: FusedForward,
-        state: DeviceState,
-        sampler: DeviceSampler,
-        packed: Tensor,
-        buckets: Sequence[int],
-    ) -> None:
+    def __init__(self, run: Callable[[int], DecodeOutput], packed: Tensor, buckets: Sequence[int]) -> None:
+        """run: one of the steps above, for a number of rows. packed: its inputs."""
         began = time.monotonic()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
         pool = torch.cuda.graph_pool_handle()
         packed[SLOT] = -1  # nothing is stored while capturing
         for num_rows in sorted(buckets, reverse=True):
-            decode_step(forward, state, sampler, packed, num_rows)  # compiles kernels, chooses algorithms
+            run(num_rows)  # compiles kernels, chooses algorithms
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                output = decode_step(forward, state, sampler, packed, num_rows)
+                output = run(num_rows)
             self._graphs[num_rows] = (graph, output)
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
 

@@ -24,8 +24,10 @@ from kernels.gpu.all_reduce import (
     SymmetricMemory,
     all_gather,
     all_reduce_rms_norm,
+    all_reduce_rms_norm_quantize,
     symmetric_bytes,
 )
+from kernels.gpu.quantize import add_rms_norm_quantize
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import Shard
 from kvstore.transport import cuda_memory
@@ -73,6 +75,15 @@ class DeviceGroup:
             return all_reduce_rms_norm(pending, residual, weight, eps, self._sums)
         self._nccl.allreduce([pending]).wait()
         return add_rms_norm(pending, residual, weight, eps)
+
+    def all_reduce_rms_norm_quantize(
+        self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same, with the norm quantized, see `kernels.gpu.quantize`."""
+        if pending.shape[0] <= MAX_SUM_ROWS:
+            return all_reduce_rms_norm_quantize(pending, residual, weight, eps, self._sums, dtype, num_planes)
+        self._nccl.allreduce([pending]).wait()
+        return add_rms_norm_quantize(pending, residual, weight, eps, dtype, num_planes)
 
     def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
         """(n, columns) of each rank -> (n, size * columns). only: see `kernels.gpu.all_reduce`, for few rows."""

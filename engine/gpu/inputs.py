@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.gpu.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
@@ -37,13 +38,16 @@ Rows = Sequence[tuple[ScheduledRow, RequestState]]
 
 
 def step_tokens(decodes: Rows, chunks: Rows, block_size: int) -> Any:
-    """int32 (3, num_tokens or up to 3 more): token ids, positions and slots of decode rows (ids 0), then of chunks.
+    """int32 (3, num_tokens or up to 3 more): token ids, positions and slots of decode rows, then of chunks.
+
+    The id of a decode row whose token is not known yet is 0.
 
     The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
     """
     num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
     fields = np.zeros((3, -(-num_tokens // 4) * 4), dtype=np.int32)
     for index, (row, request) in enumerate(decodes):
+        fields[TOKEN, index] = request.token_ids[row.start] if row.start < len(request.token_ids) else 0
         fields[POSITION, index] = row.start
         fields[SLOT, index] = request.block_ids[row.start // block_size] * block_size + row.start % block_size
     first = len(decodes)
@@ -56,3 +60,13 @@ def step_tokens(decodes: Rows, chunks: Rows, block_size: int) -> Any:
         fields[SLOT, own] = blocks[positions // block_size] * block_size + positions % block_size
         first = own.stop
     return fields
+
+
+def query_inputs(batch: GpuBatch, block_size: int) -> Any:
+    """int32 (5, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
+    columns = []
+    for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
+        for position, token_id in enumerate((request.token_ids[row.start], *row.draft_token_ids), row.start):
+            slot = request.block_ids[position // block_size] * block_size + position % block_size
+            columns.append((position, slot, position + 1, token_id, device_row))
+    return np.array(columns, dtype=np.int32).T

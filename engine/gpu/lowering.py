@@ -14,7 +14,7 @@ from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
-from engine.gpu.ops.tensor_parallel import TensorParallelForm
+from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
 from engine.layers.forward import Forward
 from engine.models.model import Model
 
@@ -27,13 +27,14 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
         """group: of the ranks that have the other shards of the model."""
         self._lowered = cache(self._lower)
-        self._max_quantized_rows = 0
         if group is not None:
-            self._forms: list[Form] = [TensorParallelForm(model, group)]
-            return
-        quantized = QuantizedInputForm(model)
+            quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)
+            others: list[Form] = [TensorParallelForm(model, group)]
+        else:
+            quantized = QuantizedInputForm(model)
+            others = [SplitKForm(model), OneRowForm(model), PlainForm(model)]
         self._max_quantized_rows = quantized.max_rows
-        self._forms = [quantized, SplitKForm(model), OneRowForm(model), PlainForm(model)]
+        self._forms = [quantized, *others]
 
     def choose(self, num_tokens: int, is_decode: bool) -> Forward[GpuStep]:
         """is_decode: no chunks of prompts."""

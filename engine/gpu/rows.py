@@ -15,7 +15,7 @@ from engine.request import RequestId
 from engine.request_states import RequestState
 
 # Token counts that graphs of steps with prompts are captured for (engine/gpu/prompt_graphs.py).
-PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:

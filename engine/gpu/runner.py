@@ -7,7 +7,9 @@ logits is `samples.py`'s.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,15 +19,15 @@ from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step
+from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, DecodeOutput, decode_step, draft_step
 from engine.gpu.group import DeviceGroup, VocabShards
-from engine.gpu.inputs import step_tokens, upload
+from engine.gpu.inputs import query_inputs, step_tokens, upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.samples import StepSamples
 from engine.gpu.state import DeviceState
-from engine.gpu.step import GpuBatch, GpuStep
+from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
@@ -53,7 +55,8 @@ class GpuRunner:
         """group: of the ranks that have the other shards of the model."""
         model_config = loaded.model.config  # of this rank's shard
         vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
-        self.max_steps_in_flight = 2 if gpu.overlap else 1
+        self._takes_drafts = config.num_speculative_tokens > 0
+        self.max_steps_in_flight = 2 if gpu.overlap and not self._takes_drafts else 1
         self._requests = RequestStates()
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
@@ -71,15 +74,16 @@ class GpuRunner:
             gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
         )
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group)
-        self._packed = torch.zeros(3, self._max_rows, dtype=torch.int32, device=loaded.device)
+        packed = (5 if self._takes_drafts else 3), self._max_rows
+        self._packed = torch.zeros(packed, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
-        self._staging = [
-            torch.zeros(3, self._max_rows, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)
-        ]
+        self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)]
         self._turn = 0
         self._shards = None if group is None else VocabShards(group, vocab_size)
         self._samples = StepSamples(self._state, self._max_rows, vocab_size, NUM_BUFFERS, self._shards)
         self.hooks = self._samples.hooks
+        step = draft_step if self._takes_drafts else decode_step
+        self._decode = partial(step, self._forward, self._state, self._samples.on_device, self._packed)
         self._graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
@@ -125,8 +129,11 @@ class GpuRunner:
         self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
-        if all(row.samples and row.num_tokens == 1 for row in rows):
-            self._queue_decode(batch, step)
+        if all(row.samples and row.is_decode for row in rows):
+            if self._takes_drafts:
+                self._queue_drafts(batch, step)
+            else:
+                self._queue_decode(batch, step)
         elif self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
             self._queue_prompts(batch, self.prompt_graphs, step)
         else:
@@ -140,9 +147,7 @@ class GpuRunner:
         self.launch(prompt_plan(num_tokens, self._block_size)).result()
         self._requests.clear()
         if self._use_graphs:
-            self._graphs = DecodeGraphs(
-                self._forward, self._state, self._samples.on_device, self._packed, self._buckets
-            )
+            self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets)
             self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
@@ -162,21 +167,33 @@ class GpuRunner:
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
         rows, device_rows = batch.rows, batch.device_rows
         num_rows = self._rows.bucket()
-        staging = self._staging[self._turn]
-        packed = staging.numpy()
+        packed = self._staging[self._turn].numpy()
         packed[SLOT, :num_rows] = -1
         packed[LENGTH, :num_rows] = 0
         starts = [row.start for row in rows]
         packed[POSITION, device_rows] = starts
         packed[LENGTH, device_rows] = [start + 1 for start in starts]
         packed[SLOT, device_rows] = self._slots(batch)
+        output = self._run_decode(num_rows)
+        sampled = sampled_rows(batch, range(len(rows)), device_rows)
+        self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
+
+    def _queue_drafts(self, batch: GpuBatch, step: GpuStep) -> None:
+        """A step of decode rows where all tokens before the drafts are known: nothing else is in flight."""
+        queries = query_inputs(batch, self._block_size)
+        num_rows = self._buckets[bisect_left(self._buckets, queries.shape[1])]
+        packed = self._staging[self._turn].numpy()
+        packed[:, :num_rows] = 0
+        packed[SLOT, :num_rows] = -1
+        packed[:, : queries.shape[1]] = queries
+        output = self._run_decode(num_rows)
+        self._samples.take(output.token_ids, output.logits, batch, sampled_queries(batch), self._turn, step)
+
+    def _run_decode(self, num_rows: int) -> DecodeOutput:
+        """Run the decode step whose inputs are staged."""
+        staging = self._staging[self._turn]
         self._packed[:, :num_rows].copy_(staging[:, :num_rows], non_blocking=True)
-        if self._graphs is not None:
-            output = self._graphs.replay(num_rows)
-        else:
-            output = decode_step(self._forward, self._state, self._samples.on_device, self._packed, num_rows)
-        indices = range(len(rows))
-        self._samples.take(output.token_ids, output.logits, device_rows, batch, indices, self._turn, step)
+        return self._decode(num_rows) if self._graphs is None else self._graphs.replay(num_rows)
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
@@ -184,7 +201,7 @@ class GpuRunner:
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
-        self._samples.take(token_ids, logits, range(len(sampling)), batch, sampling, self._turn, step)
+        self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), self._turn, step)
         if not sampling:
             step.waits.append(mark(self._device))
 
@@ -219,7 +236,10 @@ class GpuRunner:
         index = upload([batch.device_rows[i] for i in (*decodes, *chunks)], torch.int64, device)
         of_decodes, of_chunks = index[: len(decodes)], index[len(decodes) :]
         ids = token_ids.long()
-        ids[: len(decodes)] = self._state.last_tokens[of_decodes]
+        pending = [k for k, (row, request) in enumerate(decode_rows) if row.start == len(request.token_ids)]
+        if pending:  # the step before samples them
+            places = upload(pending, torch.int64, device)
+            ids[places] = self._state.last_tokens[of_decodes[places]]
         inputs = GpuInputs(
             ids,
             positions,

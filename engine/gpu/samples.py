@@ -6,7 +6,7 @@ biases, penalties, hooks) are then sampled again, and log-probabilities computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from engine.gpu.logits_columns import ROWS_AT_ONCE, LogitsColumns
 from engine.gpu.progress import mark
 from engine.gpu.rows import RowChanges
 from engine.gpu.state import DeviceState
-from engine.gpu.step import GpuBatch, GpuStep, PendingLogprobs
+from engine.gpu.step import GpuBatch, GpuStep, PendingLogprobs, Sampled, sampled_rows
 from engine.logprobs import logprob_tensors
 from engine.request import RequestId
 from engine.sampler import LogitsHook
@@ -56,31 +56,26 @@ class StepSamples:
         lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
         token_ids = self.on_device.sample(logits, rows, lengths)
         self._state.last_tokens[rows] = token_ids.clamp(min=0)
-        self.take(token_ids, logits, range(len(indices)), batch, indices, turn, step)
+        self.take(token_ids, logits, batch, sampled_rows(batch, indices), turn, step)
 
     def take(
-        self, token_ids: Tensor, logits: Tensor, sources: Iterable[int], batch: GpuBatch,
-        indices: Iterable[int], turn: int, step: GpuStep,
-    ) -> None:  # fmt: skip
-        """Give the step its tokens: row `indices[k]` has `token_ids[sources[k]]`, sampled from `logits[sources[k]]`.
-
-        They are in the device's state already.
-        """
+        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
+    ) -> None:
+        """Give the step its tokens, `token_ids[k]` sampled from `logits[k]` for an entry with index k."""
         hooks = self.hooks
+        step.sampled = sampled
         changed: list[tuple[int, int]] = []
         asking: list[int] = []
-        for source, i in zip(sources, indices, strict=True):
-            request = batch.requests[i]
+        for k, (source, i, request, _, _) in enumerate(sampled):
             if request.changes_logits or request.request_id in hooks:
                 changed.append((source, i))
             if request.wants_logprobs:
-                asking.append(len(step.sampled))
-            step.sampled.append((source, i, request, batch.rows[i].stop))
+                asking.append(k)
         for first in range(0, len(changed), ROWS_AT_ONCE):
             self._sample_changed(token_ids, logits, batch, changed[first : first + ROWS_AT_ONCE])
         if asking:
             step.logprobs = self._pending_logprobs(token_ids, logits, asking, step)
-        if step.sampled:
+        if sampled:
             step.tokens = self._tokens[turn]
             step.tokens[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
             step.waits.append(mark(self._device))
@@ -112,7 +107,7 @@ class StepSamples:
         counts = [step.sampled[k][2].params.logprobs or 0 for k in asking]
         chosen = whole[upload(rows, torch.int64, self._device)]
         found = logprob_tensors(chosen, token_ids[own].clamp(min=0), max(counts))
-        return PendingLogprobs([step.sampled[k][1] for k in asking], counts, found.map(download))
+        return PendingLogprobs(asking, counts, found.map(download))
 
     def _whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""

@@ -29,10 +29,15 @@ class DraftedSequence:
 class Speculation:
     """Asks each decoding request's drafter, and puts the drafts into its row."""
 
-    def __init__(self, make_drafter: MakeDrafter, num_tokens: int) -> None:
-        """num_tokens: most drafts of one row."""
-        self._make_drafter = make_drafter
+    def __init__(self, make_drafter: MakeDrafter, num_tokens: int, max_decode_tokens: int | None = None) -> None:
+        """num_tokens: most drafts of one row.
+
+        max_decode_tokens: of a step, drafts included, on a runner with kernels for decode rows: there they are in
+            steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds.
+        """
+        self.make_drafter = make_drafter  # of requests that decode from now on
         self._num_tokens = num_tokens
+        self._max_decode_tokens = max_decode_tokens
 
     def add_drafts(
         self, step: ScheduledStep, kv: KVManager, num_spare_tokens: int, num_kept_blocks: int, max_model_len: int
@@ -42,11 +47,16 @@ class Speculation:
         num_spare_tokens: what the step may still compute. num_kept_blocks: of the pool's available ones, not for
         drafts.
         """
+        max_decode_tokens = self._max_decode_tokens
+        if max_decode_tokens is not None:
+            if not all(_is_decode(request, row) for request, row in step.rows.items()):
+                return
+            num_spare_tokens = min(num_spare_tokens, max_decode_tokens - len(step.rows))
         num_spare_blocks = kv.pool.num_available - num_kept_blocks
         for request, row in step.rows.items():
             if num_spare_tokens <= 0:
                 return
-            if not _takes_drafts(request, row):
+            if not _is_decode(request, row) or (max_decode_tokens is not None and request.params.changes_logits):
                 continue
             num_known = request.num_known_tokens
             most = min(
@@ -72,14 +82,14 @@ class Speculation:
     def _propose(self, request: Request, most: int) -> tuple[int, ...]:
         sequence = request.drafted
         if sequence is None:
-            sequence = request.drafted = DraftedSequence(self._make_drafter(), list(request.prompt_token_ids))
+            sequence = request.drafted = DraftedSequence(self.make_drafter(), list(request.prompt_token_ids))
         token_ids = sequence.token_ids
         token_ids += request.token_ids(len(token_ids), request.num_known_tokens)
         return tuple(sequence.drafter.propose(token_ids, most)[:most])
 
 
-def _takes_drafts(request: Request, row: ScheduledRow) -> bool:
-    """Whether the row computes an output token, and all tokens before the drafts are known."""
+def _is_decode(request: Request, row: ScheduledRow) -> bool:
+    """Whether the row computes an output token, and all tokens before the next one are known."""
     return (
         row.num_tokens == 1
         and row.samples

@@ -1,4 +1,5 @@
-"""One-shot all-reduce, fused with residual and RMS norm, and all-gather over symmetric memory, for few rows.
+"""One-shot all-reduce, fused with residual, RMS norm and quantization, and all-gather over symmetric memory, for few
+rows.
 
 The ranks' GPUs map each other's memory. Each has an inbox of two halves with a slot for each sender, and a flag for
 each sender and program. A program pushes its part into all peers' inboxes, raises its flags there, and waits for the
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.quantize import empty_quantized, largest_value, quantize_row
 from kernels.gpu.rms_norm import num_warps_for
 
 GATHER_CHUNK = 4096
@@ -104,9 +106,11 @@ def _pull(
 
 @triton.jit
 def _all_reduce_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, counters_ptr, n, num_programs, width, flag_bytes, eps,
-    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, addresses_ptr, counters_ptr, n, num_programs, width,
+    flag_bytes, eps, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX: tl.constexpr,
+    OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
+    """One row a program. MAX: the largest quantized value, 0 to store the norm as it is."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -130,8 +134,11 @@ def _all_reduce_norm_kernel(
     rounded = total.to(dtype)
     tl.store(residual_ptr + row * n + columns, rounded, mask=inside)
     value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
-    tl.store(out_ptr + row * n + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    value = (value * tl.rsqrt(tl.sum(value * value, axis=0) / n + eps) * weight).to(dtype)
+    if MAX > 0:
+        quantize_row(value.to(tl.float32), out_ptr, scales_ptr, row, n, columns, MAX, COMPILED)
+    else:
+        tl.store(out_ptr + row * n + columns, value, mask=inside)
     tl.store(counters_ptr + row, epoch)
 
 
@@ -168,19 +175,38 @@ def all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float,
 
     One program a row; everything contiguous.
     """
+    out = torch.empty_like(residual)
+    _all_reduce(x, residual, weight, eps, peers, out, None, 0.0)
+    return out
+
+
+def all_reduce_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, dtype: torch.dtype,
+    num_planes: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, with the norm quantized: values of `dtype` and scales as of `kernels.gpu.quantize.quantize_rows`."""
+    num_rows, n = residual.shape
+    values, scales = empty_quantized(num_rows, n, dtype, num_planes, residual.device)
+    _all_reduce(x, residual, weight, eps, peers, values, scales, largest_value(dtype, num_planes))
+    return values, scales
+
+
+def _all_reduce(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, out: Tensor,
+    scales: Tensor | None, largest: float,
+) -> None:  # fmt: skip
     num_rows, n = x.shape
     if num_rows > peers.num_programs or n > peers.width or x.dtype != peers.dtype:
         raise ValueError(f"{list(x.shape)} {x.dtype} do not fit {peers.num_programs} x {peers.width} {peers.dtype}")
     if not (x.is_contiguous() and residual.is_contiguous()):
         raise ValueError("x and the residual must be contiguous")
-    out = torch.empty_like(residual)
     overlaps = overlaps_launches(x)
     _all_reduce_norm_kernel[(num_rows,)](
-        x, residual, weight, out, peers.addresses, peers.counters, n, peers.num_programs, peers.width,
-        peers.flag_bytes, eps, RANK=peers.rank, SIZE=peers.size, BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps,
-        COMPILED=is_compiled(x), num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
+        x, residual, weight, out, out if scales is None else scales, peers.addresses, peers.counters, n,
+        peers.num_programs, peers.width, peers.flag_bytes, eps, RANK=peers.rank, SIZE=peers.size,
+        BLOCK=triton.next_power_of_2(n), MAX=largest, OVERLAPS=overlaps, COMPILED=is_compiled(x),
+        num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip
-    return out
 
 
 def all_gather(x: Tensor, peers: SymmetricMemory, only: Tensor | None = None) -> Tensor:

@@ -11,60 +11,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.fast_launch import FastLaunch
+from kernels.kv_copy import WordCopy
+
 WORDS = 1024  # 64-bit words a program moves at a time
 BLOCKS = 4  # blocks a program works on, so that weights cost half a load; measured best with 1024 words, 8 warps
 NUM_WARPS = 8
 
 
+@FastLaunch
 @triton.jit
 def _kv_copy_kernel(
     source_ptr, source_ids_ptr, target_ptr, target_ids_ptr, weights_ptr, digests_ptr, num_ids, num_words,
-    WORDS: tl.constexpr, BLOCKS: tl.constexpr, COPIES: tl.constexpr, DIGESTS: tl.constexpr,
+    target_words, width, source_offset, source_pitch, target_offset, target_pitch,
+    WORDS: tl.constexpr, BLOCKS: tl.constexpr, COPIES: tl.constexpr, DIGESTS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
     inside = words < num_words
     if DIGESTS:
         a = tl.load(weights_ptr + words, mask=inside, other=0)
         b = tl.load(weights_ptr + num_words + words, mask=inside, other=0)
+    places, chosen = words, inside
+    if IS_PART:  # the rest is read for its digest alone
+        row = words // source_pitch
+        column = words - row * source_pitch - source_offset
+        places = row * target_pitch + target_offset + column
+        chosen = inside & (column >= 0) & (column < width)
     first = tl.program_id(1) * BLOCKS
     for index in range(first, min(first + BLOCKS, num_ids)):
         source = tl.load(source_ids_ptr + index).to(tl.int64)
         x = tl.load(source_ptr + source * num_words + words, mask=inside, other=0)
         if COPIES:
             target = tl.load(target_ids_ptr + index).to(tl.int64)
-            tl.store(target_ptr + target * num_words + words, x, mask=inside)
+            tl.store(target_ptr + target * target_words + places, x, mask=chosen)
         if DIGESTS:
             tl.atomic_add(digests_ptr + index, tl.sum(a * x + b * (x >> 32)), sem="relaxed")
 
 
 def copy_blocks(
-    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None
-) -> Tensor | None:
+    source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None,
+    copy: WordCopy | None = None, digests: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """source, target: int64 (num_blocks, num_words), contiguous; ids: int32 or int64 on the target's device.
 
-    weights: int64 (2, num_words), for digests int64 (num_ids,) of what was read.
+    weights: int64 (2, words of a source block), for digests int64 (num_ids,) of the source blocks, added to `digests`
+    if they are given.
     """
-    if source.shape[1] != target.shape[1] or not (source.is_contiguous() and target.is_contiguous()):
-        raise ValueError("source and target must be contiguous rows of the same length")
-    return _launch(source, source_ids, target, target_ids, weights)
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise ValueError("source and target must be contiguous")
+    lengths = source.shape[1], target.shape[1]
+    if copy is None and lengths[0] != lengths[1]:
+        raise ValueError("source and target must be rows of the same length")
+    if copy is not None and lengths != (copy.height * copy.source_pitch, copy.height * copy.target_pitch):
+        raise ValueError(f"blocks of {lengths} words do not fit {copy}")
+    if weights is not None and digests is None:
+        digests = torch.zeros(source_ids.shape[0], dtype=torch.int64, device=source_ids.device)
+    _launch(source, source_ids, target, target_ids, weights, digests, copy)
+    return digests
 
 
-def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """blocks: int64 (num_blocks, num_words), contiguous; weights: int64 (2, num_words) -> int64 (num_ids,)."""
-    digests = _launch(blocks, ids, None, None, weights)
-    assert digests is not None
+def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
+    """blocks: int64 (num_blocks, num_words), contiguous; weights: int64 (2, num_words) -> int64 (num_ids,).
+
+    They are added to `digests` if these are given.
+    """
+    if digests is None:
+        digests = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    _launch(blocks, ids, None, None, weights, digests, None)
     return digests
 
 
 def _launch(
-    source: Tensor, source_ids: Tensor, target: Tensor | None, target_ids: Tensor | None, weights: Tensor | None
-) -> Tensor | None:
+    source: Tensor, source_ids: Tensor, target: Tensor | None, target_ids: Tensor | None, weights: Tensor | None,
+    digests: Tensor | None, copy: WordCopy | None,
+) -> None:  # fmt: skip
     num_ids, num_words = source_ids.shape[0], source.shape[1]
-    digests = None if weights is None else torch.zeros(num_ids, dtype=torch.int64, device=source_ids.device)
-    if num_ids:
-        grid = (triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS))
-        _kv_copy_kernel[grid](
-            source, source_ids, target, target_ids, weights, digests, num_ids, num_words,
-            WORDS=WORDS, BLOCKS=BLOCKS, COPIES=target is not None, DIGESTS=weights is not None, num_warps=NUM_WARPS,
-        )  # fmt: skip
-    return digests
+    if not num_ids:
+        return
+    part = copy or WordCopy(1, num_words, 0, num_words, 0, num_words)
+    none = source  # stands where a variant of the kernel reads nothing
+    _kv_copy_kernel[triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS)](
+        source, source_ids, none if target is None else target, none if target_ids is None else target_ids,
+        none if weights is None else weights, none if digests is None else digests, num_ids, num_words,
+        num_words if target is None else target.shape[1], part.width, part.source_offset, part.source_pitch,
+        part.target_offset, part.target_pitch,
+        WORDS=WORDS, BLOCKS=BLOCKS, COPIES=target is not None, DIGESTS=weights is not None,
+        IS_PART=copy is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip

@@ -60,6 +60,16 @@ def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMP
             tl.store(values_ptr + row * K + ks, number.to(tl.int8), mask=inside)
 
 
+@triton.jit
+def quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
+    """Quantize one row of float32 x, zero behind its K columns. Returns its largest magnitude."""
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
+    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
+    _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
+    tl.store(scales_ptr + row, largest / MAX)
+    return largest
+
+
 @FastLaunch
 @triton.jit
 def _quantize_kernel(
@@ -91,10 +101,7 @@ def _quantize_kernel(
         x = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(gate.dtype).to(tl.float32)
     else:
         x = tl.load(x_ptr + row * x_stride + ks, mask=inside, other=0.0).to(tl.float32)
-    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
-    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
-    _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
-    tl.store(scales_ptr + row, largest / MAX)
+    largest = quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX, COMPILED)
     if sums_ptr is not None:
         groups = tl.arange(0, BLOCK // GROUP)
         sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1) * (MAX / tl.maximum(largest, TINY))
@@ -119,7 +126,7 @@ def _quantize_with_maxima_kernel(
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
     """x (rows, in), columns of stride 1 -> values of `dtype` (num_planes * rows, in), float32 scales (rows,)."""
-    outputs = _empty_outputs(x.shape[0], x.shape[1], dtype, num_planes, x.device)
+    outputs = empty_quantized(x.shape[0], x.shape[1], dtype, num_planes, x.device)
     _quantize(outputs, num_planes, x, x_stride=x.stride(0))
     return outputs
 
@@ -129,7 +136,7 @@ def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tens
     groups of columns, in units of the scale: float32 (rows, in / group_size).
     """
     num_rows, k = x.shape
-    outputs = _empty_outputs(num_rows, k, torch.int8, 2, x.device)
+    outputs = empty_quantized(num_rows, k, torch.int8, 2, x.device)
     sums = torch.empty(num_rows, k // group_size, dtype=torch.float32, device=x.device)
     _quantize(outputs, 2, x, x_stride=x.stride(0), sums=sums, group_size=group_size)
     return *outputs, sums
@@ -141,7 +148,7 @@ def add_rms_norm_quantize(
     """Add x, if given, to `residual` (rows, n) in place, and quantize the RMS norm of the sum."""
     if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
-    outputs = _empty_outputs(residual.shape[0], residual.shape[1], dtype, num_planes, residual.device)
+    outputs = empty_quantized(residual.shape[0], residual.shape[1], dtype, num_planes, residual.device)
     added = residual if x is None else x
     _quantize(outputs, num_planes, added, "norm", residual=residual, norm=norm, eps=eps, adds=x is not None)
     return outputs
@@ -151,7 +158,7 @@ def silu_mul_quantize(gate_up: Tensor, dtype: torch.dtype, num_planes: int = 1) 
     """(rows, 2 n), gate first, contiguous -> silu(gate) * up: values (num_planes * rows, n), scales (rows,)."""
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
-    outputs = _empty_outputs(gate_up.shape[0], gate_up.shape[1] // 2, dtype, num_planes, gate_up.device)
+    outputs = empty_quantized(gate_up.shape[0], gate_up.shape[1] // 2, dtype, num_planes, gate_up.device)
     _quantize(outputs, num_planes, gate_up, "silu_mul")
     return outputs
 
@@ -167,7 +174,7 @@ def _quantize(
         overlaps = overlaps_launches(values)
         _quantize_kernel[(scales.shape[0],)](
             x, residual, norm, values, scales, sums, values.shape[1], x_stride, eps, PROLOGUE=prologue,
-            ADDS=adds, GROUP=group_size, MAX=_largest_value(values.dtype, num_planes), BLOCK=block, OVERLAPS=overlaps,
+            ADDS=adds, GROUP=group_size, MAX=largest_value(values.dtype, num_planes), BLOCK=block, OVERLAPS=overlaps,
             COMPILED=is_compiled(values), num_warps=min(16, max(4, block // 512)), launch_pdl=overlaps,
         )  # fmt: skip
 
@@ -175,19 +182,19 @@ def _quantize(
 def quantize_with_maxima(x: Tensor, maxima: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
     """Quantize x (rows, n), contiguous. maxima: float32 (rows, any), the largest |x| of each row among them."""
     (num_rows, n), num_maxima = x.shape, maxima.shape[1]
-    values, scales = _empty_outputs(num_rows, n, dtype, num_planes, x.device)
+    values, scales = empty_quantized(num_rows, n, dtype, num_planes, x.device)
     if num_rows:
         overlaps = overlaps_launches(x)
         _quantize_with_maxima_kernel[(triton.cdiv(n, MAXIMA_BLOCK), num_rows)](
-            x, maxima, values, scales, n, num_maxima, MAX=_largest_value(dtype, num_planes), BLOCK=MAXIMA_BLOCK,
+            x, maxima, values, scales, n, num_maxima, MAX=largest_value(dtype, num_planes), BLOCK=MAXIMA_BLOCK,
             PADDED=triton.next_power_of_2(num_maxima), OVERLAPS=overlaps, COMPILED=is_compiled(values), num_warps=4,
             launch_pdl=overlaps,
         )  # fmt: skip
     return values, scales
 
 
-def _largest_value(dtype: torch.dtype, num_planes: int) -> float:
-    """The largest quantized value."""
+def largest_value(dtype: torch.dtype, num_planes: int) -> float:
+    """The largest quantized value: MAX above. Raises ValueError."""
     if num_planes == 1:
         return FP8_MAX if dtype == FP8_DTYPE else INT8_MAX
     if num_planes != 2 or dtype != torch.int8:
@@ -195,7 +202,7 @@ def _largest_value(dtype: torch.dtype, num_planes: int) -> float:
     return PLANES_MAX
 
 
-def _empty_outputs(
+def empty_quantized(
     num_rows: int, n: int, dtype: torch.dtype, num_planes: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_rows, dtype=torch.float32, device=device)

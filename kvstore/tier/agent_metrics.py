@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from common.errors import ConfigError
+from common.scrape import serve_scrapes
 from kvstore.tier.agent import TierServer
 from kvstore.tier.regions import Regions
 
@@ -37,14 +37,4 @@ def serve_metrics(host: str, port: int, regions: Regions, tier: TierServer) -> C
         return lambda: None
     registry = CollectorRegistry()
     registry.register(TierCollector(regions, tier))
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as error:
-        raise ConfigError(f"port {port} is taken or not allowed: choose another with --metrics-port") from error
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return close
+    return serve_scrapes(registry, host, port)

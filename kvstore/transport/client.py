@@ -42,7 +42,6 @@ class Transport(Protocol):
     """One way to move blocks into one local pool. Connections and mappings are made at need, kept until `close`."""
 
     name: str
-    splits_heads: bool  # whether it reads shards other than this pool's own
 
     def offered_by(self, shard: PeerShard) -> bool:
         """Whether the peer's handle names what this transport needs."""
@@ -108,7 +107,7 @@ class KvClient:
         """
         if len(positions) != len(local_block_ids):
             raise ValueError("one local block per position")
-        if not all(0 <= position < lease.num_blocks for position in positions):
+        if positions and not 0 <= min(positions) <= max(positions) < lease.num_blocks:
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
@@ -120,9 +119,10 @@ class KvClient:
         except TransferError as error:
             raise TransferError(f"{transport.name}: {error}") from error
         for part, found in zip(parts, digests, strict=True):
-            for position, digest in zip(positions, found, strict=True):
-                if digest != part.shard.digests[position]:
-                    raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
+            granted = [part.shard.digests[position] for position in positions]
+            if found != granted:
+                position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
+                raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
         return PullResult(transport.name, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
 
     def renew(self, lease: PeerLease) -> bool:
@@ -139,14 +139,11 @@ class KvClient:
         self._leases.close()
 
     def _open_best(self, parts: Sequence[SourcePart]) -> Transport:
-        """The first transport that reaches every part and can copy it. Raises TransferError, UnavailableError."""
+        """The first transport that reaches every part. Raises TransferError, UnavailableError."""
         shard = parts[0].shard
         failures: list[str] = []
         for transport in self._transports:
             if not all(transport.offered_by(part.shard) for part in parts):
-                continue
-            if not transport.splits_heads and any(part.copy is not None for part in parts):
-                failures.append(f"{transport.name}: the ranks there divide the heads otherwise")
                 continue
             try:
                 for part in parts:

@@ -21,7 +21,8 @@ from typing import Protocol
 from common.errors import TransferError
 from kvstore.transport.descriptor_server import fetch_pool_held
 from kvstore.transport.handle import PeerShard, PoolName
-from kvstore.transport.host_pull import BlockPull
+from kvstore.transport.head_split import HeadCopy
+from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.types import BlockId
 
@@ -40,12 +41,18 @@ class RemotePool(Protocol):
 class Device(Protocol):
     """The local pool and the device that it lies on."""
 
-    def attach(self, fd: int, num_blocks: int) -> RemotePool:
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
         """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
         ...
 
-    def pull(self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId]) -> list[int]:
-        """Copy blocks, wait until they are there, and return the digests of what was copied. Raises TransferError."""
+    def pull(
+        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
+        copy: HeadCopy | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
+
+        Raises TransferError.
+        """
         ...
 
 
@@ -67,7 +74,6 @@ class CudaIpcTransport:
     """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
 
     name = "cuda_ipc"
-    splits_heads = False
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -86,14 +92,16 @@ class CudaIpcTransport:
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
-        [shard] = [part.shard for part in pull.parts]  # equal shards need one source only
-        mapping = self._mapping(shard)
-        shard.check_offer(mapping.info)
-        remote_ids = rows_at(shard.block_ids, pull.positions, mapping.info.geometry.num_blocks)
+        return [self._pull_part(part, pull) for part in pull.parts]
+
+    def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
+        mapping = self._mapping(part.shard)
+        part.shard.check_offer(mapping.info)
+        remote_ids = rows_at(part.shard.block_ids, pull.positions, mapping.info.geometry.num_blocks)
         with mapping.lock:
             if mapping.remote is None:
                 raise TransferError("the owner of the KV blocks is gone")
-            return [self._device.pull(mapping.remote, remote_ids, pull.local_block_ids)]
+            return self._device.pull(mapping.remote, remote_ids, pull.local_block_ids, part.copy)
 
     def close(self) -> None:
         with self._lock:
@@ -127,7 +135,7 @@ class CudaIpcTransport:
         info, fd, connection = fetch_pool_held(shard.address.cuda_socket, FETCH_SECONDS)
         try:
             shard.check_offer(info)
-            remote = self._device.attach(fd, info.geometry.num_blocks)
+            remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)
         except BaseException:
             connection.close()
             raise

@@ -33,7 +33,6 @@ class ShmTransport:
     """Mappings of peers' pools by (worker, rank, epoch), least recently used first out."""
 
     name = "shm"
-    splits_heads = True
 
     def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
         """`pool` is what is pulled into; `leases` stays the caller's to close."""

@@ -25,7 +25,6 @@ class TcpTransport:
     """Streams over the channels of a `LeaseClient`, which stays the caller's to close."""
 
     name = "tcp"
-    splits_heads = True
 
     def __init__(self, pool: Blocks, client: LeaseClient) -> None:
         """`pool` is what is pulled into."""

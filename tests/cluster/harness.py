@@ -43,11 +43,12 @@ class Service:
     argv: list[str]
     log_path: Path
     process: subprocess.Popen[bytes] | None = None
+    program: Sequence[str] = (sys.executable,)  # in front of `argv`
 
     def start(self, env: dict[str, str]) -> None:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *self.argv], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+                [*self.program, *self.argv], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
             )
 
     @property

@@ -25,7 +25,13 @@ from engine.loader.quantize import Quantizer
 from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
 from engine.models.model import Model
-from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, all_reduce_rms_norm
+from kernels.gpu.all_reduce import (
+    GATHER_CHUNK,
+    SymmetricMemory,
+    all_gather,
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_quantize,
+)
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.process_logits import LogitsRules, process_logits
@@ -87,8 +93,8 @@ def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
-# `w4a16_gemm`: at 8 rows, with groups of 32.
-SPILLS = {"_paged_prefill_kernel": 320, "_w4_rows_kernel": 48}
+# `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization.
+SPILLS = {"_paged_prefill_kernel": 320, "_w4_rows_kernel": 48, "_all_reduce_norm_kernel": 32}
 
 
 def check(compiled: list[Compiled], *names: str) -> None:
@@ -149,6 +155,7 @@ def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
     sums = SymmetricMemory(ints(size, dtype=torch.int64), ints(512), 1, size, 512, 8192, torch.bfloat16)
     x = torch.empty(64, 8192, dtype=torch.bfloat16, device=META)
     all_reduce_rms_norm(x, torch.empty_like(x), x[0], 1e-5, sums)
+    all_reduce_rms_norm_quantize(x, torch.empty_like(x), x[0], 1e-5, sums, torch.float8_e4m3fn)
     gathers = SymmetricMemory(ints(size, dtype=torch.int64), ints(9728), 0, size, 9728, GATHER_CHUNK, torch.bfloat16)
     logits = torch.empty(256, 76032, dtype=torch.bfloat16, device=META)
     all_gather(logits, gathers)

@@ -17,28 +17,29 @@ CONFIG = {
 }  # fmt: skip
 
 
-def save_tiny_model(folder: Path, head_dim: int = 16) -> Path:
+def save_tiny_model(folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96) -> Path:
     """Random weights with a spread that keeps logits apart."""
     generator = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
-    tensors = {"model.embed_tokens.weight": weight(97, 64) * 8, "model.norm.weight": torch.ones(64)}
+    tensors = {"model.embed_tokens.weight": weight(97, hidden) * 8, "model.norm.weight": torch.ones(hidden)}
     for index in range(2):
         prefix = f"model.layers.{index}."
         for name, shape in {
-            "self_attn.q_proj": (4 * head_dim, 64), "self_attn.k_proj": (2 * head_dim, 64),
-            "self_attn.v_proj": (2 * head_dim, 64), "self_attn.o_proj": (64, 4 * head_dim),
-            "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64),
-            "mlp.down_proj": (64, 96),
+            "self_attn.q_proj": (4 * head_dim, hidden), "self_attn.k_proj": (2 * head_dim, hidden),
+            "self_attn.v_proj": (2 * head_dim, hidden), "self_attn.o_proj": (hidden, 4 * head_dim),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = weight(*shape)
         for name, size in {
-            "input_layernorm": 64, "post_attention_layernorm": 64, "self_attn.q_norm": head_dim,
+            "input_layernorm": hidden, "post_attention_layernorm": hidden, "self_attn.q_norm": head_dim,
             "self_attn.k_norm": head_dim,
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "head_dim": head_dim}))
+    sizes = {"head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
     return folder

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +15,11 @@ from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.gpu.attention import choose as chooser
-from engine.gpu.attention import contiguous, fa3, flash_attn
+from engine.gpu.attention import contiguous, fa3
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import Facts, choose, open_attention
 from engine.gpu.attention.cudnn import CudnnAttention, attend_with_cudnn, rounded_lengths, rounded_up
 from engine.gpu.attention.fa3 import FlashAttention3, FlashPlan, Operator, TablePlan
-from engine.gpu.attention.flash_attn import FlashAttention
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from kernels.paged_attention import attend_sequence
 from tests.kernels.helpers import block_tables_for, fill_sequence, poisoned_pool, relative_error
@@ -33,7 +29,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 BOUND = 1e-2 if ON_GPU else 1e-5
 BLOCK_SIZE = 64 if ON_GPU else 16
-H200 = Facts(torch.bfloat16, torch.bfloat16, 128, 64, (9, 0), has_fa3=True, has_cudnn=True, flash_attn="4")
+H200 = Facts(torch.bfloat16, torch.bfloat16, 128, 64, (9, 0), has_fa3=True, has_cudnn=True)
 
 
 def attend_pages(
@@ -77,29 +73,6 @@ def flash_forward(
         out[own] = attend_sequence(q[own], torch.stack([k[keys], v[keys]]).transpose(1, 2))
 
 
-def flash_attn_2(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    *, softmax_scale: float, causal: bool, block_table: Tensor,
-) -> Tensor:  # fmt: skip
-    """`flash_attn.flash_attn_varlen_func` of version 2, of the arguments that are used."""
-    assert causal
-    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
-    seq_lens = cu_seqlens_k.diff()
-    assert max_seqlen_k == int(seq_lens.max())
-    return attend_pages(q, k, v, cu_seqlens_q, seq_lens, block_table, max_seqlen_q)
-
-
-def flash_attn_4(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    page_table: Tensor, softmax_scale: float, causal: bool,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """`flash_attn.cute.flash_attn_varlen_func`, of the arguments that are used."""
-    assert causal
-    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
-    assert max_seqlen_k == int(seqused_k.max())
-    return attend_pages(q, k, v, cu_seqlens_q, seqused_k, page_table, max_seqlen_q), None
-
-
 def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAttention:
     """Small prompts go to cuDNN too, so that it is tested on a CPU."""
     if name == "triton":
@@ -108,8 +81,6 @@ def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAtt
         plain = functools.partial(functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         attend = attend_with_cudnn if ON_GPU else plain
         return CudnnAttention(attend, pool, num_heads, pool.dtype, max_tokens, min_tokens=20)
-    if name.startswith("flash-attn"):
-        return FlashAttention(flash_attn.load(name[-1]))
     operator = Operator(flash_forward, follows_tables=True)
     if ON_GPU:
         if not fa3.installed_package():
@@ -176,19 +147,6 @@ def test_equals_plain_attention(name: str, num_heads: int, num_kv_heads: int, he
     step = Step(num_heads, num_kv_heads, head_dim, query_lens, seq_lens)
     backend = make(name, step.pool, num_heads, sum(query_lens))
     assert backend.name == name
-    assert worst_token(step.run(backend), step.expected) < BOUND
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("version", ["2", "4"])
-def test_the_package_flash_attn_is_called_as_it_documents(
-    version: str, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_2))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=flash_attn_4))
-    query_lens, seq_lens = ROWS[rows]
-    step = Step(4, 2, 64, query_lens, seq_lens)
-    backend = make(f"flash-attn {version}", step.pool, 4, sum(query_lens))
     assert worst_token(step.run(backend), step.expected) < BOUND
 
 
@@ -268,22 +226,6 @@ def changed(**facts: Any) -> Facts:
     return Facts(**{**{name: getattr(H200, name) for name in Facts.__slots__}, **facts})
 
 
-@pytest.mark.parametrize(
-    ("files", "version"),
-    [([], ""), (["__init__.py"], "2"), (["cute/__init__.py"], "4"), (["__init__.py", "cute/__init__.py"], "4")],
-)
-def test_versions_of_flash_attn_are_told_apart_without_importing_them(
-    files: Sequence[str], version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cutlass").mkdir()
-    for file in files:
-        path = tmp_path / "flash_attn" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("raise AssertionError('imported')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert flash_attn.installed_version() == version
-
-
 def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
     assert choose("auto", H200) == "fa3"
     assert choose("auto", changed(has_fa3=False)) == "cudnn"
@@ -310,11 +252,6 @@ def test_automatic_choice_takes_what_is_fastest_and_fits() -> None:
         ("cudnn", {"has_cudnn": False}, "cuDNN"),
         ("cudnn", {"kv_dtype": torch.float8_e4m3fn}, "16-bit"),
         ("cudnn", {"head_dim": 256}, "not 256"),
-        ("flash-attn", {"flash_attn": ""}, "--attention-backend flash-attn is not installed; run: pip install"),
-        ("flash-attn", {"flash_attn": "2"}, "--block-size 256"),
-        ("flash-attn", {"capability": (7, 5)}, "compute capability 8"),
-        ("flash-attn", {"dtype": torch.float32}, "16-bit"),
-        ("flash-attn", {"head_dim": 100}, "not 100"),
     ],
 )
 def test_a_named_backend_that_cannot_work_says_what_to_do(name: str, facts: dict[str, Any], told: str) -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.gpu.inputs import step_tokens, upload
+from engine.gpu.inputs import query_inputs, step_tokens, upload
+from engine.gpu.step import NO_DRAFT, GpuBatch, sampled_queries
 from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
@@ -16,12 +17,26 @@ def row(name: str, tokens: list[int], blocks: list[int], start: int, count: int)
 
 
 def test_tokens_positions_and_slots_of_a_mixed_step() -> None:
-    decodes = [row("a", [1, 2, 3, 4, 5], [7, 2], 5, 1), row("b", [6], [9], 0, 1)]
+    decodes = [row("a", [1, 2, 3, 4, 5], [7, 2], 5, 1), row("b", [6], [9], 0, 1)]  # the first one's is not known yet
     chunks = [row("c", [10, 11, 12, 13, 14, 15], [3, 8, 5], 1, 4), row("d", [20, 21], [1], 0, 2)]
     ids, positions, slots = step_tokens(decodes, chunks, 4).tolist()
-    assert ids == [0, 0, 11, 12, 13, 14, 20, 21]
+    assert ids == [0, 6, 11, 12, 13, 14, 20, 21]
     assert positions == [5, 0, 1, 2, 3, 4, 0, 1]
     assert slots == [2 * 4 + 1, 9 * 4, 13, 14, 15, 8 * 4, 4, 5]
+
+
+def test_queries_of_decode_rows_with_drafts() -> None:
+    pairs = [row("a", [1, 2, 3, 4], [7, 2], 3, 3), row("b", [6], [9], 0, 1)]
+    pairs[0][0].draft_token_ids = (8, 9)
+    batch = GpuBatch([scheduled for scheduled, _ in pairs], [request for _, request in pairs], [5, 0])
+    positions, slots, lengths, token_ids, device_rows = query_inputs(batch, 4).tolist()
+    assert positions == [3, 4, 5, 0]
+    assert slots == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 9 * 4]
+    assert lengths == [4, 5, 6, 1]
+    assert token_ids == [4, 8, 9, 6]
+    assert device_rows == [5, 5, 5, 0]
+    found = [(index, i, position, draft) for index, i, _, position, draft in sampled_queries(batch)]
+    assert found == [(0, 0, 4, 8), (1, 0, 5, 9), (2, 0, 6, NO_DRAFT), (3, 1, 1, NO_DRAFT)]
 
 
 def test_decode_rows_alone_and_chunks_alone() -> None:

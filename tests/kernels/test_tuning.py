@@ -9,6 +9,7 @@ from kernels.gpu.tuning import GemmTable, Rule, Table, above, at_most, between
 
 TABLES = {name: table for name, table in vars(tuning).items() if isinstance(table, GemmTable)}
 SHAPES = [(n, k) for n in (96, 1024, 3584, 6144, 18944, 152064) for k in (64, 1024, 3584, 18944)]
+SHAPES += [(3584, 9472), (8192, 4096), (28672, 8192)]  # of two ranks
 
 
 def test_the_first_rule_that_fits_is_taken() -> None:

@@ -157,6 +157,7 @@ async def test_operators_see_each_model() -> None:
             'vllm:inter_token_latency_seconds_count{model_name="smol"} 3.0',
             'mini_infer_workers{model_name="dry-run",role="prefill",state="ready"} 0.0',
             'mini_infer_workers{model_name="smol",role="prefill",state="ready"} 1.0',
+            'mini_infer_requests_refused_total{model_name="smol",status="429"} 0.0',
         ):
             assert line in text, line
         families = [line for line in text.splitlines() if line.startswith("# TYPE")]

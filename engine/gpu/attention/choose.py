@@ -1,8 +1,7 @@
 """Which backend does prefill attention: the fastest that is installed and fits, or the one that was asked for.
 
 `choose` is pure. FlashAttention-3 is 1.4 to 5 times as fast as the paged kernel in every case, cuDNN up to 1.4 times
-on long prompts (`benchmarks/kernels/bench_attention_backends.py`, docs/performance_log.md). `flash-attn` has not been
-measured.
+on long prompts (`benchmarks/kernels/bench_attention_backends.py`, docs/performance_log.md).
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.gpu.attention import cudnn, fa3, flash_attn
+from engine.gpu.attention import cudnn, fa3
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.paged import PagedAttention
 
 logger = logging.getLogger(__name__)
 FA3_REQUIREMENT = "fa3-fwd==0.0.3"
 FA3_HEAD_DIMS = (64, 128)
-FLASH_ATTN_REQUIREMENT = "flash-attn-4"
 HALF_TYPES = (torch.bfloat16, torch.float16)
 BY_SPEED = ("fa3", "cudnn")
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the choice depends on. capability: of an NVIDIA GPU, else None. flash_attn: version, or empty."""
+    """What the choice depends on. capability: of an NVIDIA GPU, else None."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -37,7 +35,6 @@ class Facts:
     capability: tuple[int, int] | None
     has_fa3: bool
     has_cudnn: bool
-    flash_attn: str
 
 
 def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
@@ -52,7 +49,6 @@ def facts_of(dtype: torch.dtype, pool: Tensor) -> Facts:
         torch.cuda.get_device_capability(device) if is_nvidia else None,
         bool(fa3.installed_package()),
         is_nvidia and torch.backends.cudnn.version() is not None,  # type: ignore[no-untyped-call]
-        flash_attn.installed_version(),
     )
 
 
@@ -74,23 +70,6 @@ def why_not(name: str, facts: Facts) -> str:
             return "takes 16-bit numbers and KV alone; use triton"
         if facts.head_dim > 128:
             return f"takes heads up to 128, not {facts.head_dim}; use triton"
-    if name == flash_attn.FlashAttention.name:
-        return why_not_flash_attn(facts)
-    return ""
-
-
-def why_not_flash_attn(facts: Facts) -> str:
-    """See `why_not`."""
-    if facts.capability is None or facts.capability[0] < 8:
-        return "needs an NVIDIA GPU of compute capability 8 or more; use triton"
-    if facts.dtype not in HALF_TYPES or facts.kv_dtype != facts.dtype:
-        return "takes 16-bit numbers and KV alone; use triton"
-    if facts.head_dim > 256 or facts.head_dim % 8:
-        return f"takes heads up to 256 in steps of 8, not {facts.head_dim}; use triton"
-    if not facts.flash_attn:
-        return f"is not installed; run: pip install {FLASH_ATTN_REQUIREMENT}"
-    if facts.flash_attn == "2" and facts.block_size % flash_attn.BLOCK_MULTIPLE:
-        return f"in version 2 takes blocks of {flash_attn.BLOCK_MULTIPLE} tokens; use --block-size 256 or triton"
     return ""
 
 
@@ -117,8 +96,6 @@ def open_attention(
             backend = fa3.FlashAttention3(fa3.load(), pool, num_heads, dtype)
         elif chosen == "cudnn":
             backend = cudnn.CudnnAttention(cudnn.attend_with_cudnn, pool, num_heads, dtype, max_tokens)
-        elif chosen == flash_attn.FlashAttention.name:
-            backend = flash_attn.FlashAttention(flash_attn.load(facts.flash_attn))
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, but another backend is no answer to it
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or cuDNN refuses the shape

@@ -27,7 +27,7 @@ from kernels.gpu.gemv import gemv
 from kernels.gpu.silu_mul import silu_mul
 from kernels.gpu.skinny_gemm import skinny_gemm
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import GEMV, SKINNY, SKINNY_GATED
+from kernels.gpu.tuning import FUSED_GEMV, GEMV, SKINNY, SKINNY_GATED
 
 Gemm = Callable[[Tensor], Tensor]
 
@@ -88,6 +88,8 @@ def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace) 
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2)."""
     if isinstance(gate_up, Linear) and gate_up.weight.dtype.itemsize == 2:
         n, k = gate_up.weight.shape
+        if num_rows == 1 and gate_up.bias is None:
+            return partial(gemv, weight=gate_up.weight, bias=None, config=FUSED_GEMV, is_gated=True)
         config = SKINNY_GATED.find(num_rows, n // 2, k)
         if config is not None:
             return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config)

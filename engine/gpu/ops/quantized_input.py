@@ -8,13 +8,15 @@ The plain form would store each GEMM's input and quantize it in a kernel of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm
 from engine.gpu.quantized import EightBitLinear, QuantizedInput
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.forward import AddNorm, Forward, Op
+from engine.layers.forward import AddNorm, Forward, Op, Stream
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
@@ -37,36 +39,39 @@ class QuantizedInputForm(Form):
         return target.num_rows <= self.max_rows
 
     def lower(self, target: Target) -> Forward[GpuStep]:
-        ops = [by_kind(block, attention, mlp) for block in self.model.blocks]
-        return Forward(embed(self.model), ops, final_norm(self.model), self.model.head)
+        ops = [by_kind(block, self._attention, self._mlp) for block in self.model.blocks]
+        return Forward(self.start(), ops, self.final_norm(), self.model.head)
 
+    def start(self) -> Callable[[GpuStep], Stream]:
+        return embed(self.model)
 
-def attention(block: Attention) -> GpuOp:
-    qkv, dtype = eight_bit(block.qkv), block.norm.dtype
+    def final_norm(self) -> AddNorm[Tensor]:
+        return final_norm(self.model)
 
-    def body(x: QuantizedInput, step: GpuStep) -> Tensor:
-        heads = qkv.gemm(*x, dtype)
-        return block.output(step.attend(block, heads.view(heads.shape[0], -1, block.head_dim)))
+    def add_norm_quantize(self, block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:
+        """In one kernel, to the type of values that `reader` takes."""
 
-    return Op(add_norm_quantize(block, qkv), body)
+        def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
+            return add_rms_norm_quantize(pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes)
 
+        return fold
 
-def mlp(block: Mlp) -> GpuOp:
-    gate_up, down, dtype = eight_bit(block.gate_up), eight_bit(block.down), block.norm.dtype
+    def _attention(self, block: Attention) -> GpuOp:
+        qkv, dtype = eight_bit(block.qkv), block.norm.dtype
 
-    def body(x: QuantizedInput, step: GpuStep) -> Tensor:
-        return down.gemm(*gate_up.gated_gemm(*x, dtype), dtype)
+        def body(x: QuantizedInput, step: GpuStep) -> Tensor:
+            heads = qkv.gemm(*x, dtype)
+            return block.output(step.attend(block, heads.view(heads.shape[0], -1, block.head_dim)))
 
-    return Op(add_norm_quantize(block, gate_up), body)
+        return Op(self.add_norm_quantize(block, qkv), body)
 
+    def _mlp(self, block: Mlp) -> GpuOp:
+        gate_up, down, dtype = eight_bit(block.gate_up), eight_bit(block.down), block.norm.dtype
 
-def add_norm_quantize(block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:
-    """In one kernel, to the type of values that `reader` takes."""
+        def body(x: QuantizedInput, step: GpuStep) -> Tensor:
+            return down.gemm(*gate_up.gated_gemm(*x, dtype), dtype)
 
-    def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
-        return add_rms_norm_quantize(pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes)
-
-    return fold
+        return Op(self.add_norm_quantize(block, gate_up), body)
 
 
 def eight_bit(layer: LinearLayer) -> EightBitLinear:

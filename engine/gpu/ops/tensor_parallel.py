@@ -1,12 +1,17 @@
-"""Blocks of one rank among several: the plain form, with outputs summed over ranks where they meet the residual."""
+"""Blocks of one rank among several: outputs are summed over ranks where they meet the residual."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.form import GpuStep, Target
 from engine.gpu.ops.plain import PlainForm
+from engine.gpu.ops.quantized_input import QuantizedInputForm
+from engine.gpu.quantized import EightBitLinear, QuantizedInput
+from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Forward, Op, Stream
 from engine.models.model import Model
 from kernels.gpu.vocab_parallel_embed import vocab_parallel_embed
@@ -20,20 +25,47 @@ class TensorParallelForm(PlainForm):
         self._group = group
 
     def lower(self, target: Target) -> Forward[GpuStep]:
-        model = self.model
+        model, group = self.model, self._group
         pairs = zip(model.blocks, self.bodies(target.num_rows), strict=True)
-        ops = [Op(self._fold(block.norm, block.eps), body) for block, body in pairs]
-        return Forward(self._start, ops, self._fold(model.final_norm, model.config.rms_norm_eps), model.head)
+        ops = [Op(all_reduce_norm(group, block.norm, block.eps), body) for block, body in pairs]
+        final = all_reduce_norm(group, model.final_norm, model.config.rms_norm_eps)
+        return Forward(embed_part(model, group), ops, final, model.head)
 
-    def _start(self, step: GpuStep) -> Stream:
-        embedding = self.model.embedding
-        return Stream(*vocab_parallel_embed(step.token_ids, embedding, self._group.rank * embedding.shape[0]))
 
-    def _fold(self, weight: Tensor, eps: float) -> AddNorm[Tensor]:
+class QuantizedTensorParallelForm(QuantizedInputForm):
+    """The same where inputs are quantized: by the kernel that sums and norms them."""
+
+    def __init__(self, model: Model, group: DeviceGroup) -> None:
+        super().__init__(model)
+        self._group = group
+
+    def start(self) -> Callable[[GpuStep], Stream]:
+        return embed_part(self.model, self._group)
+
+    def final_norm(self) -> AddNorm[Tensor]:
+        return all_reduce_norm(self._group, self.model.final_norm, self.model.config.rms_norm_eps)
+
+    def add_norm_quantize(self, block: Block, reader: EightBitLinear) -> AddNorm[QuantizedInput]:
         group = self._group
 
-        def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
+        def fold(residual: Tensor, pending: Tensor | None) -> QuantizedInput:
             assert pending is not None, "the stream starts with a pending output"
-            return group.all_reduce_rms_norm(pending, residual, weight, eps)
+            return group.all_reduce_rms_norm_quantize(
+                pending, residual, block.norm, block.eps, reader.dtype, reader.num_planes
+            )
 
         return fold
+
+
+def embed_part(model: Model, group: DeviceGroup) -> Callable[[GpuStep], Stream]:
+    """Start with the rank's part of the embedding's rows, pending."""
+    embedding, first_id = model.embedding, group.rank * model.embedding.shape[0]
+    return lambda step: Stream(*vocab_parallel_embed(step.token_ids, embedding, first_id))
+
+
+def all_reduce_norm(group: DeviceGroup, weight: Tensor, eps: float) -> AddNorm[Tensor]:
+    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
+        assert pending is not None, "the stream starts with a pending output"
+        return group.all_reduce_rms_norm(pending, residual, weight, eps)
+
+    return fold

@@ -125,9 +125,3 @@ def test_a_repeated_text_is_drafted_from_the_prompt(model: Path) -> None:
 def test_settings_that_cannot_work_say_so(settings: dict[str, int], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         LLM("dry-run", **settings)
-
-
-def test_a_gpu_does_not_speculate_yet() -> None:
-    with pytest.raises(ConfigError, match="--num-speculative-tokens 4: speculation runs on a CPU so far"):
-        EngineConfig(num_speculative_tokens=4).resolved("cuda")
-    assert EngineConfig(num_speculative_tokens=4).resolved("cpu").num_speculative_tokens == 4

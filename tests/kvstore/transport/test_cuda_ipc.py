@@ -19,6 +19,7 @@ from kvstore.transport.client import KvClient, Transport, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport, RemotePool
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease
+from kvstore.transport.head_split import HeadCopy
 from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
@@ -83,14 +84,19 @@ class HostDevice:
         self.out_of_reach = False
         self.during_pull: Callable[[], None] = lambda: None
 
-    def attach(self, fd: int, num_blocks: int) -> Mapped:
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> Mapped:
+        assert block_bytes == GEOMETRY.block_bytes
         if self.out_of_reach:
             raise TransferError("GPU 0 cannot map the peer's memory")
         self.attached.append(Mapped(fd, num_blocks))
         return self.attached[-1]
 
-    def pull(self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId]) -> list[int]:
+    def pull(
+        self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
+        copy: HeadCopy | None = None,
+    ) -> list[int]:  # fmt: skip
         assert isinstance(remote, Mapped)
+        assert copy is None
         self.during_pull()
         assert remote.is_open, "unmapped while it is read"
         self.pool[list(local_ids)] = remote.blocks[list(remote_ids)]

@@ -17,19 +17,22 @@ import torch
 from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
 from kvstore.layout import PoolGeometry, Shard, full_attention
-from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
-from kvstore.transport.client import KvClient, host_client, host_transports
+from kvstore.transport.client import Blocks, KvClient, host_client
 from kvstore.transport.cuda_ipc import CudaIpcTransport
+from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease, open_handle
 from kvstore.transport.head_split import HeadCopy, ShardPart, split_heads
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
+from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
 from tests.kvstore.helpers import OTHER_DTYPE, Owner, as_handle, empty_pool, with_address, with_shard
+from worker.device_pool import AttachedPool, DevicePool
 
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # peers' pools are not
 LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
 RANKS = [
     (heads, writers, readers)
@@ -105,6 +108,10 @@ class Ranks:
             owner = Owner(folder, geometry, f"w-{rank}", epoch=self.epoch, worker_id="w")
             owner.blocks[:] = shard_of(self.blocks, geometry)
             self.owners.append(owner)
+        self.device_servers = [
+            DescriptorServer(folder / f"{rank}.cuda.sock", owner.info, reopen_read_only(owner.fd), holds=True)
+            for rank, owner in enumerate(self.owners)
+        ]
         self.leases = LeaseTable(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
         pools = [PoolView(str(owner.socket)) for owner in self.owners]
@@ -120,8 +127,11 @@ class Ranks:
         self.leases.adopt(
             Lease(LeaseId("lease"), self.leases.epoch, tuple(map(BlockId, block_ids)), time.monotonic() + 60)
         )
-        is_tcp = transport == "tcp"
-        leases = [o.peer(block_ids, kv_address=self.server.address * is_tcp, shm=not is_tcp) for o in self.owners]
+        address = self.server.address if transport == "tcp" else ""
+        leases = [o.peer(block_ids, kv_address=address, shm=transport == "shm") for o in self.owners]
+        if transport == "cuda_ipc":
+            paths = [server.socket_path for server in self.device_servers]
+            leases = [with_address(o, cuda_socket=str(path)) for o, path in zip(leases, paths, strict=True)]
         return open_handle(as_handle(replace(leases[0], shards=tuple(lease.shards[0] for lease in leases))))
 
 
@@ -133,11 +143,32 @@ async def running(folder: Path, heads: int, size: int) -> AsyncIterator[Ranks]:
         yield worker
     finally:
         await worker.server.stop(0)
+        for server in worker.device_servers:
+            server.close()
         for owner in worker.owners:
             owner.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+class HostDevicePool(DevicePool):
+    """Maps host memory as if it were a peer GPU's. The copies are those of a device pool on a CPU."""
+
+    def attach(self, fd: int, num_blocks: int, block_bytes: int) -> AttachedPool:
+        mapping = map_fd(fd, num_blocks * block_bytes, False)
+        blocks = torch.from_numpy(blocks_over(mapping, num_blocks, block_bytes))
+        return AttachedPool(NoMemory(), blocks.view(torch.int64))  # type: ignore[arg-type]
+
+
+class NoMemory:
+    def close(self) -> None: ...
+
+
+def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
+    if transport != "cuda_ipc":
+        return host_client(geometry, mine)
+    return KvClient(geometry, [CudaIpcTransport(HostDevicePool(torch.from_numpy(mine)))], LeaseClient())
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 @pytest.mark.parametrize(
     ("heads", "writers", "readers"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (2, 4, 1), (2, 1, 4), (2, 2, 2)]
 )
@@ -150,7 +181,7 @@ async def test_pools_of_other_ranks_arrive(
         for rank in range(readers):
             geometry = geometry_of(heads, Shard(rank, readers))
             mine = empty_pool(geometry)
-            client = host_client(geometry, mine)
+            client = client_of(geometry, mine, transport)
             result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
             assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
             np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
@@ -158,13 +189,18 @@ async def test_pools_of_other_ranks_arrive(
             client.close()
 
 
-async def test_a_wrong_byte_in_any_shard_is_refused(tmp_path: Path) -> None:
-    async with running(tmp_path, 4, 2) as worker:
-        geometry = geometry_of(4, Shard())
-        client = host_client(geometry, empty_pool(geometry))
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+async def test_a_wrong_byte_in_any_shard_is_refused(
+    tmp_path: Path, transport: str, writers: int, readers: int
+) -> None:
+    """Also one among heads that this reader does not take."""
+    async with running(tmp_path, 4, writers) as worker:
+        geometry = geometry_of(4, Shard(0, readers))
+        client = client_of(geometry, empty_pool(geometry), transport)
         for owner in worker.owners:
-            lease = worker.lease([3], "shm")
-            owner.blocks[3, 77] ^= 1
+            lease = worker.lease([3], transport)
+            owner.blocks[3, -1] ^= 1
             with pytest.raises(TransferError, match="intact"):
                 client.pull(lease, [0], [BlockId(0)])
         client.close()
@@ -191,30 +227,4 @@ async def test_a_handle_that_lies_about_its_shard_is_the_peers_error(tmp_path: P
             lie = replace(honest, shards=tuple(half.shards[0] for half in halves))
             with pytest.raises(TransferError):
                 await asyncio.to_thread(client.pull, lie, [0], [BlockId(0)])
-        client.close()
-
-
-class NoDevice:
-    """Equal shards only: a device that is asked is a mistake."""
-
-    def attach(self, fd: int, num_blocks: int) -> None:
-        raise AssertionError
-
-    pull = attach
-
-
-async def test_cuda_ipc_leaves_other_shards_to_shared_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    async with running(tmp_path, 4, 2) as worker:
-        geometry = geometry_of(4, Shard())
-        mine, leases = empty_pool(geometry), LeaseClient()
-        cuda_ipc = CudaIpcTransport(NoDevice())  # type: ignore[arg-type]
-        client = KvClient(geometry, [cuda_ipc, *host_transports(mine, leases, ("shm",))], leases)
-        lease = worker.lease([2], "shm")
-        offers = [with_address(replace(lease, shards=(s,)), cuda_socket="/x.sock").shards[0] for s in lease.shards]
-        assert client.pull(replace(lease, shards=tuple(offers)), [0], [BlockId(0)]).transport == "shm"
-        assert "read by shm (cuda_ipc: the ranks there divide the heads otherwise)" in caplog.text
-        assert digest_blocks(mine[:1]) == digest_blocks(shard_of(worker.blocks[[2]], geometry))
         client.close()

@@ -1,0 +1,45 @@
+"""The port for Prometheus: the same names for every scraper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from common.errors import ConfigError
+from common.metrics import MetricSet
+from common.scrape import serve_scrapes
+from tests.cluster.harness import free_ports
+
+ACCEPTS = [
+    "*/*",
+    "text/plain;version=0.0.4",
+    # Prometheus 2.42, and 3.x
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.2",
+]
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    metrics = MetricSet({"model_name": "m"})
+    metrics.counter("vllm:generation_tokens").inc(3)
+    [port] = free_ports(1)
+    close = serve_scrapes(metrics.registry, "127.0.0.1", port)
+    with pytest.raises(ConfigError, match=f"port {port} is taken"):
+        serve_scrapes(metrics.registry, "127.0.0.1", port)
+    yield f"http://127.0.0.1:{port}"
+    close()
+
+
+@pytest.mark.parametrize("accept", ACCEPTS)
+def test_every_scraper_gets_the_documented_names(accept: str, url: str) -> None:
+    answer = httpx.get(f"{url}/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'vllm:generation_tokens_total{model_name="m"} 3.0' in answer.text.splitlines()
+
+
+def test_other_paths_are_not_found(url: str) -> None:
+    assert httpx.get(f"{url}/favicon.ico").status_code == 404

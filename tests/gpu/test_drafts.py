@@ -1,0 +1,89 @@
+"""Decode rows of several queries: drafts change no token, on a GPU or through Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import engine.assembly
+from engine.engine import Engine
+from engine.gpu.config import GpuConfig
+from engine.request import Request, SamplingParams, TokenLogprobs
+from engine.speculation.drafts import Speculation
+from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.gpu.models import save_tiny_model
+from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, open_gpu, reference
+
+PLAIN = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PARAMS = [
+    replace(PLAIN, logprobs=2),
+    replace(PLAIN, temperature=1.0, seed=5, top_p=0.9),
+    replace(PLAIN, temperature=0.8, seed=6, presence_penalty=0.7, logprobs=0),  # takes no drafts
+    replace(PLAIN, ignore_eos=False, stop_token_ids=tuple(range(40, 60))),
+]
+MAX_TOKENS = 16  # of a step, drafts included
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run(made: Engine) -> tuple[list[Request], dict[str, list[TokenLogprobs]]]:
+    """All prompts, the last one late: requests, and their log-probabilities."""
+    requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
+    found: dict[str, list[TokenLogprobs]] = {}
+    while made.has_work():
+        for output in made.step():
+            assert output.error is None
+            found.setdefault(output.request.request_id, []).extend(output.logprobs)
+        if made.num_steps == 4:
+            requests.append(made.add_request(PROMPTS[3], PARAMS[3]))
+    assert made.num_failed_steps == 0
+    return requests, found
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.6, 1.0])
+def test_drafts_change_no_token(accuracy: float, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference(model)
+    plain, told = run(expected)
+    answers = [request.prompt_token_ids + request.output_token_ids for request in plain]
+    make_drafter = MakeOracle(knows(answers), accuracy, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(make_drafter, 4, config.max_num_seqs)
+    )
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=MAX_TOKENS)
+    assert runner.max_steps_in_flight == 1
+    requests, found = run(made)
+    for request, other in zip(requests, plain, strict=True):
+        assert request.output_token_ids == other.output_token_ids
+        assert_same_logprobs(found[request.request_id], told[other.request_id])
+    drafted, accepted = made.scheduler.num_draft_tokens, made.scheduler.num_accepted_tokens
+    assert drafted > 8
+    assert accepted < drafted * 0.2 if accuracy == 0 else accepted > drafted * accuracy * 0.3
+    if accuracy == 1:
+        assert made.num_steps < expected.num_steps
+
+
+def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No drafts beside a prompt, none beyond the largest graph, and none where the logits have rules."""
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(lambda: Zeros(), 4, config.max_num_seqs)
+    )
+    made, _ = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=7)
+    for prompt, params in zip(PROMPTS[:3], (PLAIN, PLAIN, PARAMS[2]), strict=True):
+        made.add_request(prompt, params)
+    made.step()
+    made.step()
+    assert [len(row.draft_token_ids) for row in made.last_plan.rows] == [4, 0, 0]
+    assert made.last_plan.num_tokens == 7
+    made.add_request(PROMPTS[3], PLAIN)
+    made.step()
+    assert made.last_plan.num_tokens == 3 + len(PROMPTS[3])
+
+
+class Zeros:
+    def propose(self, _: list[int], max_tokens: int) -> list[int]:
+        return [0] * max_tokens
