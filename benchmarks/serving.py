@@ -1,10 +1,12 @@
 """Figures of a whole local cluster through HTTP, each beside its comparison in the same run.
 
-    python -m benchmarks.serving [--scenario streams,prefix,gap,handoff] [--rounds 5] [--transformers]
+    python -m benchmarks.serving [--scenario streams,prefix,first,gap,handoff] [--rounds 5] [--transformers]
                                  [--prompt-tokens 2000] [--chunk-tokens 256] [-- flags of serve]
 
 streams: output tokens/s of 8 concurrent streams beside one.
 prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
+first: time to the first token of new prompts of 56 to 1,024 tokens, and of one mostly cached. On GPUs, with shapes of
+--load-format dummy: -- --model benchmarks/configs/qwen2.5-7b --load-format dummy (and --vocab-size 150000).
 gap: longest pause of a running stream while a 2,000-token prompt arrives: one worker that computes it at once, one
 that computes it in chunks, and a prefill worker that keeps it away from the stream.
 handoff: first token of a prompt of --prompt-tokens, computed in chunks of --chunk-tokens, and the gap between its
@@ -23,14 +25,17 @@ import functools
 import itertools
 import random
 import statistics
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.harness import random_prompt, report
+from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.results import RequestRecord
@@ -43,6 +48,7 @@ from common.errors import UnavailableError
 NUM_STREAMS = 8
 STREAM_TOKENS = 96
 PREFIX_TOKENS = 1000
+FIRST_TOKENS, FIRST_CACHED = (56, 512, 1024), 960
 LONG_PROMPT_TOKENS = 2000
 HANDOFF_TOKENS = 24  # of an answer: enough for a median of later gaps
 PREFETCHED = "mini_infer_kv_prefetched_tokens_total"
@@ -54,17 +60,20 @@ SEED = 1  # of the prompts; drawn fresh in every round
 class Session:
     """Requests to one cluster, with prompts that no earlier one shares."""
 
-    def __init__(self, url: str, rng: random.Random) -> None:
+    def __init__(self, url: str, rng: random.Random, vocab_size: int) -> None:
+        """vocab_size: as of `PromptMaker`."""
         self._client = Client(Target(url, first_model(url)))
         self._rng = rng
-        self._maker = PromptMaker()
+        self._maker = PromptMaker(vocab_size)
 
-    def prompt(self, length: int) -> str:
-        prompt: Prompt = self._maker.fresh(self._rng, length)
-        assert isinstance(prompt, str)
-        return prompt
+    def prompt(self, length: int, prefix: Prompt | None = None) -> Prompt:
+        """A prompt of `length` new tokens, behind those of `prefix`."""
+        new = self._maker.fresh(self._rng, length)
+        if prefix is None:
+            return new
+        return f"{prefix} {new}" if isinstance(new, str) else [*prefix, *new]
 
-    async def ask(self, prompt: str, num_output_tokens: int) -> RequestRecord:
+    async def ask(self, prompt: Prompt, num_output_tokens: int) -> RequestRecord:
         request = PlannedRequest(0.0, prompt, num_output_tokens)
         return _checked(await self._client.complete(request, 0.0, 0.0))
 
@@ -108,8 +117,8 @@ async def measure_prefix(session: Session, rounds: int) -> dict[str, Any]:
     cold, warm, cached = [], [], []
     for _ in range(rounds):
         prefix = session.prompt(PREFIX_TOKENS)
-        cold.append((await session.ask(f"{prefix} {session.prompt(16)}", 4)).ttft * 1e3)
-        hit = await session.ask(f"{prefix} {session.prompt(16)}", 4)
+        cold.append((await session.ask(session.prompt(16, prefix), 4)).ttft * 1e3)
+        hit = await session.ask(session.prompt(16, prefix), 4)
         warm.append(hit.ttft * 1e3)
         cached.append(hit.num_cached_tokens)
     new, shared = statistics.median(cold), statistics.median(warm)
@@ -142,23 +151,36 @@ async def measure_handoff(session: Session, rounds: int, num_tokens: int, metric
     }
 
 
+async def measure_first(session: Session, rounds: int) -> dict[str, Any]:
+    """One client, streams of four tokens."""
+    figures: dict[str, Any] = {}
+    for length in FIRST_TOKENS:
+        records = [await session.ask(session.prompt(length), 4) for _ in range(rounds + 2)][2:]
+        figures[f"ttft_{length}_ms"] = statistics.median(record.ttft for record in records) * 1e3
+    prefix = session.prompt(FIRST_CACHED)
+    records = [await session.ask(session.prompt(56, prefix), 4) for _ in range(rounds + 2)][2:]
+    figures[f"ttft_56_behind_{FIRST_CACHED}_cached_ms"] = statistics.median(r.ttft for r in records) * 1e3
+    return figures
+
+
 Measure = Callable[[Session, int], Coroutine[Any, Any, dict[str, Any]]]
+MEASURES: dict[str, Measure] = {"streams": measure_streams, "prefix": measure_prefix, "first": measure_first}
 
 
-def on_cluster(measure: Measure, rounds: int, flags: list[str]) -> dict[str, Any]:
+def on_cluster(measure: Measure, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Start a cluster, warm it up, measure, stop it."""
 
     async def measured(url: str) -> dict[str, Any]:
-        session = Session(url, random.Random(SEED))
+        session = Session(url, random.Random(SEED), options.vocab_size)
         for count in (1, NUM_STREAMS):
             await session.many(count, 8)
-        return await measure(session, rounds)
+        return await measure(session, options.rounds)
 
-    with LocalServer(flags) as server:
+    with tempfile.TemporaryDirectory() as folder, LocalServer(with_tokenizer(flags, Path(folder))) as server:
         return uvloop.run(measured(server.url))
 
 
-def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
+def gap_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Measure equal streams and prompts on three clusters."""
     clusters = {
         "unchunked": ["--prefill=0", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
@@ -166,28 +188,27 @@ def gap_scenario(rounds: int, flags: list[str]) -> dict[str, Any]:
         "disaggregated": ["--prefill=1", "--decode=1", f"--max-num-batched-tokens={UNCHUNKED_TOKENS}"],
     }
     patient = "--stall-seconds=120"  # an unchunked prompt is one long step, not a dead engine
-    gaps = {name: on_cluster(measure_gap, rounds, [*own, patient, *flags]) for name, own in clusters.items()}
+    gaps = {name: on_cluster(measure_gap, options, [*own, patient, *flags]) for name, own in clusters.items()}
     values = {f"longest_gap_{name}_ms": gap["longest_gap_ms"] for name, gap in gaps.items()}
     base = gaps["unchunked"]["longest_gap_ms"]
     lower = {f"{name}_lower_by": 1 - gaps[name]["longest_gap_ms"] / base for name in ("chunked", "disaggregated")}
     return values | lower
 
 
-def handoff_scenario(rounds: int, prompt_tokens: int, chunk_tokens: int, flags: list[str]) -> dict[str, Any]:
+def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Measure equal prompts on three clusters. `second_over_later_ms`: the cost of the hand-off beside a step."""
     clusters = {"aggregated": (0, []), "at_end": (1, ["--no-progressive-pull"]), "progressive": (1, [])}
-    common = ["--decode=1", f"--max-num-batched-tokens={chunk_tokens}", "--local-prefill-tokens=0", *flags]
+    common = ["--decode=1", f"--max-num-batched-tokens={options.chunk_tokens}", "--local-prefill-tokens=0", *flags]
     found = {}
     for name, (num_prefill, own) in clusters.items():
         port = free_ports(1)[0]  # of the first worker's metrics; the decode worker comes behind prefill workers
         url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
-        measure = functools.partial(measure_handoff, num_tokens=prompt_tokens, metrics_url=url)
-        found[name] = on_cluster(
-            measure, rounds, [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]
-        )  # fmt: skip
+        measure = functools.partial(measure_handoff, num_tokens=options.prompt_tokens, metrics_url=url)
+        of_cluster = [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]
+        found[name] = on_cluster(measure, options, of_cluster)
     for figures in found.values():
         figures["second_over_later_ms"] = figures["second_token_ms"] - figures["later_token_ms"]
-    return {"chunk_tokens": chunk_tokens} | found
+    return {"chunk_tokens": options.chunk_tokens} | found
 
 
 def transformers_tok_s(rounds: int) -> float:
@@ -211,22 +232,23 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, default=LONG_PROMPT_TOKENS, help="handoff: length of the prompts"
     )
+    parser.add_argument("--vocab-size", type=int, default=0, help="prompts of token ids below it; 0: of words")
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="handoff: tokens of a step")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
     for name in options.scenario.split(","):
         if name == "gap":
-            result = gap_scenario(options.rounds, flags)
+            result = gap_scenario(options, flags)
         elif name == "handoff":
-            result = handoff_scenario(options.rounds, options.prompt_tokens, options.chunk_tokens, flags)
-        elif name in ("streams", "prefix"):
-            measure = measure_streams if name == "streams" else measure_prefix
-            result = on_cluster(measure, options.rounds, flags)
+            result = handoff_scenario(options, flags)
+        elif name in MEASURES:
+            measure = MEASURES[name]
+            result = on_cluster(measure, options, flags)
             if name == "streams" and options.transformers:
                 result["transformers_one_stream_tok_s"] = theirs = transformers_tok_s(options.rounds)
                 result["streams_over_transformers"] = result[f"{NUM_STREAMS}_streams_tok_s"] / theirs
         else:
-            parser.error(f"no scenario {name!r}: choose streams, prefix, gap or handoff")
+            parser.error(f"no scenario {name!r}: choose streams, prefix, first, gap or handoff")
         report({"scenario": name, "rounds": options.rounds} | result)
 
 
