@@ -39,9 +39,10 @@ def expected_texts(llm: LLM, prompts: list[str]) -> list[str]:
     return [completion.text for completion in llm.generate(prompts, params)]
 
 
-async def complete(client: openai.AsyncOpenAI, prompt: str) -> Any:
+async def complete(client: openai.AsyncOpenAI, prompt: str, priority: int = 0) -> Any:
+    extra = {"ignore_eos": True, "priority": priority}
     return await client.completions.create(
-        model="dry-run", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, extra_body={"ignore_eos": True}
+        model="dry-run", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0, extra_body=extra
     )
 
 
@@ -135,7 +136,7 @@ async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM, kill
             tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
             await until_prefetched(cluster, "decode-0")
             cluster.services[kill].kill()
-            assert sum(not task.done() for task in tasks) > NUM_REQUESTS // 2
+            assert sum(not task.done() for task in tasks) >= 3
             answers = await asyncio.gather(*tasks)
         assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
         cluster.wait_quiet()
@@ -143,23 +144,20 @@ async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM, kill
 
 @pytest.mark.timeout(120)
 async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
-    """Pools with room for about two of the prompts: those on the prefill worker preempt each other in mid-prompt."""
-    prompts = make_prompts(seed=5)
-    engine = ("--model=dry-run", "--num-gpu-blocks=230", "--num-threads=1")
-    port = free_ports(1)[0]
+    """Pools with room for one of the prompts. Urgent ones come until some have met others in mid-prompt."""
+    engine, port = ("--model=dry-run", "--num-gpu-blocks=130", "--num-threads=1"), free_ports(1)[0]
     roles = {"prefill": (*CHUNKED["prefill"], f"--metrics-port={port}")}
     with running_cluster(engine_args=engine, router_args=ALWAYS_PREFILL, role_args=roles) as cluster:
         async with async_client(cluster) as client:
-            first = [asyncio.create_task(complete(client, prompt)) for prompt in prompts[:6]]
-            await until_prefetched(cluster, "decode-0")
-            urgent = [
-                client.completions.create(
-                    model="dry-run", prompt=prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0,
-                    extra_body={"ignore_eos": True, "priority": -1},
-                )
-                for prompt in prompts[6:]
-            ]  # fmt: skip
-            answers = await asyncio.gather(*first, *urgent)
-        assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+            for number in range(100):
+                prompts = make_prompts(seed=1000 + number, count=4)
+                tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts[:3]]
+                await asyncio.sleep(0.01 * (1 + number % 5))
+                tasks.append(asyncio.create_task(complete(client, prompts[3], priority=-1)))
+                answers = await asyncio.gather(*tasks)
+                assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
+                if number >= 4 and metric(port, "vllm:num_preemptions_total") > 2:
+                    break
+            else:
+                raise AssertionError("nothing was preempted")
         cluster.wait_quiet()
-        assert metric(port, "vllm:num_preemptions_total") > 0
