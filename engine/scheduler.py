@@ -16,6 +16,7 @@ from common.errors import ContextLengthError
 from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
+from engine.prompt_budget import PromptBudget
 from engine.request import (
     FinishReason,
     LoadJob,
@@ -46,8 +47,10 @@ class Scheduler:
         preempt_by_swap: bool = False,
         policy: SchedulingPolicy | None = None,
         speculation: Speculation | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.kv = kv
+        self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
         self.num_preemptions = 0
@@ -95,6 +98,12 @@ class Scheduler:
         self._queue_of(request).remove(request)
         self._finish(request)
         return request
+
+    def hand_over(self, request_id: RequestId) -> None:
+        """Let a request end with PREFILLED at its next token. Does nothing when it is not here (any more)."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.prefill_only = True
 
     def has_work(self) -> bool:
         """Whether `schedule` can make progress now (a load in flight is not work)."""
@@ -218,6 +227,7 @@ class Scheduler:
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
+        budget -= self._num_withheld(len(decodes), budget)
         for request in decodes + prefills:
             if budget == 0:
                 break
@@ -234,6 +244,13 @@ class Scheduler:
                 self._add_row(step, request, num_new)
                 budget -= num_new
         return preempted
+
+    def _num_withheld(self, num_decodes: int, budget: int) -> int:
+        """Tokens of the budget that prompts must leave unused for the sake of the decode rows in the step."""
+        if self.prompt_budget is None:
+            return 0
+        left = budget - num_decodes
+        return left - self.prompt_budget.num_tokens(num_decodes, left) if left > 0 else 0
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""
@@ -268,12 +285,19 @@ class Scheduler:
         (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
         """
         budget = self._max_num_batched_tokens - step.num_tokens
+        if self.prompt_budget is not None:
+            num_decodes = sum(row.is_decode for row in step.rows.values())
+            num_prompt_tokens = step.num_tokens - num_decodes
+            budget = max(
+                self.prompt_budget.num_tokens(num_decodes, budget + num_prompt_tokens) - num_prompt_tokens, 0
+            )
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
             if request.num_pending_tokens:
                 return
-            last = None if budget else self._last_in_step(request, step)
-            if budget == 0 and last is None:
+            loads = request.kv_source is not None  # which takes no tokens of the step
+            last = None if budget or loads else self._last_in_step(request, step)
+            if budget == 0 and last is None and not loads:
                 return
             max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
             victims = self._victims_for(request, max_tokens, moved)
@@ -372,6 +396,8 @@ class Scheduler:
 
     def _add_row(self, step: ScheduledStep, request: Request, num_new: int) -> None:
         start = request.num_computed_tokens
+        if not num_new:
+            return  # what it was to load is cached here, and the step is full: its row is in the next one
         step.rows[request] = ScheduledRow(request.request_id, start, num_new, start + num_new == request.num_tokens)
 
     def _start_load(self, request: Request, num_cached: int) -> bool:

@@ -13,6 +13,7 @@ from router.journal import Journal
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
 ROLES = ("prefill", "decode")
+PLACEMENTS = ("disaggregated", "local", "kept")
 
 
 class RouterMetrics:
@@ -26,6 +27,7 @@ class RouterMetrics:
         self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
         self.migrations = metrics.counter("mini_infer_migrations")
+        self.moves = metrics.counter("mini_infer_moves")
         self.local_prefills = metrics.counter("mini_infer_local_prefills")
         self.expected_tokens = metrics.counter("mini_infer_index_expected_tokens")
         self.regret_tokens = metrics.counter("mini_infer_index_regret_tokens")
@@ -36,6 +38,7 @@ class RouterMetrics:
         self._prompt_length = metrics.histogram("vllm:request_prompt_tokens")
         self._output_length = metrics.histogram("vllm:request_generation_tokens")
         self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
+        self._placements = {kind: metrics.counter("mini_infer_placements", placement=kind) for kind in PLACEMENTS}
         self._running = metrics.gauge("vllm:num_requests_running")
         self._waiting = metrics.gauge("vllm:num_requests_waiting")
 
@@ -51,6 +54,12 @@ class RouterMetrics:
             decode_seconds = journal.last_token_time - journal.first_token_time
             self._decode_time.observe(decode_seconds)
             self._per_token.observe(decode_seconds / (num_output - 1))
+
+    def placed(self, kind: str) -> None:
+        """Count the placement of a prompt: disaggregated, local or kept."""
+        self._placements[kind].inc()
+        if kind == "local":
+            self.local_prefills.inc()
 
     def refused(self, status: int) -> None:
         self._set.counter("mini_infer_requests_refused", status=str(status)).inc()

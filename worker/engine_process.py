@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError
 from common.logging import RateLimit
 from engine.assembly import EngineParts
+from engine.engine import StepStats
 from engine.request import FinishReason, Request, RequestId, RequestOutput
 from kvstore.transport.handle import KvHandle
 from worker.cores import SharedCores
@@ -25,6 +27,7 @@ from worker.messages import (
     Delta,
     EngineLoad,
     Failure,
+    HandOver,
     Release,
     Renew,
     Stage,
@@ -83,7 +86,7 @@ class EngineProcess:
             self._expire(began)
             if self._cores is not None:
                 self._cores.adjust(self._engine.has_work())
-            num_steps = self._engine.num_steps
+            num_steps, num_ended = self._engine.num_steps, self._engine.num_ended
             outputs = self._engine.step()
             self._heartbeat.beat()
             self._loads.start(self._open, began)
@@ -93,9 +96,8 @@ class EngineProcess:
                     open_request.started = began
             for output in outputs:
                 self._add_output(output)
-            stepped = self._engine.num_steps != num_steps
-            self._send_report(time.monotonic() - began if stepped else 0.0)
-            wait = self._next_wait(stepped)
+            self._send_report(has_ended=self._engine.num_ended != num_ended)
+            wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
 
     def _next_wait(self, stepped: bool) -> float:
         if stepped:
@@ -120,6 +122,8 @@ class EngineProcess:
                 self._submit(message)
             case Cancel(request_id):
                 self._cancel(request_id)
+            case HandOver(request_id):
+                self._engine.hand_over(request_id)
             case Abandon(handle):
                 self._loads.refuse(handle)
             case Renew(lease_id, epoch, lease_seconds):
@@ -150,12 +154,13 @@ class EngineProcess:
                 prefill_only=submit.prefill_only,
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
+                due=now + submit.due_seconds if submit.due_seconds > 0 else inf,
             )
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
             self._loads.abandon(lease)
             return
-        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else float("inf")
+        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
         self._open[submit.request_id] = OpenRequest(request, now, deadline)
 
     def _cancel(self, request_id: RequestId) -> None:
@@ -194,20 +199,20 @@ class EngineProcess:
         self._report.deltas.append(delta)
 
     def _grant(self, request: Request, now: float) -> KvHandle:
-        """Put the request's blocks under a lease."""
+        """Put the request's blocks under a lease: they hold the KV of all tokens but the last."""
         block_ids = self._engine.scheduler.detach_blocks(request)
-        lease, handle = self._leases.grant(block_ids, request.num_computed_tokens, now)
+        lease, handle = self._leases.grant(block_ids, request.num_known_tokens - 1, now)
         self._report.granted.append(lease)
         return handle
 
-    def _send_report(self, step_seconds: float) -> None:
-        """Send the turn's report: after each step, when there is news, and otherwise every IDLE_WAIT_SECONDS."""
+    def _send_report(self, has_ended: bool) -> None:
+        """Send the turn's report: when a step has ended or there is news, and otherwise every IDLE_WAIT_SECONDS."""
         report, now = self._report, time.monotonic()
         report.stored, report.removed = self._pool.take_events()
-        if not (step_seconds or report.has_news) and now < self._next_report_time:
+        if not (has_ended or report.has_news) and now < self._next_report_time:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
-        report.load = self._load(step_seconds)
+        report.load = self._load(has_ended)
         scheduler = self._engine.scheduler
         report.preemptions = scheduler.num_preemptions
         report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
@@ -216,8 +221,8 @@ class EngineProcess:
         self._link.send(report)
         self._report = StepReport()
 
-    def _load(self, step_seconds: float) -> EngineLoad:
-        load, last = self._engine.scheduler.load(), self._engine.last_step
+    def _load(self, has_ended: bool) -> EngineLoad:
+        load, last = self._engine.scheduler.load(), self._engine.last_step if has_ended else StepStats()
         return EngineLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -229,7 +234,7 @@ class EngineProcess:
             kv_blocks_cached=self._pool.num_cached,
             waiting_prefill_tokens=load.waiting_prefill_tokens,
             num_steps=self._engine.num_steps,
-            step_seconds=step_seconds,
-            step_prefill_tokens=last.num_prefill_tokens if step_seconds else 0,
-            step_decode_tokens=last.num_decode_tokens if step_seconds else 0,
+            step_seconds=last.seconds,
+            step_prefill_tokens=last.num_prefill_tokens,
+            step_decode_tokens=last.num_decode_tokens,
         )
