@@ -30,7 +30,7 @@ from engine.kv_memory import (
 )
 from engine.parallel.followers import FollowerPool, Followers
 from engine.policy import load_policy
-from engine.prompt_budget import PromptBudget
+from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
@@ -166,7 +166,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
         speculation=Speculation(drafter_for(config), num_drafts) if num_drafts else None,
-        prompt_budget=PromptBudget(config.itl_objective_ms / 1e3) if config.itl_objective_ms else None,
+        prompt_budget=budget_for(config),
     )
     engine = Engine(
         scheduler,

@@ -152,6 +152,8 @@ class Engine:
         Empty when no step has ended. With more than one step in flight, a step is planned while the one before
         runs (docs/decisions/0002).
         """
+        if self.scheduler.prompt_budget is not None:
+            self.scheduler.prompt_budget.now = time.monotonic()
         step = self.scheduler.schedule()
         self.last_plan = step.plan
         if step.is_empty:

@@ -16,7 +16,7 @@ from common.errors import ContextLengthError
 from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
-from engine.prompt_budget import PromptBudget
+from engine.prompt_budget import PromptBudget, WaitingPrompt
 from engine.request import (
     FinishReason,
     LoadJob,
@@ -69,6 +69,7 @@ class Scheduler:
         self._load_jobs: list[LoadJob] = []
         self._forgotten: list[RequestId] = []  # the runner drops their state with the next step
         self._num_arrived = 0
+        self._num_withheld = 0  # tokens of the step being planned
 
     # -- requests come and go --------------------------------------------------------------------------------
 
@@ -227,7 +228,8 @@ class Scheduler:
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
-        budget -= self._num_withheld(len(decodes), budget)
+        self._num_withheld = self._num_to_withhold(decodes, prefills)
+        budget -= self._num_withheld
         for request in decodes + prefills:
             if budget == 0:
                 break
@@ -245,12 +247,14 @@ class Scheduler:
                 budget -= num_new
         return preempted
 
-    def _num_withheld(self, num_decodes: int, budget: int) -> int:
-        """Tokens of the budget that prompts must leave unused for the sake of the decode rows in the step."""
-        if self.prompt_budget is None:
+    def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
+        """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
+        left = self._max_num_batched_tokens - len(decodes)
+        if self.prompt_budget is None or not decodes or left <= 0:
             return 0
-        left = budget - num_decodes
-        return left - self.prompt_budget.num_tokens(num_decodes, left) if left > 0 else 0
+        waiting = (request for request in self._waiting if request.kv_source is None)
+        prompts = [WaitingPrompt(r.num_tokens - r.num_computed_tokens, r.due) for r in (*prefills, *waiting)]
+        return left - self.prompt_budget.num_tokens(len(decodes), prompts, left) if prompts else 0
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""
@@ -284,13 +288,7 @@ class Scheduler:
         A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
         (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
         """
-        budget = self._max_num_batched_tokens - step.num_tokens
-        if self.prompt_budget is not None:
-            num_decodes = sum(row.is_decode for row in step.rows.values())
-            num_prompt_tokens = step.num_tokens - num_decodes
-            budget = max(
-                self.prompt_budget.num_tokens(num_decodes, budget + num_prompt_tokens) - num_prompt_tokens, 0
-            )
+        budget = max(self._max_num_batched_tokens - step.num_tokens - self._num_withheld, 0)
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
             if request.num_pending_tokens:

@@ -134,7 +134,8 @@ class Choice:
         pending_tokens = 0 if self.journal.kv_handle is not None else self.journal.num_tokens
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.due_seconds(self.journal, now)
+        if self._decision is not None:
+            submit.due_seconds = self._dispatcher.due_seconds(self.journal, self._decision.chosen, now)
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, f"{state.value} on {link.worker_id}")

@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Set
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.errors import OverloadedError, UnavailableError
@@ -17,9 +18,9 @@ from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.moves import KeptRequest, choose_moves
-from router.cluster.placement import Objectives
+from router.cluster.placement import TTFT_MARGIN, Objectives
 from router.cluster.policy import Decision, choose
-from router.cluster.prediction import EXPECTED_TOKENS, RequestView
+from router.cluster.prediction import EXPECTED_TOKENS, Candidate, RequestView
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
@@ -110,12 +111,17 @@ class Dispatcher:
             raise WorkerLostError(f"worker {worker} has gone")
         return link
 
-    def due_seconds(self, journal: Journal, now: float) -> float:
-        """Seconds until the next token is due; 0: no objective."""
-        objective = self._objectives.ttft
-        if not objective:
+    def due_seconds(self, journal: Journal, chosen: Candidate, now: float) -> float:
+        """Seconds until the next token is due; 0: no objective.
+
+        A first token is due in twice the time that was predicted for it, if the objective allows so much.
+        """
+        if not self._objectives:
             return 0.0
-        return MIN_DUE_SECONDS if journal.has_started else max(objective - (now - journal.arrival), MIN_DUE_SECONDS)
+        if journal.has_started:
+            return MIN_DUE_SECONDS
+        left = TTFT_MARGIN * (self._objectives.ttft or inf) - (now - journal.arrival)
+        return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)
 
     # -- requests that prefill workers keep ----------------------------------------------------------------------
 
@@ -137,7 +143,7 @@ class Dispatcher:
                 self.watch_kept(choice)
         for link, kept in by_link.items():
             targets = [target.view() for target in self._workers.usable("decode")]
-            for move in choose_moves(link.view(), kept, targets, self._objectives):
+            for move in choose_moves(link.view(), kept, targets, self._objectives, must_leave=link.load.draining):
                 choices[move.choice_id].move(move.chosen)
 
     # -- waiting for a worker ----------------------------------------------------------------------------------

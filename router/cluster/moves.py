@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from common.step_times import MARGIN
 from kvstore.types import WorkerId
-from router.cluster.placement import ITL_MARGIN, Objectives, Predictor
+from router.cluster.placement import Objectives, Predictor
 from router.cluster.prediction import Candidate, RequestView, WorkerView
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
@@ -38,15 +40,22 @@ class Move:
 
 
 def choose_moves(
-    source: WorkerView, kept: Sequence[KeptRequest], targets: Sequence[WorkerView], objectives: Objectives
+    source: WorkerView,
+    kept: Sequence[KeptRequest],
+    targets: Sequence[WorkerView],
+    objectives: Objectives,
+    must_leave: bool = False,
 ) -> list[Move]:
-    """Which of the requests kept on `source` go where, those with the most tokens left first."""
+    """Which of the requests kept on `source` go where, those with the most tokens left first.
+
+    must_leave: all of them, because their worker drains.
+    """
     moves: list[Move] = []
     views = list(targets)
     for request in sorted(kept, key=lambda item: -item.tokens_left):
-        if request.seconds_here < MIN_STAY_SECONDS or request.tokens_left < MIN_TOKENS_LEFT:
+        if not must_leave and (request.seconds_here < MIN_STAY_SECONDS or request.tokens_left < MIN_TOKENS_LEFT):
             continue
-        found = _best_target(source, request, views, objectives)
+        found = _best_target(source, request, views, objectives, must_leave)
         if found is None or len(moves) == MAX_MOVES:
             break
         chosen, index = found
@@ -57,16 +66,21 @@ def choose_moves(
 
 
 def _best_target(
-    source: WorkerView, request: KeptRequest, targets: Sequence[WorkerView], objectives: Objectives
+    source: WorkerView,
+    request: KeptRequest,
+    targets: Sequence[WorkerView],
+    objectives: Objectives,
+    must_leave: bool,
 ) -> tuple[Candidate, int] | None:
     """The cheapest target that keeps the objectives and costs clearly less than staying."""
     view = RequestView(request.num_tokens, {}, request.tokens_left)
     predict = Predictor(view, [source, *targets], objectives)
-    stay = _stay_seconds(predict, source, request)
+    stay = inf if must_leave else _stay_seconds(predict, source, request)
     best: tuple[Candidate, int] | None = None
     for index, target in enumerate(targets):
         itl = predict.gap_seconds(target, 1)
-        if target.load + 1 > target.num_slots or (objectives.itl and itl > ITL_MARGIN * objectives.itl):
+        has_room = target.load < target.num_slots and not (objectives.itl and itl > MARGIN * objectives.itl)
+        if not (has_room or must_leave):
             continue
         terms = {
             "pull": predict.pull_seconds(target, request.num_tokens),
@@ -75,7 +89,8 @@ def _best_target(
         }
         cost = sum(terms.values())
         if CLEARLY * cost < stay and (best is None or cost < best[0].cost):
-            terms["stay"] = stay
+            if not must_leave:
+                terms["stay"] = stay
             best = _candidate(source.worker_id, target, terms, cost, itl), index
     return best
 
@@ -83,12 +98,12 @@ def _best_target(
 def _stay_seconds(predict: Predictor, source: WorkerView, request: KeptRequest) -> float:
     """What staying costs: its own tokens beside prompts, and what its row takes from other rows and from prompts."""
     others = replace(source, num_rows=max(source.num_rows - 1, 0))
-    queue = predict.queue_seconds(source)
-    delay_of_prompts = (queue - predict.queue_seconds(replace(source, num_rows=0))) / max(source.num_rows, 1)
-    share = max(predict.prompt_share(source), queue / (queue + PATIENCE_SECONDS))
+    queue = predict.prompt_seconds(source, source.queued_prefill_tokens)
+    alone = predict.prompt_seconds(replace(source, num_rows=0), source.queued_prefill_tokens)
+    delay_of_prompts = (queue - alone) / max(source.num_rows, 1)
     own = predict.decode_seconds(others, 1)
-    beside = max(predict.gap_seconds(source, 0) - own, 0.0)
-    return request.tokens_left * (own + share * beside + predict.crowding_seconds(others)) + delay_of_prompts
+    own += predict.interruption_seconds(others, 1, share=queue / (queue + PATIENCE_SECONDS))
+    return request.tokens_left * (own + predict.crowding_seconds(others)) + delay_of_prompts
 
 
 def _candidate(source: WorkerId, target: WorkerView, terms: dict[str, float], cost: float, itl: float) -> Candidate:

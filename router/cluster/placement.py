@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.step_times import StepCost
+from common.step_times import StepCost, chunk_bounds
 from router.cluster.prediction import (
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
     DEFAULT_PULL_TOKENS_PER_SECOND,
@@ -34,10 +34,10 @@ from router.cluster.prediction import (
 )
 
 TTFT_MARGIN = 0.5  # share of the objective that predictions may use: they miss what arrives later
-ITL_MARGIN = 0.9
 MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
-MIN_CHUNK_TOKENS = 64  # a prompt advances by so many tokens a step whatever the objective says
 SAME_VIOLATION = 0.05  # differences below are noise
+HARM = 3.0  # of a delay that makes gaps as long as the objective, beside a wait for a first token
+SHORT_QUEUE = 0.05  # seconds of prompts on a prefill worker, up to which it counts as idle
 FEW = 0.01  # share of disturbed steps that a 99th percentile does not see
 
 
@@ -64,19 +64,24 @@ def placements_for(
     local_prefill_tokens: int,
     objectives: Objectives,
 ) -> list[Candidate]:
-    """Every placement. A prefill worker with a queue keeps nothing."""
+    """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing."""
     predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens)
     candidates = [predict.disaggregated(first, second) for second in decode for first in prefill]
     candidates += [predict.whole(worker, is_kept=False) for worker in decode]
-    candidates += [predict.whole(worker, is_kept=True) for worker in prefill if not worker.queued_prefill_tokens]
+    fewest = min(worker.num_rows for worker in decode)
+    for worker in prefill:
+        if worker.num_rows < fewest and predict.prompt_seconds(worker, worker.queued_prefill_tokens) < SHORT_QUEUE:
+            candidates.append(predict.whole(worker, is_kept=True))
     return candidates
 
 
 def admissible(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that keep the objectives; when none does, those that miss them least."""
+    """Those that keep the objectives, or else miss them least, and of them those of the cheapest kind."""
     least = min(candidate.violation for candidate in candidates)
     limit = 0.0 if least == 0 else least + SAME_VIOLATION
-    return [candidate for candidate in candidates if candidate.violation <= limit]
+    kept = [candidate for candidate in candidates if candidate.violation <= limit]
+    kind = min(kept, key=lambda candidate: candidate.cost).kind
+    return [candidate for candidate in kept if candidate.kind == kind]
 
 
 class Predictor:
@@ -104,19 +109,33 @@ class Predictor:
         ttft = sum(terms.values())
         terms["pull"] = self.pull_seconds(second, request.num_tokens - _cached(request, second))
         terms |= self._decode_terms(second)
-        return self._candidate(second, first, False, terms, cached, ttft, self.gap_seconds(second, 1))
+        itl = max(self.gap_seconds(second, 1), terms["slot"])  # its first token has come when it waits for a seat
+        return self._candidate(second, first, False, terms, cached, ttft, itl)
 
     def whole(self, worker: WorkerView, is_kept: bool) -> Candidate:
-        """Prompt and decode on one worker."""
+        """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
         cached = _cached(self._request, worker)
         num_new = self._request.num_tokens - cached
-        terms = self._first_token(worker, num_new) | self._decode_terms(worker)
-        ttft = terms["queue"] + terms["compute"] + terms["slot"]
+        decode = self._decode_terms(worker)
+        for chunk in self._chunks(worker, worker.num_rows):
+            prompt = self._first_token(worker, num_new, chunk)
+            ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
+            if ttft <= TTFT_MARGIN * (self._objectives.ttft or math.inf):
+                break
         cost = self._costs[worker.worker_id]
         num_felt = max(num_new - self._free_tokens, 0)
-        terms["disturbance"] = worker.num_rows * num_felt * cost.prompt_token
-        itl = self.gap_seconds(worker, 1, num_felt)
+        num_beside = worker.queued_prefill_tokens + num_felt if worker.num_rows else 0
+        gap = cost.seconds(worker.num_rows + 1, min(chunk, num_beside))
+        steps_seconds = num_felt * cost.prompt_token + math.ceil(num_felt / chunk) * cost.prompt
+        terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * steps_seconds}
+        if is_kept:
+            terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker, 1)
+        itl = max(gap, self.gap_seconds(worker, 1))
         return self._candidate(worker, None, is_kept, terms, cached, ttft, itl)
+
+    def _harm(self, gap: float) -> float:
+        """What a delay counts for that makes gaps so long: little while they are far below the objective."""
+        return HARM * min(gap / self._objectives.itl, 1.0) ** 3 if self._objectives.itl else 1.0
 
     # -- parts, which moves use too ------------------------------------------------------------------------------
 
@@ -125,29 +144,35 @@ class Predictor:
         num_rows = worker.num_rows + num_more
         cost = self._costs[worker.worker_id]
         step = cost.seconds(num_rows)
-        mixed = step + self._chunk(worker, num_rows) * cost.prompt_token
-        return step + self.prompt_share(worker) * (mixed - step)
+        return step + self.prompt_share(worker) * (cost.seconds(num_rows, self._chunks(worker, num_rows)[0]) - step)
 
-    def gap_seconds(self, worker: WorkerView, num_more: int, num_prompt_tokens: int = 0) -> float:
-        """The time between tokens that one in a hundred exceeds."""
+    def interruption_seconds(self, worker: WorkerView, num_more: int, share: float = 0.0) -> float:
+        """What prompts that a prefill worker computes at once do to each token of a row there, weighed.
+
+        share: of its time that they take, if it is more than lately.
+        """
         num_rows = worker.num_rows + num_more
         cost = self._costs[worker.worker_id]
-        num_coming = worker.queued_prefill_tokens + num_prompt_tokens
-        chunk = self._chunk(worker, num_rows)
+        gap = cost.seconds(num_rows, self._chunks(worker, num_rows)[1])
+        return self._harm(gap) * max(self.prompt_share(worker), share) * (gap - cost.seconds(num_rows))
+
+    def gap_seconds(self, worker: WorkerView, num_more: int) -> float:
+        """The time between tokens that one in a hundred exceeds."""
+        num_rows = worker.num_rows + num_more
+        chunk = self._chunks(worker, num_rows)[0]
         if self.prompt_share(worker) < FEW:
-            chunk = min(chunk, num_coming)
-        return cost.seconds(num_rows, chunk)
+            chunk = min(chunk, worker.queued_prefill_tokens)
+        return self._costs[worker.worker_id].seconds(num_rows, chunk)
 
     def prompt_share(self, worker: WorkerView) -> float:
         """Share of a worker's time that the prompts take which come there."""
         return min(worker.prompt_tokens_per_second * self._costs[worker.worker_id].prompt_token, 1.0)
 
-    def queue_seconds(self, worker: WorkerView, num_new: int = 0) -> float:
-        """Time until queued prompts and `num_new` tokens more are computed, beside the rows that decode there."""
+    def prompt_seconds(self, worker: WorkerView, num_tokens: int, chunk: int = 0) -> float:
+        """Time to compute so many prompt tokens beside the rows that decode there; chunk 0: the largest."""
         cost, num_rows = self._costs[worker.worker_id], worker.num_rows
-        num_tokens = worker.queued_prefill_tokens + num_new
-        num_steps = math.ceil(num_tokens / self._chunk(worker, num_rows)) if num_rows else 0
-        return num_tokens * cost.prompt_token + num_steps * cost.seconds(num_rows)
+        num_steps = math.ceil(num_tokens / (chunk or self._chunks(worker, num_rows)[1]))
+        return num_tokens * cost.prompt_token + num_steps * (cost.seconds(num_rows) + cost.prompt)
 
     def pull_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         return num_tokens / (worker.pull_tokens_per_second or self._pull_rate)
@@ -156,17 +181,17 @@ class Predictor:
         """What one more row takes from those that are there, each step."""
         return worker.num_rows * self._costs[worker.worker_id].row
 
-    def _chunk(self, worker: WorkerView, num_rows: int) -> int:
-        """Prompt tokens beside so many decode rows, as the worker bounds them."""
-        if not self._objectives.itl:
-            return MAX_CHUNK_TOKENS
-        cost = self._costs[worker.worker_id]
-        within = cost.prompt_tokens_within(ITL_MARGIN * self._objectives.itl, num_rows)
-        return min(max(within, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+    def _chunks(self, worker: WorkerView, num_rows: int) -> tuple[int, int]:
+        """Prompt tokens beside so many decode rows, as the worker bounds them: without risk, and at most."""
+        if not self._objectives.itl or not num_rows:
+            return MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS
+        gentle, most = chunk_bounds(self._costs[worker.worker_id], self._objectives.itl, num_rows)
+        return min(gentle, MAX_CHUNK_TOKENS), min(most, MAX_CHUNK_TOKENS)
 
-    def _first_token(self, worker: WorkerView, num_new: int) -> dict[str, float]:
-        queue = self.queue_seconds(worker)
-        return {"queue": queue, "compute": self.queue_seconds(worker, num_new) - queue}
+    def _first_token(self, worker: WorkerView, num_new: int, chunk: int = 0) -> dict[str, float]:
+        queued = worker.queued_prefill_tokens
+        queue = self.prompt_seconds(worker, queued, chunk)
+        return {"queue": queue, "compute": self.prompt_seconds(worker, queued + num_new, chunk) - queue}
 
     def _decode_terms(self, worker: WorkerView) -> dict[str, float]:
         expected, cost = self._request.expected_tokens, self._costs[worker.worker_id]
@@ -209,18 +234,22 @@ class Predictor:
 def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
     """Step costs with what is not measured filled in: a prefill worker that never decodes, a decode worker before
     its first prompt."""
-    base = _mean([w.step.base for w in workers], DEFAULT_STEP_SECONDS)
-    row = _mean([w.step.row for w in workers if w.step.base], 0.0)
-    token = _mean([w.step.prompt_token for w in workers], 1 / DEFAULT_PREFILL_TOKENS_PER_SECOND)
+    decoding = [w.step for w in workers if w.step.base]
+    computing = [w.step for w in workers if w.step.prompt_token]
+    base, row = _mean([c.base for c in decoding], DEFAULT_STEP_SECONDS), _mean([c.row for c in decoding], 0.0)
+    prompt = _mean([c.prompt for c in computing], 0.0)
+    token = _mean([c.prompt_token for c in computing], 1 / DEFAULT_PREFILL_TOKENS_PER_SECOND)
     return {
-        w.worker_id: StepCost(w.step.base or base, w.step.row if w.step.base else row, w.step.prompt_token or token)
+        w.worker_id: StepCost(
+            *((w.step.base, w.step.row) if w.step.base else (base, row)),
+            *((w.step.prompt, w.step.prompt_token) if w.step.prompt_token else (prompt, token)),
+        )
         for w in workers
     }
 
 
 def _mean(values: Sequence[float], default: float) -> float:
-    known = [value for value in values if value > 0]
-    return sum(known) / len(known) if known else default
+    return sum(values) / len(values) if values else default
 
 
 def _cached(request: RequestView, worker: WorkerView) -> int:
