@@ -4,10 +4,10 @@
         --vocab-size 150000 --loads closed,azure:10:30:50,mooncake:2:4 --json cluster.json --plot cluster.png
     python -m benchmarks.cluster --from cluster.json --plot cluster.png
 
-A load is `closed` (--clients, each with one request of --input and --output tokens open) or `TRACE:RATE[:RATE...]`: the
-trace's first requests in its own order and rhythm, so many a second. Goodput is requests a second whose first token
-came within --ttft-ms and the 99th percentile of whose gaps is below --itl-ms. Flags that are not known here go to
-`mini-infer serve`. The JSON is written after each cell, so that a run that is cut off leaves what it has measured.
+A load is `closed` (--clients, each with one request of --input and --output tokens open) or `TRACE:RATE[:RATE...]`:
+the trace's first requests in its own order and rhythm, so many a second. Goodput is requests a second whose first
+token came within --ttft-ms and the 99th percentile of whose gaps is below --itl-ms. Flags that are not known here go
+to `mini-infer serve`. The JSON is written after each cell, so that a run that is cut off leaves what it has measured.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ async def until_quiet(url: str) -> None:
     """Wait until no worker has a request, but not forever."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
-        workers = httpx.get(url + "/v1/cluster", timeout=10.0).json()["workers"]
+        reply = await asyncio.to_thread(httpx.get, url + "/v1/cluster", timeout=10.0)
+        workers = reply.json()["workers"]
         if not any(worker["open_requests"] for worker in workers):
             return
         await asyncio.sleep(0.1)
@@ -208,7 +209,8 @@ def row(cell: Cell) -> str:
     )
 
 
-HEADER = f"{'load':16} {'cluster':11} {'tok/s':>8} {'good/s':>7} {'good':>6} {'ttft50':>8} {'ttft99':>8} {'itl50':>8} {'itl99':>8}"
+COLUMNS = ("ttft50", "ttft99", "itl50", "itl99")
+HEADER = f"{'load':16} {'cluster':11} {'tok/s':>8} {'good/s':>7} {'good':>6} " + " ".join(f"{c:>8}" for c in COLUMNS)
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:

@@ -121,7 +121,7 @@ class Scheduler:
         return list(self._waiting)
 
     def load(self) -> SchedulerLoad:
-        gap = sum(r.num_tokens for r in self._waiting)
+        gap = sum(r.num_tokens for r in self._waiting if r.kv_source is None)
         gap += sum(
             r.num_tokens - r.num_computed_tokens for r in self._running if r.num_tokens - r.num_computed_tokens > 1
         )

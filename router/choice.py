@@ -131,11 +131,13 @@ class Choice:
 
     def _open(self, state: State, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
         now = time.monotonic()
-        pending_tokens = 0 if self.journal.kv_handle is not None else self.journal.num_tokens
+        assert self._decision is not None
+        chosen = self._decision.chosen
+        is_computed = self.journal.kv_handle is not None
+        pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
-        if self._decision is not None:
-            submit.due_seconds = self._dispatcher.due_seconds(self.journal, self._decision.chosen, now)
+        submit.due_seconds = self._dispatcher.due_seconds(self.journal, chosen, now)
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, f"{state.value} on {link.worker_id}")

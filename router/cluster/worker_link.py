@@ -194,8 +194,9 @@ class WorkerLink:
         """Take one step of the worker. The hot path: once per step for all legs here."""
         now = self.last_sign = time.monotonic()
         if report.HasField("load"):
+            if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+                self.rates.observe_load(report.load)
             self.load = report.load
-            self.rates.observe_load(report.load)
         legs = self._legs
         for delta in report.deltas:
             leg = legs.get(delta.request_id)
