@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FADE = 0.98  # what a step counts for after the next one of its kind
-NUM_TRUSTED = 16  # steps after which one that takes far longer counts as an accident
-FAR = 4.0
+NUM_SKIPPED = 2  # steps of a kind at the start, which compile kernels
+FAR = 4.0  # times what was expected: a longer step is an accident, after a shorter one all is learned anew
 MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
 MARGIN = 0.9  # of an objective: steps vary
 GENTLE = 1.3  # times a step that only decodes: so much longer a step may be though no prompt is at risk
@@ -64,42 +64,51 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self._decode = _Line()
-        self._prompts = _Line()
-        self._num_observed = 0
+        self._decode = _Line(starts_flat=True)
+        self._prompts = _Line(starts_flat=False)
 
     def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from one step."""
         if not 0.0 < seconds < float("inf") or not (num_rows or num_prompt_tokens):
             return
-        expected = self.cost.seconds(num_rows, num_prompt_tokens)
-        if expected > 0 and self._num_observed > NUM_TRUSTED:
-            seconds = min(seconds, FAR * expected)
-        self._num_observed += 1
         if not num_prompt_tokens:
             self._decode.add(num_rows, seconds)
         elif num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._prompts.add(num_prompt_tokens, max(seconds - self.cost.seconds(num_rows), 0.1 * seconds))
-        base, row = self._decode.base_and_slope(starts_flat=True)
-        self.cost = StepCost(base, row, *self._prompts.base_and_slope(starts_flat=False))
+        self.cost = StepCost(*self._decode.base_and_slope(), *self._prompts.base_and_slope())
 
 
 class _Line:
     """A line through points, the newest of which count most. Neither part is negative."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts_flat: bool) -> None:
+        """starts_flat: what it is before points differ: flat, or through the origin."""
+        self._starts_flat = starts_flat
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._slope: float | None = None
+        self._num_added = 0
 
     def add(self, x: float, y: float) -> None:
+        self._num_added += 1
+        if self._num_added <= NUM_SKIPPED:
+            return
+        if self._n:
+            expected = self._at(x)
+            if FAR * y < expected:
+                self._n = self._x = self._y = self._xx = self._xy = 0.0
+                self._slope = None
+            y = min(y, FAR * expected)
         self._n = FADE * self._n + 1.0
         self._x = FADE * self._x + x
         self._y = FADE * self._y + y
         self._xx = FADE * self._xx + x * x
         self._xy = FADE * self._xy + x * y
 
-    def base_and_slope(self, starts_flat: bool) -> tuple[float, float]:
-        """starts_flat: what the line is before points differ: flat, or through the origin."""
+    def _at(self, x: float) -> float:
+        base, slope = self.base_and_slope()
+        return base + slope * x
+
+    def base_and_slope(self) -> tuple[float, float]:
         if not self._n:
             return 0.0, 0.0
         mean_x, mean_y = self._x / self._n, self._y / self._n
@@ -107,6 +116,6 @@ class _Line:
         if variance > max(1.0, 0.01 * mean_x * mean_x):
             self._slope = (self._xy / self._n - mean_x * mean_y) / variance
         steepest = mean_y / mean_x
-        slope = self._slope if self._slope is not None else 0.0 if starts_flat else steepest
-        slope = min(max(slope, 0.0 if starts_flat else 0.2 * steepest), steepest)
+        slope = self._slope if self._slope is not None else 0.0 if self._starts_flat else steepest
+        slope = min(max(slope, 0.0 if self._starts_flat else 0.2 * steepest), steepest)
         return mean_y - slope * mean_x, slope

@@ -64,6 +64,9 @@ class Worker:
         self._budget = PromptBudget(objectives.itl) if objectives.itl else None
         self._simulation = simulation
         self._is_running = False
+        for number in range(1, 20):  # a warm-up
+            self._learn(4 * number, 0, TRUE_COST.seconds(4 * number))
+            self._learn(4, 50 * number, TRUE_COST.seconds(4, 50 * number))
 
     def view(self, now: float) -> WorkerView:
         num_rows = len(self.rows) + len(self.expected)
@@ -94,6 +97,10 @@ class Worker:
             self._is_running = True
             self._begin_step()
 
+    def _learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        for times in (self.times, *([self._budget.times] if self._budget else [])):
+            times.observe(num_rows, num_tokens, seconds)
+
     def _begin_step(self) -> None:
         rows = self.rows[:256]
         left = MAX_STEP_TOKENS - len(rows)
@@ -115,9 +122,7 @@ class Worker:
 
     def _end_step(self, rows: list[Request], ended: list[Request], num_tokens: int, seconds: float) -> None:
         now = self._simulation.now
-        self.times.observe(len(rows), num_tokens, seconds)
-        if self._budget:
-            self._budget.times.observe(len(rows), num_tokens, seconds)
+        self._learn(len(rows), num_tokens, seconds)
         for request in ended:
             self.prompts.remove(request)
             self.rows.append(request)
