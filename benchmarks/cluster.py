@@ -1,13 +1,16 @@
 """Three clusters on the same devices under the same loads: aggregated, static roles, adaptive placement.
 
     python -m benchmarks.cluster --model benchmarks/configs/qwen2.5-7b --load-format dummy --gpus 0,1 \\
-        --vocab-size 150000 --loads closed,azure:10:30:50,mooncake:2:4 --json cluster.json --plot cluster.png
+        --loads closed,azure:20:40 --seconds 15 --json cluster.json --plot cluster.png
     python -m benchmarks.cluster --from cluster.json --plot cluster.png
 
 A load is `closed` (--clients, each with one request of --input and --output tokens open) or `TRACE:RATE[:RATE...]`:
 the trace's first requests in its own order and rhythm, so many a second. Goodput is requests a second whose first
 token came within --ttft-ms and the 99th percentile of whose gaps is below --itl-ms. Flags that are not known here go
-to `mini-infer serve`. The JSON is written after each cell, so that a run that is cut off leaves what it has measured.
+to `mini-infer serve`. A directory with nothing but a config.json gets a tokenizer whose every token is a word of its
+own, and prompts of token ids: then each token of an answer is seen when it comes.
+
+The JSON is written after each cell, so that a run that is cut off leaves what it has measured.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +31,10 @@ from typing import Any
 
 import httpx
 import uvloop
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 
 from cli.api_client import first_model
 from cli.load.client import Client, Target
@@ -35,12 +44,26 @@ from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
 from cli.local_server import LocalServer
 from common.errors import ConfigError
+from common.text.tokenizer import byte_level_alphabet
 
 TRACES = {"azure": "AzureLLMInferenceTrace_conv.csv", "mooncake": "conversation_trace.jsonl"}
 SETTLED = 0.25  # share of a closed loop's time that passes before its throughput counts
 GRACE_SECONDS = 6.0  # for the answers of requests that arrived in time
 WARM_SECONDS = 4.0
 QUIET_SECONDS = 10.0
+
+
+def with_tokenizer(model: Path, folder: Path) -> int:
+    """Write the model's config.json and a tokenizer for it into `folder`; returns the number of its tokens."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    alphabet = byte_level_alphabet()
+    words = {f"w{token_id}": token_id for token_id in range(len(alphabet), config["vocab_size"])}
+    backend = Tokenizer(BPE(alphabet | words, []))
+    backend.pre_tokenizer = ByteLevelSplit(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.save(str(folder / "tokenizer.json"))
+    shutil.copy(model / "config.json", folder)
+    return len(alphabet) + len(words)
 
 
 def serve_flags(cluster: str, ttft_ms: float, itl_ms: float) -> list[str]:
@@ -241,6 +264,18 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> list[Cell]:
+    """Measure every cell."""
+    model = Path(options.model)
+    if (model / "config.json").is_file() and not (model / "tokenizer.json").exists():
+        with tempfile.TemporaryDirectory(prefix="mini-infer-") as folder:
+            named = Path(folder, model.name)
+            named.mkdir()
+            options.vocab_size = with_tokenizer(model, named)
+            return measure_all(options, [f"--model={named}", *flags])
+    return measure_all(options, [f"--model={options.model}", *flags] if options.model else flags)
+
+
+def measure_all(options: argparse.Namespace, flags: list[str]) -> list[Cell]:
     loads = parse_loads(options.loads)
     bench, cells = Bench(options), []
     if options.gpus:
@@ -266,6 +301,7 @@ def main() -> None:
         description="Aggregated, static and adaptive clusters.",
         allow_abbrev=False,
     )
+    parser.add_argument("--model", default="", help="as of `mini-infer serve`")
     parser.add_argument("--clusters", default="aggregated,static,adaptive")
     parser.add_argument(
         "--loads", default="closed,azure:2", help="closed, azure:RATE:..., mooncake:RATE:..., by commas"

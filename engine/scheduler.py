@@ -249,12 +249,15 @@ class Scheduler:
 
     def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
         """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
+        if self.prompt_budget is None or not (prefills or self._waiting):
+            return 0
         left = self._max_num_batched_tokens - len(decodes)
-        if self.prompt_budget is None or not decodes or left <= 0:
+        num_streams = sum(bool(r.output_token_ids or r.num_pending_tokens) for r in decodes)  # the rest are prompts
+        if not num_streams or left <= 0:
             return 0
         waiting = (request for request in self._waiting if request.kv_source is None)
         prompts = [WaitingPrompt(r.num_tokens - r.num_computed_tokens, r.due) for r in (*prefills, *waiting)]
-        return left - self.prompt_budget.num_tokens(len(decodes), prompts, left) if prompts else 0
+        return left - self.prompt_budget.num_tokens(num_streams, prompts, left)
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""

@@ -158,7 +158,8 @@ class Choice:
 
     def move(self, chosen: Candidate) -> None:
         """Let the worker hand the choice over; it goes on with the token that ends its leg."""
-        assert self._leg is not None
+        if self._leg is None:
+            return
         try:
             target = self._dispatcher.link(chosen.decode)
         except WorkerLostError:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import Cell, Load, parse_loads, scaled_rows, serve_flags
+from benchmarks.cluster import Cell, Load, parse_loads, scaled_rows, serve_flags, with_tokenizer
 from cli.load.workload import TraceRow
 from common.errors import ConfigError
+from common.model_files import resolve_model
+from common.text.tokenizer import load_tokenizer
 
 ROWS = [TraceRow(float(number), 100 * (number % 10 + 1), 10, (number,)) for number in range(1000)]
 
@@ -29,6 +31,17 @@ def test_a_trace_is_scaled_to_the_rate_and_keeps_its_rhythm() -> None:
     assert (rows[0].at_seconds, rows[-1].at_seconds) == (0.0, 10.0)
     assert rows[100].at_seconds == pytest.approx(10.0 * 100 / 199)
     assert all(row.num_input_tokens <= 500 for row in scaled_rows(ROWS, 20.0, 10.0, longest=510))
+
+
+def test_a_bare_config_gets_a_tokenizer_that_shows_every_token(tmp_path: Path) -> None:
+    model = tmp_path / "bare"
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 1000}')
+    made = tmp_path / "made"
+    made.mkdir()
+    assert with_tokenizer(model, made) == 1000
+    detokenizer = load_tokenizer(resolve_model(str(made))).detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in (300, 999, 65)] == ["w300", "w999", "A"]
 
 
 def test_only_the_adaptive_cluster_has_objectives() -> None:

@@ -94,6 +94,19 @@ def test_steps_with_decode_rows_take_few_prompt_tokens_and_others_many(overlap: 
     assert_quiet(engine)
 
 
+def test_the_last_token_of_a_prompt_is_no_stream() -> None:
+    engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4))
+    cached = list(range(8))
+    engine.add_request(cached, SamplingParams(max_tokens=1))
+    run_all(engine)
+    engine.add_request([*cached, 9], SamplingParams(max_tokens=1))  # all but one token are cached
+    engine.add_request(list(range(100, 120)), SamplingParams(max_tokens=1))
+    engine.step()
+    assert engine.last_step.num_prefill_tokens + engine.last_step.num_decode_tokens == 21
+    run_all(engine)
+    assert_quiet(engine)
+
+
 def test_kv_of_a_peer_is_loaded_though_the_step_is_full() -> None:
     engine, _ = make_engine(64, budget=32, prompt_budget=FixedBudget(4))
     stepping(engine, engine.add_request(list(range(8)), LONG))
