@@ -128,6 +128,8 @@ SPECS: tuple[MetricSpec, ...] = (
     _gauge("mini_infer_host_tier_blocks", "Blocks in the host-memory tier"),
     _gauge("mini_infer_draining", "1 while this worker drains"),
     _counter("mini_infer_migrations", "Requests moved to another worker while open"),
+    _counter("mini_infer_placements", "Prompts by where they are computed and decoded", "placement"),
+    _counter("mini_infer_moves", "Running requests handed over to another worker by the policy"),
     _counter("mini_infer_local_prefills", "Prompts sent to a decode worker to compute"),
     _counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
     _gauge("mini_infer_workers", "Workers by role and state", "role", "state"),

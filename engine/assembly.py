@@ -30,6 +30,7 @@ from engine.kv_memory import (
 )
 from engine.parallel.followers import FollowerPool, Followers
 from engine.policy import load_policy
+from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
@@ -164,6 +165,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         preempt_by_swap=config.preemption == "swap",
         policy=policy,
         speculation=_speculation(config, device),
+        prompt_budget=budget_for(config),
     )
     engine = Engine(
         scheduler,

@@ -46,6 +46,9 @@ class EngineConfig:
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
     )
+    itl_objective_ms: float = setting(
+        0.0, "time between tokens to keep: bounds the prompt tokens of a step that decodes, too; 0: none"
+    )
     num_speculative_tokens: int = setting(
         0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
     )
@@ -71,6 +74,7 @@ class EngineConfig:
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
+        require(self.itl_objective_ms >= 0, "--itl-objective-ms must not be negative")
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
         require(
             0 <= self.num_speculative_tokens <= 64,

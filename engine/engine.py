@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from common.errors import InvalidRequestError
@@ -50,10 +52,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Size of the last step that did something."""
+    """Size and duration of a step. With others in flight, it lasts from the end of the one before."""
 
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # drafts included
+    seconds: float = 0.0
 
 
 class Engine:
@@ -73,10 +76,12 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.num_steps = 0
         self.num_failed_steps = 0  # steps that had to be repeated row by row
-        self.last_step = StepStats()
+        self.num_ended = 0  # of them
+        self.last_step = StepStats()  # that ended
         self.last_plan = StepPlan()
         self._runner = runner
-        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
+        self._last_end = 0.0
         self._names = itertools.count()
 
     def add_request(
@@ -92,8 +97,12 @@ class Engine:
         prefill_only: bool = False,
         kv_source: object | None = None,
         num_source_tokens: int = 0,
+        due: float = inf,
     ) -> Request:
-        """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError."""
+        """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError.
+
+        due: time.monotonic() when its next token is due.
+        """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt must hold at least one token", "prompt")
         if adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
@@ -114,6 +123,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             kv_source=kv_source,
             num_source_tokens=num_source_tokens,
+            due=due,
         )
         if len(request.output_token_ids) >= params.max_tokens:
             # No `param`: clients do not send output tokens, so this is never their mistake.
@@ -124,6 +134,10 @@ class Engine:
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""
         return self.scheduler.abort(request_id)
+
+    def hand_over(self, request_id: RequestId) -> None:
+        """Let a request end with PREFILLED at its next token, wherever it is on its way to that."""
+        self.scheduler.hand_over(request_id)
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work()
@@ -138,11 +152,13 @@ class Engine:
         Empty when no step has ended. With more than one step in flight, a step is planned while the one before
         runs (docs/decisions/0002).
         """
+        if self.scheduler.prompt_budget is not None:
+            self.scheduler.prompt_budget.now = time.monotonic()
         step = self.scheduler.schedule()
         self.last_plan = step.plan
         if step.is_empty:
             return self._finish_oldest() if self._in_flight else []
-        self._count(step.plan)
+        self.num_steps += 1
         self.scheduler.advance(step)
         outputs = self._finish_all(step) if self._in_flight and self._runner.needs_known_tokens(step.plan) else []
         outputs += self._launch(step)
@@ -152,20 +168,25 @@ class Engine:
 
     def _launch(self, step: ScheduledStep) -> list[RequestOutput]:
         """Put the step in flight. When that fails, its rows are run one by one, behind what was in flight."""
+        began = time.monotonic()
         try:
-            self._in_flight.append((step, self._runner.launch(step.plan)))
+            self._in_flight.append((step, self._runner.launch(step.plan), began))
         except DeviceLostError:
             raise
         except Exception:  # whatever it was, the rows that do not cause it go on
             self.num_failed_steps += 1
             logger.exception("step of %d rows failed; running them one by one", len(step.rows))
             outputs = self._finish_all(step)
-            return outputs + self.scheduler.update(step, self._run_one_by_one(step.plan.rows))
+            result = self._run_one_by_one(step.plan.rows)
+            self._count(step.plan, began)
+            return outputs + self.scheduler.update(step, result)
         return []
 
     def _finish_oldest(self) -> list[RequestOutput]:
-        step, pending = self._in_flight.popleft()
-        return self.scheduler.update(step, pending.result())
+        step, pending, began = self._in_flight.popleft()
+        result = pending.result()
+        self._count(step.plan, began)
+        return self.scheduler.update(step, result)
 
     def _finish_all(self, step: ScheduledStep) -> list[RequestOutput]:
         """Apply all steps in flight before `step` runs, which loses the rows of requests that ended with them."""
@@ -197,10 +218,14 @@ class Engine:
             merged.errors.update((index, message) for message in result.errors.values())
         return merged
 
-    def _count(self, plan: StepPlan) -> None:
-        self.num_steps += 1
+    def _count(self, plan: StepPlan, began: float) -> None:
+        now = time.monotonic()
+        began, self._last_end = max(began, self._last_end), now
+        self.num_ended += 1
         num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
-        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes)
+        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes, now - began)
+        if self.scheduler.prompt_budget is not None:
+            self.scheduler.prompt_budget.times.observe(num_decodes, plan.num_tokens - num_decodes, now - began)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         named = [

@@ -33,6 +33,7 @@ class RequestView:
     max_tokens: int  # most output tokens that it may have
     num_computed_tokens: int = 0  # their KV exists
     num_preemptions: int = 0
+    due: float = math.inf  # seconds on a clock of the worker's, when the next token is due; inf: no objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,14 @@ class FcfsPolicy:
 
 
 class PriorityPolicy(FcfsPolicy):
-    """Lower `priority` first, and at once: it takes the place of a higher one. FCFS among equal priorities."""
+    """Lower `priority` first, and at once: it takes the place of a higher one.
+
+    Among equal priorities those whose next token is due first: requests with slack wait for those at risk. Without
+    objectives, FCFS.
+    """
 
     def key(self, request: RequestView) -> Rank:
-        return (request.priority, request.arrival)
+        return (request.priority, request.due, request.arrival)
 
     def preempts(self, newcomer: RequestView, other: RequestView) -> bool:
         return newcomer.priority < other.priority
@@ -189,4 +194,5 @@ def _view(request: Request) -> RequestView:
         request.params.max_tokens,
         request.num_computed_tokens,
         request.num_preemptions,
+        request.due,
     )

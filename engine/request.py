@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING, NewType
 
 from common.errors import InvalidRequestError
@@ -134,6 +135,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
+    due: float = inf  # time.monotonic() when its next token is due; inf: no objective
     rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
     adapter: str = ""  # its KV is shared only with requests that use the same one
     cache_salt: str = ""

@@ -17,6 +17,7 @@ from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.prefetches import Prefetches, PrefetchJob
+from engine.prompt_budget import PromptBudget, WaitingPrompt
 from engine.request import (
     FinishReason,
     LoadJob,
@@ -48,8 +49,10 @@ class Scheduler:
         preempt_by_swap: bool = False,
         policy: SchedulingPolicy | None = None,
         speculation: Speculation | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.kv = kv
+        self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.prefetches = Prefetches(kv.pool)
         self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
@@ -71,6 +74,7 @@ class Scheduler:
         self._prompt_chunks: list[PromptChunk] = []
         self._forgotten: list[RequestId] = []  # the runner drops their state with the next step
         self._num_arrived = 0
+        self._num_withheld = 0  # tokens of the step being planned
 
     # -- requests come and go --------------------------------------------------------------------------------
 
@@ -105,6 +109,12 @@ class Scheduler:
         self._finish(request)
         return request
 
+    def hand_over(self, request_id: RequestId) -> None:
+        """Let a request end with PREFILLED at its next token. Does nothing when it is not here (any more)."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.prefill_only = True
+
     def has_work(self) -> bool:
         """Whether `schedule` can make progress now (a load in flight is not work)."""
         return bool(self._waiting or self._running or self._swapped)
@@ -120,7 +130,7 @@ class Scheduler:
         return list(self._waiting)
 
     def load(self) -> SchedulerLoad:
-        gap = sum(r.num_tokens for r in self._waiting)
+        gap = sum(r.num_tokens for r in self._waiting if r.kv_source is None)
         gap += sum(
             r.num_tokens - r.num_computed_tokens for r in self._running if r.num_tokens - r.num_computed_tokens > 1
         )
@@ -197,9 +207,14 @@ class Scheduler:
             self.kv.publish(request)  # blocks that accepted drafts have filled
 
     def detach_blocks(self, request: Request) -> list[BlockId]:
-        """Hand the blocks of a request that ended with PREFILLED to the caller, with their references."""
+        """Hand the blocks of a request that ended with PREFILLED to the caller, with their references.
+
+        They hold the KV of all tokens but the last, which a step in flight may be computing into one block more.
+        """
         block_ids, request.block_ids = request.block_ids, []
-        return block_ids
+        count = self.kv.num_blocks_for(request.num_known_tokens - 1)
+        self.kv.pool.release(block_ids[count:])
+        return block_ids[:count]
 
     def take_prompt_chunks(self) -> list[PromptChunk]:
         """Chunks of prompts for peers that have been computed since the last call."""
@@ -267,6 +282,8 @@ class Scheduler:
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
+        self._num_withheld = self._num_to_withhold(decodes, prefills)
+        budget -= self._num_withheld
         for request in decodes + prefills:
             if budget == 0:
                 break
@@ -283,6 +300,18 @@ class Scheduler:
                 self._add_row(step, request, num_new)
                 budget -= num_new
         return preempted
+
+    def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
+        """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
+        if self.prompt_budget is None or not (prefills or self._waiting):
+            return 0
+        left = self._max_num_batched_tokens - len(decodes)
+        num_streams = sum(bool(r.output_token_ids or r.num_pending_tokens) for r in decodes)  # the rest are prompts
+        if not num_streams or left <= 0:
+            return 0
+        waiting = (request for request in self._waiting if request.kv_source is None)
+        prompts = [WaitingPrompt(r.num_tokens - r.num_computed_tokens, r.due) for r in (*prefills, *waiting)]
+        return left - self.prompt_budget.num_tokens(num_streams, prompts, left)
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""
@@ -316,13 +345,14 @@ class Scheduler:
         A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
         (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
         """
-        budget = self._max_num_batched_tokens - step.num_tokens
+        budget = max(self._max_num_batched_tokens - step.num_tokens - self._num_withheld, 0)
         moved: set[Request] = set()
         while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
             if request.num_pending_tokens:
                 return
-            last = None if budget else self._last_in_step(request, step)
-            if budget == 0 and last is None:
+            loads = request.kv_source is not None  # which takes no tokens of the step
+            last = None if budget or loads else self._last_in_step(request, step)
+            if budget == 0 and last is None and not loads:
                 return
             max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
             victims = self._victims_for(request, max_tokens, moved)
@@ -421,6 +451,8 @@ class Scheduler:
 
     def _add_row(self, step: ScheduledStep, request: Request, num_new: int) -> None:
         start = request.num_computed_tokens
+        if not num_new:
+            return  # what it was to load is cached here, and the step is full: its row is in the next one
         step.rows[request] = ScheduledRow(request.request_id, start, num_new, start + num_new == request.num_tokens)
 
     def _start_load(self, request: Request, num_cached: int) -> bool:

@@ -23,7 +23,9 @@ from protos import types_pb2 as pb
 from router.api.text import ChoiceText
 from router.cluster.failures import WorkerLostError
 from router.cluster.leg import Leg
+from router.cluster.moves import KeptRequest
 from router.cluster.policy import Decision
+from router.cluster.prediction import EXPECTED_TOKENS, Candidate
 from router.cluster.worker_link import WorkerLink
 from router.dispatch import Dispatcher
 from router.journal import Journal
@@ -117,10 +119,11 @@ class Choice:
         decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
         chosen = decision.chosen
         if chosen.prefill is not None:
+            self._dispatcher.metrics.placed(chosen.kind)
             self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), self._dispatcher.link(chosen.decode))
             return
         if self.journal.kv_handle is None:
-            self._dispatcher.metrics.local_prefills.inc()
+            self._dispatcher.metrics.placed(chosen.kind)
         self._decode(decision)
 
     def _decode(self, decision: Decision) -> None:
@@ -128,10 +131,42 @@ class Choice:
 
     def _open(self, state: State, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
         now = time.monotonic()
-        pending_tokens = 0 if self.journal.kv_handle is not None else self.journal.num_tokens
-        self._leg = link.submit(self.journal.next_submit(now), pending_tokens, self, next_link)
+        assert self._decision is not None
+        chosen = self._decision.chosen
+        is_computed = self.journal.kv_handle is not None
+        pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
+        submit = self.journal.next_submit(now)
+        submit.keep = state is State.DECODE
+        submit.due_seconds = self._dispatcher.due_seconds(self.journal, chosen, now)
+        self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, f"{state.value} on {link.worker_id}")
+
+    # -- moves -------------------------------------------------------------------------------------------------
+
+    def kept_on(self, now: float) -> tuple[WorkerLink, KeptRequest] | None:
+        """The prefill worker that decodes the choice, and what a policy for moves needs to know of it."""
+        leg, journal = self._leg, self.journal
+        if leg is None or leg.link.role != "prefill" or self.state is not State.DECODE:
+            return None
+        if leg.times is None or leg.next_link is not None:
+            return None
+        left = self._dispatcher.answers.left(
+            journal.sampling.max_tokens, len(journal.output_token_ids), EXPECTED_TOKENS
+        )
+        return leg.link, KeptRequest(journal.choice_id, journal.num_tokens, left, now - leg.first_time)
+
+    def move(self, chosen: Candidate) -> None:
+        """Let the worker hand the choice over; it goes on with the token that ends its leg."""
+        if self._leg is None:
+            return
+        try:
+            target = self._dispatcher.link(chosen.decode)
+        except WorkerLostError:
+            return
+        self._decision = Decision(chosen, (chosen,), "move")
+        self._dispatcher.explain.decided(self.journal, self._decision)
+        self._leg.link.hand_over(self._leg, target)
 
     # -- what workers push -------------------------------------------------------------------------------------
 
@@ -183,6 +218,8 @@ class Choice:
         leg.first_time, leg.num_tokens_at_first = now, len(self.journal.output_token_ids)
         if self.state is State.DECODE:
             self.journal.kv_handle = None  # it has been read
+            if leg.link.role == "prefill":
+                self._dispatcher.watch_kept(self)
         self._dispatcher.explain.first_delta(self.journal, leg, now)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
@@ -191,8 +228,11 @@ class Choice:
         if delta.HasField("kv_handle"):
             self.journal.kv_handle = delta.kv_handle
         if delta.finish_reason == pb.FINISH_REASON_PREFILLED:
-            if self.state is not State.PREFILL:
+            if leg.next_link is None:
                 raise EngineError("the worker did not finish the request")
+            if self.state is State.DECODE:
+                self.journal.num_moves += 1
+                self._dispatcher.metrics.moves.inc()
         elif delta.finish_reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
             num_tokens = len(self.journal.output_token_ids)
             self._dispatcher.answers.observe(num_tokens)

@@ -25,6 +25,10 @@ class RouterConfig:
         "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
     )
     policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
+    ttft_objective_ms: float = setting(
+        0.0, "time to first token to keep: with this or --itl-objective-ms any worker may compute and decode; 0: none"
+    )
+    itl_objective_ms: float = setting(0.0, "time between tokens to keep; bounds prompt chunks beside them; 0: none")
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
     max_wait_seconds: float = setting(60.0, "a request whose wait is predicted to be longer gets 429 at once")
@@ -43,6 +47,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
+        if self.ttft_objective_ms < 0 or self.itl_objective_ms < 0:
+            raise ConfigError("--ttft-objective-ms and --itl-objective-ms must not be negative")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
         if min(self.max_retries, self.worker_wait_seconds, self.local_prefill_tokens) < 0:

@@ -9,6 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Set
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.errors import OverloadedError, UnavailableError
@@ -16,8 +17,10 @@ from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
 from router.cluster.model_workers import ModelWorkers
+from router.cluster.moves import KeptRequest, choose_moves
+from router.cluster.placement import TTFT_MARGIN, Objectives
 from router.cluster.policy import Decision, choose
-from router.cluster.prediction import EXPECTED_TOKENS, RequestView
+from router.cluster.prediction import EXPECTED_TOKENS, Candidate, RequestView
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from router.choice import Choice
 
 LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does not tell
+MIN_DUE_SECONDS = 1e-3
+MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
 class Dispatcher:
@@ -47,6 +52,9 @@ class Dispatcher:
         self._turn = 0
         self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
+        self._objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
+        self._kept: dict[str, Choice] = {}
+        self._move_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
 
     def admit(self) -> None:
@@ -81,6 +89,7 @@ class Dispatcher:
             [link.view() for link in prefill if link.worker_id not in lost],
             [link.view() for link in self._workers.usable("decode", lost)],
             self.config.local_prefill_tokens,
+            self._objectives,
         )
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
@@ -90,7 +99,7 @@ class Dispatcher:
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
         """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
         links = self._workers.usable("decode", lost)
-        for link in links:
+        for link in [*links, *self._workers.usable("prefill", lost)]:
             if link.worker_id == chosen:
                 return link
         return min(links, key=lambda link: link.view().load)
@@ -101,6 +110,41 @@ class Dispatcher:
         if link is None:
             raise WorkerLostError(f"worker {worker} has gone")
         return link
+
+    def due_seconds(self, journal: Journal, chosen: Candidate, now: float) -> float:
+        """Seconds until the next token is due; 0: no objective.
+
+        A first token is due in twice the time that was predicted for it, if the objective allows so much.
+        """
+        if not self._objectives:
+            return 0.0
+        if journal.has_started:
+            return MIN_DUE_SECONDS
+        left = TTFT_MARGIN * (self._objectives.ttft or inf) - (now - journal.arrival)
+        return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)
+
+    # -- requests that prefill workers keep ----------------------------------------------------------------------
+
+    def watch_kept(self, choice: Choice) -> None:
+        """Look now and then whether the choice should move to a decode worker."""
+        self._kept[choice.journal.choice_id] = choice
+        if self._move_timer is None:
+            self._move_timer = asyncio.get_running_loop().call_later(MOVE_SECONDS, self._look_at_kept)
+
+    def _look_at_kept(self) -> None:
+        self._move_timer = None
+        now, choices = time.monotonic(), self._kept
+        self._kept = {}
+        by_link: dict[WorkerLink, list[KeptRequest]] = {}
+        for choice in choices.values():
+            found = choice.kept_on(now)
+            if found is not None:
+                by_link.setdefault(found[0], []).append(found[1])
+                self.watch_kept(choice)
+        for link, kept in by_link.items():
+            targets = [target.view() for target in self._workers.usable("decode")]
+            for move in choose_moves(link.view(), kept, targets, self._objectives, must_leave=link.load.draining):
+                choices[move.choice_id].move(move.chosen)
 
     # -- waiting for a worker ----------------------------------------------------------------------------------
 

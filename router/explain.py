@@ -121,12 +121,16 @@ def _shown(name: str, choice: _Choice, now: float) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
+        "placement": candidate.kind,
         "decode": candidate.decode,
         "prefill": candidate.prefill,
         "cost_seconds": round(candidate.cost, 6),
         "terms_seconds": {name: round(value, 6) for name, value in candidate.terms.items()},
         "expected_cached_tokens": candidate.cached_tokens,
         "load": candidate.load,
+        "ttft_seconds": round(candidate.ttft_seconds, 6),
+        "itl_seconds": round(candidate.itl_seconds, 6),
+        "violation": round(candidate.violation, 6),
     }
 
 

@@ -30,6 +30,7 @@ class Journal:
     num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first leg
     num_legs: int = 0
     num_migrations: int = 0
+    num_moves: int = 0
     num_failures_in_row: int = 0  # without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0

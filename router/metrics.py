@@ -14,6 +14,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
 ROLES = ("prefill", "decode")
 REFUSED_STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
+PLACEMENTS = ("disaggregated", "local", "kept")
 
 
 class RouterMetrics:
@@ -27,6 +28,7 @@ class RouterMetrics:
         self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
         self.migrations = metrics.counter("mini_infer_migrations")
+        self.moves = metrics.counter("mini_infer_moves")
         self.local_prefills = metrics.counter("mini_infer_local_prefills")
         self.expected_tokens = metrics.counter("mini_infer_index_expected_tokens")
         self.regret_tokens = metrics.counter("mini_infer_index_regret_tokens")
@@ -39,6 +41,7 @@ class RouterMetrics:
         self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
         for status in REFUSED_STATUSES:  # at 0: a rate begins with the first one
             metrics.counter("mini_infer_requests_refused", status=str(status))
+        self._placements = {kind: metrics.counter("mini_infer_placements", placement=kind) for kind in PLACEMENTS}
         self._running = metrics.gauge("vllm:num_requests_running")
         self._waiting = metrics.gauge("vllm:num_requests_waiting")
 
@@ -54,6 +57,12 @@ class RouterMetrics:
             decode_seconds = journal.last_token_time - journal.first_token_time
             self._decode_time.observe(decode_seconds)
             self._per_token.observe(decode_seconds / (num_output - 1))
+
+    def placed(self, kind: str) -> None:
+        """Count the placement of a prompt: disaggregated, local or kept."""
+        self._placements[kind].inc()
+        if kind == "local":
+            self.local_prefills.inc()
 
     def refused(self, status: int) -> None:
         """Count a request that is answered with an error before it becomes a choice."""

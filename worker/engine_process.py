@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError
 from common.logging import RateLimit
 from engine.assembly import EngineParts
+from engine.engine import StepStats
 from engine.request import FinishReason, RequestId, RequestOutput
 from worker.cores import SharedCores
 from worker.frames import FrameSocket
@@ -25,6 +27,7 @@ from worker.messages import (
     Delta,
     EngineLoad,
     Failure,
+    HandOver,
     Prefetch,
     Release,
     Renew,
@@ -87,7 +90,7 @@ class EngineProcess:
             self._expire(began)
             if self._cores is not None:
                 self._cores.adjust(self._engine.has_work())
-            num_steps = self._engine.num_steps
+            num_steps, num_ended = self._engine.num_steps, self._engine.num_ended
             outputs = self._engine.step()
             self._heartbeat.beat()
             self._loads.start(self._open, began)
@@ -100,9 +103,8 @@ class EngineProcess:
             for request_id, exported in self._exports.lease_parts(self._open, time.monotonic()):
                 self._report.granted.append(exported.lease)
                 self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
-            stepped = self._engine.num_steps != num_steps
-            self._send_report(time.monotonic() - began if stepped else 0.0)
-            wait = self._next_wait(stepped)
+            self._send_report(has_ended=self._engine.num_ended != num_ended)
+            wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
 
     def _next_wait(self, stepped: bool) -> float:
         if stepped:
@@ -127,6 +129,8 @@ class EngineProcess:
                 self._submit(message)
             case Cancel(request_id):
                 self._cancel(request_id)
+            case HandOver(request_id):
+                self._engine.hand_over(request_id)
             case Abandon(handle):
                 self._loads.refuse(handle)
             case Prefetch(handle):
@@ -159,12 +163,13 @@ class EngineProcess:
                 prefill_only=submit.prefill_only,
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
+                due=now + submit.due_seconds if submit.due_seconds > 0 else inf,
             )
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
             self._loads.abandon(lease)
             return
-        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else float("inf")
+        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
         self._open[submit.request_id] = OpenRequest(request, now, deadline)
 
     def _cancel(self, request_id: RequestId) -> None:
@@ -206,14 +211,14 @@ class EngineProcess:
         )  # fmt: skip
         self._report.deltas.append(delta)
 
-    def _send_report(self, step_seconds: float) -> None:
-        """Send the turn's report: after each step, when there is news, and otherwise every IDLE_WAIT_SECONDS."""
+    def _send_report(self, has_ended: bool) -> None:
+        """Send the turn's report: when a step has ended or there is news, and otherwise every IDLE_WAIT_SECONDS."""
         report, now = self._report, time.monotonic()
         report.stored, report.removed = self._pool.take_events()
-        if not (step_seconds or report.has_news) and now < self._next_report_time:
+        if not (has_ended or report.has_news) and now < self._next_report_time:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
-        report.load = self._load(step_seconds)
+        report.load = self._load(has_ended)
         scheduler = self._engine.scheduler
         report.preemptions = scheduler.num_preemptions
         report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
@@ -222,8 +227,8 @@ class EngineProcess:
         self._link.send(report)
         self._report = StepReport()
 
-    def _load(self, step_seconds: float) -> EngineLoad:
-        load, last = self._engine.scheduler.load(), self._engine.last_step
+    def _load(self, has_ended: bool) -> EngineLoad:
+        load, last = self._engine.scheduler.load(), self._engine.last_step if has_ended else StepStats()
         return EngineLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -235,7 +240,7 @@ class EngineProcess:
             kv_blocks_cached=self._pool.num_cached,
             waiting_prefill_tokens=load.waiting_prefill_tokens,
             num_steps=self._engine.num_steps,
-            step_seconds=step_seconds,
-            step_prefill_tokens=last.num_prefill_tokens if step_seconds else 0,
-            step_decode_tokens=last.num_decode_tokens if step_seconds else 0,
+            step_seconds=last.seconds,
+            step_prefill_tokens=last.num_prefill_tokens,
+            step_decode_tokens=last.num_decode_tokens,
         )

@@ -23,7 +23,7 @@ from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.drain import Drain
 from worker.engine_client import EngineClient
-from worker.messages import Abandon, Cancel, EngineLoad, Failure, Prefetch, Release, StepReport
+from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
 from worker.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
 from worker.sessions import Session, kv_handles
 
@@ -89,6 +89,8 @@ class WorkerFront:
                 self._submit(session, command.submit, prefill_only)
             elif command.HasField("cancel"):
                 self._cancel(session, command.cancel.request_id)
+            elif command.HasField("hand_over"):
+                self._hand_over(session, command.hand_over.request_id)
             elif command.HasField("release"):
                 self._release([command.release])
             elif command.HasField("prefetch"):
@@ -124,6 +126,11 @@ class WorkerFront:
         if name is not None:
             del self._owner[name]
             self._engine.send(Cancel(name))
+
+    def _hand_over(self, session: Session, request_id: str) -> None:
+        name = session.names.get(request_id)
+        if name is not None:
+            self._engine.send(HandOver(name))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)

@@ -60,14 +60,14 @@ class KvExports:
         return Exported(lease, replace(handle, block_keys=request.block_keys[first:last]))
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
-        """Lease all blocks of a request that ended with PREFILLED."""
+        """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""
         request: Request = entry.request
         if request.num_preemptions:
             entry.part_digests = []
         block_ids = self._scheduler.detach_blocks(request)
         new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])
         digests = _appended(entry.part_digests, new_digests)
-        return Exported(*self._leases.grant(block_ids, digests, request.num_computed_tokens, now))
+        return Exported(*self._leases.grant(block_ids, digests, request.num_known_tokens - 1, now))
 
 
 def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:

@@ -50,9 +50,16 @@ class Submit(Message):
     prefill_only: bool
     deadline_seconds: float  # from now; 0: none
     handle: KvHandle | None
+    due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
 
 
 class Cancel(Message):
+    request_id: RequestId
+
+
+class HandOver(Message):
+    """End the request with PREFILLED at its next token."""
+
     request_id: RequestId
 
 
@@ -90,7 +97,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Cancel | Abandon | Prefetch | Renew | Release | Stage | Stop
+ToEngine = Start | Submit | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------

@@ -42,9 +42,10 @@ def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> S
         priority=submit.priority,
         adapter=submit.adapter,
         cache_salt=submit.cache_salt,
-        prefill_only=prefill_only,
+        prefill_only=prefill_only and not submit.keep,
         deadline_seconds=submit.deadline_seconds,
         handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
+        due_seconds=submit.due_seconds,
     )
 
 

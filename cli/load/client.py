@@ -8,6 +8,7 @@ Times are time.perf_counter's: uvloop's own clock has a resolution of one millis
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, cast
@@ -148,7 +149,8 @@ class Connection(asyncio.Protocol):
 class Client:
     """Keeps connections to one server. `complete` is safe to call from many tasks."""
 
-    def __init__(self, target: Target, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, target: Target, timeout_seconds: float = 600.0, stop_after_seconds: float = math.inf) -> None:
+        """stop_after_seconds: from the run's begin on; answers that are not complete by then time out, too."""
         parts = urlsplit(target.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {target.url!r}: give the server's root, such as http://127.0.0.1:8000")
@@ -157,6 +159,7 @@ class Client:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = parts.scheme == "https"
         self._timeout = timeout_seconds
+        self._stop_after = stop_after_seconds
         self._idle: list[Connection] = []
 
     async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
@@ -165,7 +168,7 @@ class Client:
         record = RequestRecord(scheduled=scheduled, sent=now, end=now)
         body = self._target.body(request)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(max(min(self._timeout, self._stop_after - now), 0.0)):
                 connection = await self._connect()
                 try:
                     await connection.ask(self._target.head(len(body)), body, record, begin)

@@ -26,6 +26,11 @@ class AnswerLength:
         """Expected length of an answer that may have `max_tokens`."""
         return min(self.mean or default, max_tokens)
 
+    def left(self, max_tokens: int, num_tokens: int, default: float) -> float:
+        """Expected tokens of an answer after its first `num_tokens`: a quarter of the mean when it is longer."""
+        mean = self.mean or default
+        return min(max(mean - num_tokens, mean / 4), max_tokens - num_tokens)
+
 
 def check_in_time(chosen: Candidate, seconds_left: float, max_wait_seconds: float) -> None:
     """Raise OverloadedError when the wait, or wait and answer, would take longer than they may.

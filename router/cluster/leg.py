@@ -31,7 +31,8 @@ class Leg:
     listener: LegListener
     num_prompt_tokens: int
     pending_tokens: int  # prompt tokens that count as queued on the worker until its first delta
-    next_link: WorkerLink | None  # where the choice goes on after a prefill leg: it counts as waiting there
+    next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
+    decodes: bool  # a row of the worker's steps, soon if not now
     num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
     times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
     first_time: float = 0.0  # when the first delta came

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import UnavailableError
+from router.cluster.placement import Objectives, admissible, placements_for
 from router.cluster.prediction import Candidate, RequestView, WorkerView, candidates_for
 
 NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers differ by that much
@@ -27,10 +28,17 @@ def choose(
     prefill: Sequence[WorkerView],
     decode: Sequence[WorkerView],
     local_prefill_tokens: int,
+    objectives: Objectives = Objectives(),  # noqa: B008 - frozen
 ) -> Decision:
-    """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker."""
+    """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
+
+    Of `cost` alone: with objectives, roles are preferences and every placement is a candidate.
+    """
     if not decode:
         raise UnavailableError("no decode worker is available")
+    if objectives and policy == "cost":
+        candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
+        return Decision(cheapest(request, admissible(candidates)), tuple(candidates), policy)
     candidates = candidates_for(request, prefill, decode, local_prefill_tokens)
     return Decision(POLICIES[policy](request, candidates), tuple(candidates), policy)
 

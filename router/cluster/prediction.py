@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.step_times import StepCost
 from kvstore.types import WorkerId
 
 EXPECTED_TOKENS = 64  # of an answer, before any was measured
 DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
 DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
 DEFAULT_STEP_SECONDS = 0.02
+UNMEASURED = StepCost()
 KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
 
 
@@ -38,6 +40,9 @@ class WorkerView:
     kv_used_share: float = 0.0
     max_num_seqs: int = 64
     num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
+    num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
+    step: StepCost = UNMEASURED
+    prompt_tokens_per_second: float = 0.0  # that come here to be computed, lately
 
     @property
     def load(self) -> int:
@@ -67,6 +72,15 @@ class Candidate:
     cached_tokens: int
     load: int
     is_measured: bool  # whether the terms come from measured rates
+    is_kept: bool = False  # `decode` is a prefill worker
+    ttft_seconds: float = 0.0  # predicted; this and the next two only with objectives
+    itl_seconds: float = 0.0
+    violation: float = 0.0  # by how much objectives would be missed, as a share of them
+
+    @property
+    def kind(self) -> str:
+        """The placement, for metrics and /explain."""
+        return "disaggregated" if self.prefill is not None else "kept" if self.is_kept else "local"
 
     @property
     def wait_seconds(self) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.step_times import StepTimes
 from protos import types_pb2 as pb
 
 WEIGHT = 0.2  # of the newest measurement
 FADE_SECONDS = 1.0  # of computing prompts, after which a measurement counts for a third
+ARRIVAL_SECONDS = 1.0  # over which arriving prompt tokens are averaged
 MIN_PREFILL_TOKENS = 16  # shorter computations measure overhead, not rate
 
 
@@ -23,6 +25,9 @@ class WorkerRates:
     _prefill_tokens: float = 0.0  # sums over the recent past
     _prefill_seconds: float = 0.0
     _last_prefill_end: float = 0.0
+    step_times: StepTimes = field(default_factory=StepTimes)
+    _arrived: float = 0.0  # prompt tokens, faded
+    _last_arrival: float = 0.0
 
     def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes, now: float) -> None:
         """Learn from the times that came with a request's first delta.
@@ -52,6 +57,19 @@ class WorkerRates:
         """Learn the duration of a step that only decoded."""
         if load.step_decode_tokens and not load.step_prefill_tokens and load.step_seconds > 0:
             self.step_seconds = _mix(self.step_seconds, load.step_seconds)
+        self.step_times.observe(load.step_decode_tokens, load.step_prefill_tokens, load.step_seconds)
+
+    def submitted(self, num_prompt_tokens: int, now: float) -> None:
+        """Count prompt tokens that go to the worker to be computed."""
+        self._arrived = self._arrived * self._kept_since(now) + num_prompt_tokens
+        self._last_arrival = now
+
+    def prompt_tokens_per_second(self, now: float) -> float:
+        """Prompt tokens a second that went there, over the last ARRIVAL_SECONDS or so."""
+        return self._arrived * self._kept_since(now) / ARRIVAL_SECONDS
+
+    def _kept_since(self, now: float) -> float:
+        return math.exp((self._last_arrival - now) / ARRIVAL_SECONDS)
 
 
 def _mix(old: float, new: float) -> float:

@@ -50,7 +50,8 @@ class WorkerLink:
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
         self._pending_tokens = 0
-        self._num_expected = 0  # choices that will come here when their prompt is computed elsewhere
+        self._num_expected = 0  # choices that will come here when their leg elsewhere ends
+        self._num_rows = 0  # legs that decode here
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -96,6 +97,9 @@ class WorkerLink:
             kv_used_share=kv_used_share,
             max_num_seqs=max_num_seqs,
             num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
+            num_rows=max(load.num_running if self.role == "decode" else 0, self._num_rows) + self._num_expected,
+            step=self.rates.step_times.cost,
+            prompt_tokens_per_second=self.rates.prompt_tokens_per_second(time.monotonic()),
         )
 
     def submit(
@@ -104,13 +108,25 @@ class WorkerLink:
         """Open a leg here. Raises WorkerLostError when the stream is not open."""
         if self._connection is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        leg = Leg(message.request_id, self, listener, len(message.prompt_token_ids), pending_tokens, next_link)
+        num_prompt_tokens = len(message.prompt_token_ids)
+        decodes = self.role == "decode" or message.keep
+        leg = Leg(message.request_id, self, listener, num_prompt_tokens, pending_tokens, next_link, decodes)
         self._legs[leg.leg_id] = leg
+        self._num_rows += decodes
         self._pending_tokens += pending_tokens
+        self.rates.submitted(pending_tokens, time.monotonic())
         if next_link is not None:
             next_link._num_expected += 1
         self._connection.send(pb.Command(submit=message))
         return leg
+
+    def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
+        """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
+        if leg.leg_id not in self._legs or leg.next_link is not None or self._connection is None:
+            return
+        leg.next_link = next_link
+        next_link._num_expected += 1
+        self._connection.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> None:
         """Forget the leg and tell the worker. Does nothing when it has ended."""
@@ -185,8 +201,9 @@ class WorkerLink:
         """Take one step of the worker. The hot path: once per step for all legs here."""
         now = self.last_sign = time.monotonic()
         if report.HasField("load"):
+            if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+                self.rates.observe_load(report.load)
             self.load = report.load
-            self.rates.observe_load(report.load)
         legs = self._legs
         for delta in report.deltas:
             leg = legs.get(delta.request_id)
@@ -233,6 +250,7 @@ class WorkerLink:
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
+        self._num_rows -= leg.decodes
         self._settle(leg)
         if leg.next_link is not None:
             leg.next_link._num_expected -= 1

@@ -148,6 +148,13 @@ def test_several_workers_and_flags_of_every_service():
     assert specs["decode-2"].grace_seconds == 7.0
 
 
+def test_objectives_reach_the_router_and_every_engine():
+    _, specs = plan("--prefill=1", "--decode=1", "--dry-run", "--ttft-objective-ms=800", "--itl-objective-ms=30")
+    router, prefill, decode = (settings(specs[name]) for name in ("router", "prefill-0", "decode-0"))
+    assert (router["ttft_objective_ms"], router["itl_objective_ms"]) == (800.0, 30.0)
+    assert (prefill["itl_objective_ms"], decode["itl_objective_ms"]) == (30.0, 30.0)
+
+
 def test_environment_is_read_once_and_not_inherited():
     env = {
         "MINI_INFER_MODEL": "dry-run", "MINI_INFER_PORT": "8009", "MINI_INFER_BLOCK_SIZE": "32",

@@ -10,6 +10,7 @@ from common.errors import ContextLengthError, InvalidRequestError
 from engine.engine import DeviceLostError, Engine
 from engine.kv_manager import KVManager
 from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
+from engine.prompt_budget import PromptBudget
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduler import Scheduler
 from engine.speculation.drafts import Speculation
@@ -39,6 +40,7 @@ def make_engine(
     overlap: bool = False,
     policy: SchedulingPolicy | None = None,
     speculation: Speculation | None = None,
+    prompt_budget: PromptBudget | None = None,
 ) -> tuple[Engine, BlockMemoryRunner]:
     tier = FakeTier(host_slots) if host_slots else None
     kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
@@ -50,6 +52,7 @@ def make_engine(
         preempt_by_swap=swap,
         policy=policy,
         speculation=speculation,
+        prompt_budget=prompt_budget,
     )
     runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else 1)
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner

@@ -71,6 +71,9 @@ class Stream:
     async def cancel(self, name: str) -> None:
         await self._call.write(pb.Command(cancel=pb.Cancel(request_id=name)))
 
+    async def hand_over(self, name: str) -> None:
+        await self._call.write(pb.Command(hand_over=pb.HandOver(request_id=name)))
+
     async def release(self, lease_id: str, epoch: int) -> None:
         await self._call.write(pb.Command(release=pb.Release(lease_id=lease_id, epoch=epoch)))
 

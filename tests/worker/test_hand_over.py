@@ -1,0 +1,120 @@
+"""A running request moves between real worker processes, and its tokens are those of an undisturbed one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine import LLM, SamplingParams
+from protos import types_pb2 as pb
+from tests.worker.harness import PROMPT, Stream, Worker, attached, prefill_and_decode
+
+MAX_TOKENS = 120
+SAMPLINGS = {"greedy": (0.0, 0), "seeded": (0.9, 7)}
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    llm = LLM("dry-run", num_gpu_blocks=256, num_threads=1)
+    params = {
+        name: SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        for name, (temperature, seed) in SAMPLINGS.items()
+    }
+    return {name: llm.generate([PROMPT], [given])[0].token_ids for name, given in params.items()}
+
+
+def sampling(name: str) -> pb.SamplingParams:
+    temperature, seed = SAMPLINGS[name]
+    return pb.SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed)
+
+
+async def hand_over(stream: Stream, name: str, after_tokens: int) -> tuple[list[int], pb.TokenDelta]:
+    """Ask for it when so many tokens have come; everything until the end of the leg."""
+    tokens: list[int] = []
+    asked = False
+    while True:
+        if not asked and len(tokens) >= after_tokens:
+            asked = True
+            await stream.hand_over(name)
+        for delta in (await stream.report()).deltas:
+            if delta.request_id == name:
+                tokens += delta.token_ids
+                if delta.finish_reason:
+                    return tokens, delta
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("after_tokens", [0, 1, 20])
+async def test_a_kept_request_moves(
+    workers: dict[str, Worker], expected: dict[str, list[int]], how: str, after_tokens: int
+) -> None:
+    salt = f"{how}-{after_tokens}"
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        await p.submit(salt, keep=True, cache_salt=salt, sampling=sampling(how))
+        first, delta = await hand_over(p, salt, after_tokens)
+        assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
+        assert after_tokens < len(first) < MAX_TOKENS
+        assert delta.kv_handle.num_tokens == len(PROMPT) + len(first) - 1
+        await d.submit(
+            salt, cache_salt=salt, sampling=sampling(how), output_token_ids=first, kv_handle=delta.kv_handle
+        )
+        deltas: list[pb.TokenDelta] = []
+        while not deltas or not deltas[-1].finish_reason:
+            deltas += [delta for delta in (await d.report()).deltas if delta.request_id == salt]
+        assert first + [token for delta in deltas for token in delta.token_ids] == expected[how]
+        times = deltas[0].times
+        assert not times.kv_pull_failed
+        assert times.num_pulled_tokens == len(PROMPT) + len(first) - 1
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_a_kept_request_that_nobody_moves_ends_here(
+    workers: dict[str, Worker], expected: dict[str, list[int]]
+) -> None:
+    async with attached(workers["prefill"]) as p:
+        await p.submit("stays", keep=True, cache_salt="stays", sampling=sampling("seeded"))
+        tokens, delta = await p.until_end("stays")
+        assert (tokens, delta.finish_reason) == (expected["seeded"], pb.FINISH_REASON_LENGTH)
+        await p.hand_over("stays")  # it has ended: nothing happens
+        await p.hand_over("never heard of")
+        await p.until_quiet()
+
+
+async def test_a_decode_worker_hands_over_what_it_pulled(
+    workers: dict[str, Worker], expected: dict[str, list[int]]
+) -> None:
+    """There and back: the second lease is the decode worker's."""
+    async with attached(workers["prefill"]) as p, attached(workers["decode"]) as d:
+        await p.submit("there", keep=True, cache_salt="there", sampling=sampling("seeded"))
+        tokens, delta = await hand_over(p, "there", 5)
+        fields = {"cache_salt": "there", "sampling": sampling("seeded")}
+        await d.submit("back", output_token_ids=tokens, kv_handle=delta.kv_handle, **fields)
+        more, delta = await hand_over(d, "back", 5)
+        assert delta.finish_reason == pb.FINISH_REASON_PREFILLED
+        tokens += more
+        await p.submit("again", keep=True, output_token_ids=tokens, kv_handle=delta.kv_handle, **fields)
+        more, delta = await p.until_end("again")
+        assert tokens + more == expected["seeded"]
+        await p.until_quiet()
+        await d.until_quiet()
+
+
+async def test_cancelled_while_it_is_handed_over(workers: dict[str, Worker]) -> None:
+    async with attached(workers["prefill"]) as p:
+        for number in range(8):
+            name = f"cancelled-{number}"
+            await p.submit(name, keep=True, cache_salt="cancelled", sampling=sampling("greedy"))
+            while not any(delta.request_id == name for delta in (await p.report()).deltas):
+                pass
+            await p.hand_over(name)
+            await p.cancel(name)
+        load = await p.until_quiet()
+        assert load.num_leases == 0
