@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -31,11 +30,8 @@ from typing import Any
 
 import httpx
 import uvloop
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 
+from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.plot import tokens_over_time
@@ -44,26 +40,12 @@ from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, TraceRow, random_workload, read_trace, trace_workload
 from cli.local_server import LocalServer
 from common.errors import ConfigError
-from common.text.tokenizer import byte_level_alphabet
 
 TRACES = {"azure": "AzureLLMInferenceTrace_conv.csv", "mooncake": "conversation_trace.jsonl"}
 SETTLED = 0.25  # share of a closed loop's time that passes before its throughput counts
 GRACE_SECONDS = 6.0  # for the answers of requests that arrived in time
 WARM_SECONDS = 4.0
 QUIET_SECONDS = 10.0
-
-
-def with_tokenizer(model: Path, folder: Path) -> int:
-    """Write the model's config.json and a tokenizer for it into `folder`; returns the number of its tokens."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    alphabet = byte_level_alphabet()
-    words = {f"w{token_id}": token_id for token_id in range(len(alphabet), config["vocab_size"])}
-    backend = Tokenizer(BPE(alphabet | words, []))
-    backend.pre_tokenizer = ByteLevelSplit(add_prefix_space=False, use_regex=False)
-    backend.decoder = ByteLevelDecoder()
-    backend.save(str(folder / "tokenizer.json"))
-    shutil.copy(model / "config.json", folder)
-    return len(alphabet) + len(words)
 
 
 def serve_flags(cluster: str, ttft_ms: float, itl_ms: float) -> list[str]:
@@ -265,14 +247,12 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 def run(options: argparse.Namespace, flags: list[str]) -> list[Cell]:
     """Measure every cell."""
-    model = Path(options.model)
-    if (model / "config.json").is_file() and not (model / "tokenizer.json").exists():
-        with tempfile.TemporaryDirectory(prefix="mini-infer-") as folder:
-            named = Path(folder, model.name)
-            named.mkdir()
-            options.vocab_size = with_tokenizer(model, named)
-            return measure_all(options, [f"--model={named}", *flags])
-    return measure_all(options, [f"--model={options.model}", *flags] if options.model else flags)
+    if options.model:
+        flags = [f"--model={options.model}", *flags]
+    with tempfile.TemporaryDirectory(prefix="mini-infer-") as folder:
+        flags, vocab_size = with_tokenizer(flags, Path(folder))
+        options.vocab_size = options.vocab_size or vocab_size
+        return measure_all(options, flags)
 
 
 def measure_all(options: argparse.Namespace, flags: list[str]) -> list[Cell]:

@@ -6,7 +6,7 @@
 streams: output tokens/s of 8 concurrent streams beside one.
 prefix: time to the first token of a prompt whose first 1,000 tokens are cached, beside a prompt that is new.
 first: time to the first token of new prompts of 56 to 1,024 tokens, and of one mostly cached. On GPUs, with shapes of
---load-format dummy: -- --model benchmarks/configs/qwen2.5-7b --load-format dummy (and --vocab-size 150000).
+--load-format dummy: -- --model benchmarks/configs/qwen2.5-7b --load-format dummy.
 gap: longest pause of a running stream while a 2,000-token prompt arrives: one worker that computes it at once, one
 that computes it in chunks, and a prefill worker that keeps it away from the stream.
 handoff: first token of a prompt of --prompt-tokens, computed in chunks of --chunk-tokens, and the gap between its
@@ -170,14 +170,16 @@ MEASURES: dict[str, Measure] = {"streams": measure_streams, "prefix": measure_pr
 def on_cluster(measure: Measure, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Start a cluster, warm it up, measure, stop it."""
 
-    async def measured(url: str) -> dict[str, Any]:
-        session = Session(url, random.Random(SEED), options.vocab_size)
+    async def measured(url: str, vocab_size: int) -> dict[str, Any]:
+        session = Session(url, random.Random(SEED), vocab_size)
         for count in (1, NUM_STREAMS):
             await session.many(count, 8)
         return await measure(session, options.rounds)
 
-    with tempfile.TemporaryDirectory() as folder, LocalServer(with_tokenizer(flags, Path(folder))) as server:
-        return uvloop.run(measured(server.url))
+    with tempfile.TemporaryDirectory() as folder:
+        flags, vocab_size = with_tokenizer(flags, Path(folder))
+        with LocalServer(flags) as server:
+            return uvloop.run(measured(server.url, vocab_size))
 
 
 def gap_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
@@ -232,7 +234,6 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, default=LONG_PROMPT_TOKENS, help="handoff: length of the prompts"
     )
-    parser.add_argument("--vocab-size", type=int, default=0, help="prompts of token ids below it; 0: of words")
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="handoff: tokens of a step")
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]

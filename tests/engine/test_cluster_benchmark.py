@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import Cell, Load, parse_loads, scaled_rows, serve_flags, with_tokenizer
+from benchmarks.cluster import Cell, Load, parse_loads, scaled_rows, serve_flags
+from benchmarks.model_folder import with_tokenizer
 from cli.load.workload import TraceRow
 from common.errors import ConfigError
 from common.model_files import resolve_model
@@ -37,11 +38,11 @@ def test_a_bare_config_gets_a_tokenizer_that_shows_every_token(tmp_path: Path) -
     model = tmp_path / "bare"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 1000}')
-    made = tmp_path / "made"
-    made.mkdir()
-    assert with_tokenizer(model, made) == 1000
-    detokenizer = load_tokenizer(resolve_model(str(made))).detokenizer()
-    assert [detokenizer.push([token_id]) for token_id in (300, 999, 65)] == ["w300", "w999", "A"]
+    flags, vocab_size = with_tokenizer(["--verbose", "--model", str(model), "--tp=2"], tmp_path / "made")
+    assert (vocab_size, flags) == (1000, ["--verbose", f"--model={tmp_path}/made/bare", "--tp=2"])
+    detokenizer = load_tokenizer(resolve_model(f"{tmp_path}/made/bare")).detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in (300, 999)] == ["w300x", "w999x"]
+    assert with_tokenizer(flags, tmp_path / "again") == (flags, 0)
 
 
 def test_only_the_adaptive_cluster_has_objectives() -> None:
