@@ -14,7 +14,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def with_tokenizer(flags: Sequence[str], folder: Path) -> tuple[list[str], int]:
-    """The flags of `serve`, with --model=PATH instead of a model folder without a tokenizer, and its vocabulary's size.
+    """The flags of `serve`, with --model=PATH instead of a model folder without a tokenizer, and its vocabulary size.
 
     There, in `folder`, is the same configuration and a tokenizer of as many tokens: bytes, then words w256x, w257x,
     ... Every token has text, so that every token is a chunk of a stream. Only for --load-format dummy. Other models

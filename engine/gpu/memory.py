@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.engine import Runner
 from engine.gpu.config import GpuConfig
-from engine.gpu.rows import PROMPT_BUCKETS, bucket_sizes
+from engine.gpu.rows import bucket_sizes, prompt_shapes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
 from engine.kv_memory import allocate_pool
 from engine.loader import LoadedModel
@@ -87,9 +87,11 @@ def decode_trial(config: EngineConfig) -> StepPlan:
 
 def prompt_graph_trial(config: EngineConfig, max_model_len: int) -> StepPlan:
     """The largest step with a prompt that a graph is captured for."""
-    num_tokens = min(PROMPT_BUCKETS[-1], config.max_num_batched_tokens, max_model_len - 1)
+    num_tokens, num_rows = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)[-1]
+    num_tokens = min(num_tokens, config.max_num_batched_tokens)
+    shares = [(0, 1)] * (num_rows - 1) + [(0, min(num_tokens - num_rows + 1, max_model_len - 1))]
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
-    return trial_plan([(0, num_tokens)], config.block_size, params, TRIAL_BLOCKS)
+    return trial_plan(shares, config.block_size, params, TRIAL_BLOCKS)
 
 
 def kv_cache_gb(
@@ -114,7 +116,7 @@ def measure(
     # Graphs are not captured here: the step that they would hold is measured instead.
     runner = GpuRunner(loaded, pool, None, config, replace(gpu, use_cuda_graph=False), max_model_len)
     trials = [decode_trial(config), prompt_graph_trial(config, max_model_len)] if gpu.use_cuda_graph else []
-    graph_bytes = sum(_peak_of(runner, plan, device) for plan in trials)
+    graph_bytes = int(sum(_peak_of(runner, plan, device) for plan in trials) * GRAPH_SLACK)
     for plan in prefill_trials(config, max_model_len):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
@@ -123,10 +125,12 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    num_graphs = len(bucket_sizes(config.max_num_seqs)) + len(PROMPT_BUCKETS) if gpu.use_cuda_graph else 0
+    if gpu.use_cuda_graph:
+        shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
+        graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
     return MemoryUse(
-        total, free, torch.cuda.memory_reserved(device), peak,
-        int(graph_bytes * GRAPH_SLACK) + num_graphs * GRAPH_BYTES + group_bytes(loaded, config),
+        total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + group_bytes(loaded, config)
     )  # fmt: skip
 
 

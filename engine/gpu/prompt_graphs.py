@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.inputs import step_tokens
-from engine.gpu.rows import PROMPT_BUCKETS
+from engine.gpu.rows import PROMPT_BUCKETS, prompt_shapes
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch
 from kernels.gpu.paged_prefill import SMALL_TILE, prefill_tiles
 
 logger = logging.getLogger(__name__)
-MAX_ROWS = 16
 MAX_KEYS = 8192  # of a row: with more, a backend that splits contexts over programs is faster
 TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields
 INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
@@ -79,7 +77,7 @@ def prompt_step(
 
 
 class PromptGraphs:
-    """One graph per bucket. `captures=False` runs the same steps eagerly, for tests without a GPU."""
+    """A graph for each number of tokens and of rows. `captures=False` runs the same steps eagerly, for tests."""
 
     def __init__(
         self,
@@ -98,39 +96,38 @@ class PromptGraphs:
         self._parts = forward, state, sampler, attended
         self._group = group
         self._tokens_per_tile = max(SMALL_TILE // group, 1)
-        self._num_rows = min(MAX_ROWS, sampler.max_rows)
-        self.buckets = [bucket for below, bucket in pairwise((0, *PROMPT_BUCKETS)) if below < max_tokens]
+        self.shapes = prompt_shapes(sampler.max_rows, max_tokens)
         device = state.last_tokens.device
-        size = self._size(max(self.buckets, default=0))
+        size = max((self._size(*shape) for shape in self.shapes), default=0)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
             torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(num_buffers)
         ]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         if captures:
             self._capture()
 
     def takes(self, batch: GpuBatch) -> bool:
         """Whether there is a graph for the step."""
-        rows = batch.rows
-        return (
-            len(rows) <= self._num_rows
-            and sum(row.num_tokens for row in rows) <= (self.buckets[-1] if self.buckets else 0)
-            and all(row.stop <= MAX_KEYS for row in rows)
-        )
+        return self._shape_of(batch) is not None and all(row.stop <= MAX_KEYS for row in batch.rows)
+
+    def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
+        """The smallest shape that holds the step."""
+        num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
+        return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
     def run(self, batch: GpuBatch, block_size: int, turn: int) -> tuple[Tensor, Tensor, list[int]]:
         """Queue the step. Returns its sampled tokens, their logits, and the rows of the batch that they belong to."""
-        num_tokens = sum(row.num_tokens for row in batch.rows)
-        bucket = self.buckets[bisect_left(self.buckets, num_tokens)]
-        sampling = self._fill(self._inputs(self._staging[turn], bucket), batch, block_size)
-        used = self._size(bucket)
+        shape = self._shape_of(batch)
+        assert shape is not None, "takes() was asked"
+        sampling = self._fill(self._inputs(self._staging[turn], *shape), batch, block_size)
+        used = self._size(*shape)
         self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)
-        if bucket in self._graphs:
-            graph, output = self._graphs[bucket]
+        if shape in self._graphs:
+            graph, output = self._graphs[shape]
             graph.replay()
         else:
-            output = prompt_step(*self._parts, self._inputs(self._buffer, bucket))
+            output = prompt_step(*self._parts, self._inputs(self._buffer, *shape))
         return *output, sampling
 
     def _fill(self, host: PromptInputs, batch: GpuBatch, block_size: int) -> list[int]:
@@ -161,21 +158,21 @@ class PromptGraphs:
         tiles[: len(found)] = [(pairs[row][2], *rest) for row, *rest in found]
         return sampling
 
-    def _num_tiles(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._tokens_per_tile) + min(self._num_rows, num_tokens)
+    def _num_tiles(self, num_tokens: int, num_rows: int) -> int:
+        return -(-num_tokens // self._tokens_per_tile) + min(num_rows, num_tokens)
 
-    def _size(self, num_tokens: int) -> int:
-        return 4 * num_tokens + 4 * self._num_tiles(num_tokens) + 3 * self._num_rows
+    def _size(self, num_tokens: int, num_rows: int) -> int:
+        return 4 * num_tokens + 4 * self._num_tiles(num_tokens, num_rows) + 3 * num_rows
 
-    def _inputs(self, buffer: Tensor, num_tokens: int) -> PromptInputs:
-        return PromptInputs.over(buffer, num_tokens, self._num_tiles(num_tokens), self._num_rows)
+    def _inputs(self, buffer: Tensor, num_tokens: int, num_rows: int) -> PromptInputs:
+        return PromptInputs.over(buffer, num_tokens, self._num_tiles(num_tokens, num_rows), num_rows)
 
     def _capture(self) -> None:
         began = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         self._buffer.zero_()  # no tiles, and no samples; slots are set below
-        for bucket in sorted(self.buckets, reverse=True):
-            inputs = self._inputs(self._buffer, bucket)
+        for shape in reversed(self.shapes):
+            inputs = self._inputs(self._buffer, *shape)
             inputs.fields[SLOT:] = -1
             inputs.samples[ROW] = self._parts[2].max_rows
             prompt_step(*self._parts, inputs)  # compiles kernels, chooses algorithms
@@ -183,6 +180,6 @@ class PromptGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 output = prompt_step(*self._parts, inputs)
-            self._graphs[bucket] = graph, output
+            self._graphs[shape] = graph, output
             self._buffer.zero_()
         logger.info("captured %d prompt graphs in %.1f s", len(self._graphs), time.monotonic() - began)

@@ -10,12 +10,28 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from engine.request import RequestId
 from engine.request_states import RequestState
 
-# Token counts that graphs of steps with prompts are captured for (engine/gpu/prompt_graphs.py).
+# Token counts that graphs of steps with prompts are captured for (engine/gpu/prompt_graphs.py), up to FEW_ROWS rows;
+# and those for up to MANY_ROWS.
 PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+MANY_ROWS_BUCKETS = (128, 256, 512, 1024)
+FEW_ROWS, MANY_ROWS = 16, 256
+
+
+def prompt_shapes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(num_tokens, num_rows) of the graphs of steps with prompts, in the order in which a step tries them."""
+    rows = min(FEW_ROWS, max_rows), min(MANY_ROWS, max_rows)
+    found = {
+        (bucket, num_rows)
+        for buckets, num_rows in zip((PROMPT_BUCKETS, MANY_ROWS_BUCKETS), rows, strict=True)
+        for below, bucket in pairwise((0, *buckets))
+        if below < max_tokens
+    }
+    return sorted(found)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.gpu import prompt_graphs
+from engine.gpu import prompt_graphs, rows
 from engine.gpu.config import GpuConfig
 from engine.gpu.prompt_graphs import PromptInputs
 from engine.gpu.runner import GpuRunner
@@ -26,16 +26,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_with_graphs(
     model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[Engine, GpuRunner, list[int]]:
-    """And a list of the buckets of the steps that were run."""
-    monkeypatch.setattr(prompt_graphs, "PROMPT_BUCKETS", (4, 16, 64))
+) -> tuple[Engine, GpuRunner, list[tuple[int, int]]]:
+    """And a list of the shapes of the graphs that were run."""
+    monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(rows, "FEW_ROWS", 3)
+    monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), **settings)
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=ON_GPU)
     run, buckets = graphs.run, []
 
     def counted(batch: Any, block_size: int, turn: int) -> Any:
         num_tokens = sum(row.num_tokens for row in batch.rows)
-        buckets.append(next(bucket for bucket in graphs.buckets if bucket >= num_tokens))
+        buckets.append(next((t, r) for t, r in graphs.shapes if t >= num_tokens and r >= len(batch.rows)))
         return run(batch, block_size, turn)
 
     monkeypatch.setattr(graphs, "run", counted)
@@ -52,7 +54,7 @@ def test_tokens_equal_those_of_the_eager_way(
     for _ in range(2):
         assert generate(made, greedy(5)) == expected
     assert made.scheduler.kv.stats.hit_tokens > 0
-    assert set(buckets) == ({16, 64} if not settings else {16})
+    assert set(buckets) == ({(8, 4), (64, 4)} if not settings else {(8, 4), (16, 3), (64, 4)})
     assert made.num_failed_steps == 0
 
 
