@@ -18,7 +18,7 @@ from engine.request_states import RequestState
 # Token counts that graphs of steps with prompts are captured for (engine/gpu/prompt_graphs.py), up to FEW_ROWS rows;
 # and those for up to MANY_ROWS.
 PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-MANY_ROWS_BUCKETS = (128, 256, 512, 1024)
+MANY_ROWS_BUCKETS = (128, 256, 384, 512, 640, 768, 896, 1024)
 FEW_ROWS, MANY_ROWS = 16, 256
 
 
