@@ -39,7 +39,7 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [2, 16, 64])
 def test_what_is_chosen_fits(rows: int, device: torch.device) -> None:
-    config = SKINNY_GATED.find(rows, 8192, 64)
+    config = SKINNY_GATED.find(rows, 12288, 64)
     assert config is not None
     x, weight = torch.randn(rows, 64, device=device), torch.randn(2 * 128, 64, device=device)
     out = gated_linear(x, weight, None, replace(config, block_k=32, num_stages=1))
