@@ -224,8 +224,10 @@ class SharedPoolMemory:
         possible = (*(name for name, is_there in on_gpu if is_there), "shm", "tcp")
         if self._kv_transport == "auto":
             return possible
-        if self._kv_transport == "nccl" and self._device_pool is not None and "nccl" not in possible:
-            raise ConfigError("--kv-transport nccl needs libnccl.so.2, which torch's packages for CUDA bring")
+        if self._kv_transport == "nccl" and self._nccl is None:
+            raise ConfigError(
+                "--kv-transport nccl needs a GPU and libnccl.so.2, which torch's packages for CUDA bring: choose auto"
+            )
         if self._kv_transport not in possible:
             raise ConfigError(
                 f"--kv-transport {self._kv_transport} needs GPU memory that processes can share: "

@@ -147,7 +147,7 @@ def reader() -> Iterator[Reader]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short time for transfers."""
-    monkeypatch.setattr(nccl, "TRANSFER_SECONDS", 0.3)
+    monkeypatch.setattr(nccl, "TRANSFER_SECONDS", 0.5)
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 2, 3, 100])
@@ -221,7 +221,7 @@ def test_a_lease_must_hold_and_the_communicator_survives_a_refusal(owner: NcclOw
             reader.pull(lease, [lease.num_blocks - 1], ids(0))
     assert reader.pull(good, [1], ids(0)) == "nccl"
     assert len(reader.fake.links) == 1
-    assert not owner.holder.held
+    wait_until(lambda: not owner.holder.held)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_an_owner_that_stops_during_a_pull_costs_its_deadline_and_a_new_communic
     owner.link.is_running.clear()
     began = time.monotonic()
     assert reader.pull(lease, [0, 1], ids(0, 1)) == "shm"  # in the same pull
-    assert 0.3 <= time.monotonic() - began < 2.0
+    assert 0.5 <= time.monotonic() - began < 3.0
     np.testing.assert_array_equal(reader.blocks[[0, 1]], owner.blocks[[3, 4]])
     wait_until(lambda: not owner.holder.held and owner.fake.links[0].num_aborts > 0)
     assert reader.fake.links[0].num_aborts > 0
@@ -317,7 +317,7 @@ def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader,
     assert owner.holder.held
     for _ in range(5):
         assert reader.pull(owner.lease([5, 6]), [0, 1], ids(0, 1)) == "nccl"
-    assert owner.holder.held == [lease.lease_id]
+    wait_until(lambda: owner.holder.held == [lease.lease_id])
     wait_until(lambda: not owner.holder.held)
     assert first.num_aborts > 0
     wait_until(lambda: has_ended(pair.connection))
@@ -409,7 +409,7 @@ def test_an_owners_process_that_dies_or_stops(
         began = time.monotonic()
         with pytest.raises(MiniInferError):
             reader.pull(process.lease, [0, 1, 2], ids(0, 1, 2))
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 3.0
         assert reader.transport.num_links == 0
         (tmp_path / "other").mkdir()
         other = NcclOwner(tmp_path / "other", name="other")
