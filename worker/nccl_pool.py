@@ -83,6 +83,7 @@ class NcclPool:
         self._pool = pool
         self._connector = connector
         self._slots: list[list[Tensor]] = []  # that no transfer uses
+        self._prepared: set[tuple[int, HeadCopy | None]] = set()
         self._lock = threading.Lock()
 
     def unique_id(self) -> bytes:
@@ -91,6 +92,8 @@ class NcclPool:
     def connect(self, unique_id: bytes, rank: int, deadline: float) -> DeviceLink:
         """See NcclDevice."""
         with self._pool.stream(writes_pool=False):
+            if rank == OWNER:
+                self._compile_gather()
             link = self._connector.connect(unique_id, rank, deadline)
             probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self._pool.device)
             try:
@@ -106,7 +109,11 @@ class NcclPool:
         most = max(PIECE_BYTES // block_bytes, 1)
         return [min(most, num_blocks - first) for first in range(0, num_blocks, most)]
 
-    def wait_for_steps(self, deadline: float) -> None:
+    def prepare(self, block_bytes: int, copy: HeadCopy | None, deadline: float) -> None:
+        """See NcclDevice. The first time, the kernel may have to be compiled, which takes seconds."""
+        if (block_bytes, copy) not in self._prepared:
+            self._compile_copy(block_bytes, copy)
+            self._prepared.add((block_bytes, copy))
         if not poll_until(self._pool.is_behind_fence, deadline):
             raise TransferError("the steps before the pull do not end")
 
@@ -173,6 +180,24 @@ class NcclPool:
                 linked.send(piece, deadline)
                 marks.append(linked.mark())
             self._wait(linked, marks[-1], deadline, check)
+
+    def _compile_copy(self, block_bytes: int, copy: HeadCopy | None) -> None:
+        """Copy a block of zeros to nowhere, as `receive` copies to the pool."""
+        pool, num_words = self._pool, block_bytes // WORD_BYTES
+        part, weights = None if copy is None else in_words(copy), pool.weights_of(num_words)
+        with pool.stream(writes_pool=False):
+            source = torch.zeros(1, num_words, dtype=torch.int64, device=pool.device)
+            target = torch.zeros_like(pool.words[:1])
+            digests, ids = torch.zeros(2, 1, dtype=torch.int64, device=pool.device)
+            pool.kernels.copy_blocks(source, ids, target, ids, weights, part, digests)
+            pool.synchronize()
+
+    def _compile_gather(self) -> None:
+        """Copy a block of the pool to nowhere, as `send` copies to a slot."""
+        pool = self._pool
+        ids = torch.zeros(1, dtype=torch.int64, device=pool.device)
+        pool.kernels.copy_blocks(pool.words, ids, torch.zeros_like(pool.words[:1]), ids)
+        pool.synchronize()
 
     @contextlib.contextmanager
     def _borrowed(self, link: Link, num_bytes: int) -> Iterator[tuple[DeviceLink, list[Tensor]]]:

@@ -64,8 +64,11 @@ class NcclDevice(Protocol):
         """How to divide so many blocks of a peer's pool into messages."""
         ...
 
-    def wait_for_steps(self, deadline: float) -> None:
-        """Wait until no step in flight may write to blocks that were given to loads. Raises TransferError."""
+    def prepare(self, block_bytes: int, copy: HeadCopy | None, deadline: float) -> None:
+        """Get ready to receive such blocks: the owner, who has a deadline, must not wait for it.
+
+        Wait until no step in flight may write to blocks that were given to loads. Raises TransferError.
+        """
         ...
 
     def receive(
@@ -207,7 +210,7 @@ class NcclTransport:
         pieces = self._device.piece_lengths(len(pull.positions), block_bytes)
         with _held(pair, pull.deadline):
             connection, link = self._connected(pair, shard)
-            self._device.wait_for_steps(pull.deadline)
+            self._device.prepare(block_bytes, part.copy, pull.deadline)
             deadline = min(transfer_deadline(len(pull.positions) * block_bytes), pull.deadline)
             try:
                 connection.ask([shard.lease_id, list(pull.positions), pieces])

@@ -119,7 +119,8 @@ class FakeNccl:
 
     def connect(self, unique_id: bytes, rank: int, deadline: float) -> FakeLink:
         if self.refuses:
-            self._listeners.pop(unique_id, socket.socket()).close()
+            if rank == 1:
+                self._listeners.pop(unique_id).close()
             raise TransferError("ncclCommInitRankConfig: unhandled system error")
         seconds = deadline - time.monotonic()
         try:
