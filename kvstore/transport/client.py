@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 DEFAULT_DEADLINE_SECONDS = 30.0
+FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
 
 
 class Transport(Protocol):
@@ -144,10 +145,11 @@ class KvClient:
         """
         shard = pull.parts[0].shard
         failures: list[str] = []
+        began = time.monotonic()
         for transport in self._transports:
             if not all(transport.offered_by(part.shard) for part in pull.parts):
                 continue
-            if failures and not pull.seconds_left:
+            if failures and time.monotonic() - began > FALLBACK_SECONDS:
                 break
             try:
                 for part in pull.parts:

@@ -14,29 +14,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.errors import TransferError, UnavailableError
 from kvstore.transport.handle import PeerShard, PoolName
 from kvstore.transport.head_split import HeadCopy
 from kvstore.transport.host_pull import BlockPull, SourcePart
-from kvstore.transport.unix_socket import recv_frame, send_frame
+from kvstore.transport.nccl_connection import REPLY_SECONDS, Connection, RefusedError
 from kvstore.types import BlockId, Epoch
 
 logger = logging.getLogger(__name__)
 OWNER, READER = 0, 1  # ranks of a communicator
-REPLY_SECONDS = 2.0
 JOIN_SECONDS = 10.0  # NCCL looks at the machine, loads kernels, connects: 1 to 3 s
 RETRY_SECONDS = 10.0  # before the next attempt to connect to a peer where the last one failed
 TRANSFER_SECONDS = 2.0  # and what the bytes take at the least speed that is worth it
 MIN_BYTES_PER_SECOND = 1e9
-MAX_REPLY_BYTES = 4096
 
 
 class Link(Protocol):
@@ -93,61 +90,6 @@ class NcclDevice(Protocol):
 def transfer_deadline(num_bytes: int) -> float:
     """When to give up a transfer that starts now: a kernel that waits for a peer holds up memory calls of others."""
     return time.monotonic() + TRANSFER_SECONDS + num_bytes / MIN_BYTES_PER_SECOND
-
-
-class Connection:
-    """A pair's TCP connection, of either side. Raises TransferError for whatever goes wrong with it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self._poll = select.poll()  # a socket with a timeout would wait for data, whatever its flags
-        self._poll.register(sock, select.POLLIN)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-    def send(self, message: Any) -> None:
-        try:
-            send_frame(self.sock, message)
-        except OSError as error:
-            raise TransferError(f"the connection failed: {error.strerror or error}") from error
-
-    def receive(self, max_bytes: int, seconds: float | None) -> Any:
-        """The next message. seconds: between its parts, None: no limit."""
-        self.sock.settimeout(seconds)
-        message, _ = recv_frame(self.sock, max_bytes)
-        self.sock.settimeout(REPLY_SECONDS)
-        return message
-
-    def ask(self, message: Any) -> None:
-        """Send a message to the owner. Raises RefusedError with the reason unless the answer is yes."""
-        self.send(message)
-        reply = self.receive(MAX_REPLY_BYTES, REPLY_SECONDS)
-        match reply:
-            case [""]:
-                return
-            case [str() as reason]:
-                raise RefusedError(f"the peer refused: {reason}")
-        raise TransferError("the peer's answer is malformed")
-
-    def check(self) -> None:
-        """Raise TransferError when the other side has ended the connection."""
-        try:
-            if not self._poll.poll(0):
-                return
-            data = self.sock.recv(1, socket.MSG_PEEK)
-        except OSError as error:
-            raise TransferError(f"the connection failed: {error.strerror or error}") from error
-        if not data:
-            raise TransferError("the peer is gone")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
-
-
-class RefusedError(TransferError):
-    """The owner says no, and the communicator is as good as before."""
 
 
 @dataclass(slots=True)

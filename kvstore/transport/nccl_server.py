@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 from common.errors import ConfigError, TransferError
 from common.logging import RateLimit
-from kvstore.transport.nccl import JOIN_SECONDS, OWNER, REPLY_SECONDS, Connection, NcclDevice, transfer_deadline
+from common.rpc import check_bind
+from kvstore.transport.nccl import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
+from kvstore.transport.nccl_connection import REPLY_SECONDS, Connection
 from kvstore.types import BlockId, Epoch, LeaseId
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class NcclServer:
     """Listens from the start, serves from `serve` to `close`."""
 
     def __init__(self, host: str, token: str, worker_id: str, epoch: Epoch, block_bytes: Sequence[int]) -> None:
-        """block_bytes: of each rank's pool. Raises ConfigError when there is no port."""
+        """block_bytes: of each rank's pool. Raises ConfigError when there is no port, or one without protection."""
+        check_bind(host, token)
         self._token = token.encode()
         self._worker_id = worker_id
         self._epoch = epoch

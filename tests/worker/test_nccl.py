@@ -20,11 +20,12 @@ from common.errors import MiniInferError, TransferError
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable
-from kvstore.transport import nccl, nccl_server
+from kvstore.transport import client, nccl, nccl_connection, nccl_server
 from kvstore.transport.client import KvClient, host_transports
 from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transport.lease_client import LeaseClient
-from kvstore.transport.nccl import Connection, NcclTransport
+from kvstore.transport.nccl import NcclTransport
+from kvstore.transport.nccl_connection import Connection
 from kvstore.transport.nccl_server import NcclServer
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import (
@@ -305,6 +306,17 @@ def test_an_owner_that_stops_during_a_pull_costs_its_deadline_and_a_new_communic
     assert len(reader.fake.links) == 2
 
 
+def test_a_peer_that_has_used_up_the_time_for_it_is_not_asked_by_other_ways(
+    owner: NcclOwner, reader: Reader, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FALLBACK_SECONDS", 0.3)
+    lease = owner.lease([3, 4, 5], shm=True)
+    assert reader.pull(lease, [0], ids(0)) == "nccl"
+    owner.link.is_running.clear()
+    with pytest.raises(TransferError, match=r"cannot be read \(nccl: the peer has stopped during the transfer\)"):
+        reader.pull(lease, [0, 1], ids(0, 1))
+
+
 def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader, soon: None) -> None:
     stopped = Reader("GPU-stopped")
     lease = owner.lease([3, 4])
@@ -397,7 +409,7 @@ class OwnerProcess:
 def test_an_owners_process_that_dies_or_stops(
     tmp_path: Path, reader: Reader, how: signal.Signals, during: bool, monkeypatch: pytest.MonkeyPatch, soon: None
 ) -> None:
-    monkeypatch.setattr(nccl, "REPLY_SECONDS", 0.3)
+    monkeypatch.setattr(nccl_connection, "REPLY_SECONDS", 0.3)
     monkeypatch.setattr(nccl_server, "MAX_READERS", 2)
     process = OwnerProcess(tmp_path, stall=0.1)
     try:
