@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -272,7 +273,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder:
         argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
         root = Path(__file__).resolve().parents[1]
-        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
         stdin, stdout = owner.stdin, owner.stdout
         assert stdin is not None
         assert stdout is not None

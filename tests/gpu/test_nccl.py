@@ -103,7 +103,8 @@ class Process:
             "t.be_owner(Path(a[2]), a[3], float(a[4])) if a[1] == 'owner' else t.be_reader(Path(a[2]), a[3], a[4])"
         )
         argv = [sys.executable, "-c", code, role, *map(str, arguments)]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.read()
 
     def read(self) -> str:
