@@ -313,7 +313,7 @@ def test_a_peer_that_has_used_up_the_time_for_it_is_not_asked_by_other_ways(
     lease = owner.lease([3, 4, 5], shm=True)
     assert reader.pull(lease, [0], ids(0)) == "nccl"
     owner.link.is_running.clear()
-    with pytest.raises(TransferError, match=r"cannot be read \(nccl: the peer has stopped during the transfer\)"):
+    with pytest.raises(TransferError, match=r"cannot be read \(nccl: [^;]*\)$"):
         reader.pull(lease, [0, 1], ids(0, 1))
 
 
