@@ -5,7 +5,8 @@
 Two processes of this host with the workers' own code: pool, leases, KvTransfer service, digests. Every pull is of a
 lease of its own, four in a row: the times are those from KV handle to verified blocks, and for a GPU's shm and tcp
 they contain the copies through pinned host memory at both ends. `grant` is what the owner pays when it hands a prompt
-out. With two GPUs, `--owner-device cuda:1` measures the link between them. On a busy machine, compare with `copy`, a
+out. With two GPUs, `--owner-device cuda:1` measures the link between them, and `--transports nccl` NCCL over it (the
+first pull connects; `--piece-mb` changes the size of its messages). On a busy machine, compare with `copy`, a
 plain copy of the same bytes within one pool in the same run.
 """
 
@@ -16,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
 from kvstore.types import BlockId, Epoch, HostSlot, LeaseId
 from protos import kvstore_pb2_grpc
+from worker import nccl_pool
 from worker.shared_pool import SharedPoolMemory
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
@@ -57,6 +60,7 @@ class Owner:
         self._leases = LeaseTable(self._memory.epoch)
         self._mirror = LeaseTable(self._memory.epoch)
         self._memory.serve()
+        self._memory.send_leases(LeasesThatStay(self._leases))
         self._staging = StagingTable(self._stage)
         self._server = RpcServer("127.0.0.1", 0)
 
@@ -94,6 +98,19 @@ class Owner:
         lease: Lease | None = self._leases.get(lease_id)
         assert lease is not None
         self._staging.answer(lease_id, first, self._exporter.stage(lease, first))
+
+
+class LeasesThatStay:
+    """Leases for the sender's threads: nobody ends one that is still being read."""
+
+    def __init__(self, table: LeaseTable) -> None:
+        self._table = table
+
+    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
+        return self._table.resolve(lease_id, epoch, positions, time.monotonic())
+
+    def let_go(self, lease_id: LeaseId) -> None:
+        """Nothing to do."""
 
 
 async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str) -> None:
@@ -234,10 +251,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--owner-device", default="", help="default: as --device")
+    parser.add_argument("--piece-mb", type=float, default=nccl_pool.PIECE_BYTES / 2**20, help="of nccl's messages")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)  # the owner's process: its folder
     options = parser.parse_args()
     options.tokens = [int(each) for each in options.tokens.split(",")]
+    nccl_pool.PIECE_BYTES = int(options.piece_mb * 2**20)
     layers, heads, size = SHAPES[options.shape]
     num_blocks = NUM_LEASES * (max(options.tokens) // options.block_size)
     geometry = PoolGeometry(
@@ -249,10 +268,13 @@ def main() -> None:
     names = options.transports.split(",") if options.transports else ["shm", "tcp"]
     if not options.transports and options.device != "cpu":
         names.insert(0, "cuda_ipc")
+        if options.owner_device not in ("", options.device):
+            names.insert(1, "nccl")
     with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder:
         argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
         root = Path(__file__).resolve().parents[1]
-        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
         stdin, stdout = owner.stdin, owner.stdout
         assert stdin is not None
         assert stdout is not None

@@ -93,19 +93,19 @@ class DevicePool:
     """
 
     def __init__(self, kv_pool: Tensor) -> None:
-        self._words = kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
-        self._device = kv_pool.device
+        self.words = kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
+        self.device = kv_pool.device
         self._on_gpu = kv_pool.is_cuda
         self._weights: dict[int, Tensor] = {}  # by words of a block: those of other ranks have more, or fewer
-        self._weights_of(self._words.shape[1])
+        self.weights_of(self.words.shape[1])
         # Here, because the first needs triton.
-        self._kernels: Any = import_module("kernels.gpu.kv_copy" if self._on_gpu else "kernels.kv_copy")
+        self.kernels: Any = import_module("kernels.gpu.kv_copy" if self._on_gpu else "kernels.kv_copy")
         self._own = threading.local()  # .stream, .lists
         self._fence: torch.cuda.Event | None = None
 
     @property
     def block_bytes(self) -> int:
-        return self._words.shape[1] * WORD_BYTES
+        return self.words.shape[1] * WORD_BYTES
 
     def fence(self, of: DevicePool | None = None) -> None:
         """Mark where the step stream stands: after a step was launched, before loads get their blocks.
@@ -116,15 +116,25 @@ class DevicePool:
         if of is not None:
             self._fence = of._fence
         elif self._on_gpu:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._fence = event
+            self._fence = self.mark()
+
+    def is_behind_fence(self) -> bool:
+        """Whether the steps before the last mark have ended."""
+        return self._fence is None or bool(self._fence.query())  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Where the current stream stands; None on a CPU, whose work has ended."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def attach(self, fd: int, num_blocks: int, block_bytes: int) -> AttachedPool:
         """See Device."""
-        memory = cuda_memory.attach(self._device.index or 0, fd, num_blocks * block_bytes)
-        self._weights_of(block_bytes // WORD_BYTES)
-        return AttachedPool(memory, tensor_over(memory, self._device).view(torch.int64).view(num_blocks, -1))
+        memory = cuda_memory.attach(self.device.index or 0, fd, num_blocks * block_bytes)
+        self.weights_of(block_bytes // WORD_BYTES)
+        return AttachedPool(memory, tensor_over(memory, self.device).view(torch.int64).view(num_blocks, -1))
 
     def pull(
         self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
@@ -134,59 +144,60 @@ class DevicePool:
         assert isinstance(remote, AttachedPool)
         if not remote_ids:
             return []
-        part, weights = None if copy is None else in_words(copy), self._weights_of(remote.words.shape[1])
-        with self._stream(writes_pool=True):
-            lists = self._lists()
+        part, weights = None if copy is None else in_words(copy), self.weights_of(remote.words.shape[1])
+        with self.stream(writes_pool=True):
+            lists = self.lists()
             digests, source_ids, target_ids = lists.upload(remote_ids, local_ids)
-            self._kernels.copy_blocks(remote.words, source_ids, self._words, target_ids, weights, part, digests)
+            self.kernels.copy_blocks(remote.words, source_ids, self.words, target_ids, weights, part, digests)
             return lists.download(digests)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Digests of blocks that the host has seen finished, as `kvstore.pool.digest` computes them."""
         if not block_ids:
             return []
-        with self._stream(writes_pool=False):
-            lists = self._lists()
+        with self.stream(writes_pool=False):
+            lists = self.lists()
             digests, ids = lists.upload(block_ids)
-            self._kernels.digest_blocks(self._words, ids, self._weights_of(self._words.shape[1]), digests)
+            self.kernels.digest_blocks(self.words, ids, self.weights_of(self.words.shape[1]), digests)
             return lists.download(digests)
 
     def copy_out(self, block_ids: Sequence[BlockId], rows: Tensor, row_ids: Sequence[int]) -> None:
         """Copy finished blocks to host rows uint8 (num_rows, block_bytes), and wait."""
-        with self._stream(writes_pool=False):
-            blocks = self._words.view(torch.uint8)
+        with self.stream(writes_pool=False):
+            blocks = self.words.view(torch.uint8)
             for block, row, count in merged_runs(list(zip(block_ids, row_ids, strict=True))):
                 rows[row : row + count].copy_(blocks[block : block + count], non_blocking=True)
-            self._synchronize()
+            self.synchronize()
 
     def copy_in(self, rows: Tensor, row_ids: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Copy host rows to blocks, and wait."""
-        with self._stream(writes_pool=True):
-            blocks = self._words.view(torch.uint8)
+        with self.stream(writes_pool=True):
+            blocks = self.words.view(torch.uint8)
             for row, block, count in merged_runs(list(zip(row_ids, block_ids, strict=True))):
                 blocks[block : block + count].copy_(rows[row : row + count], non_blocking=True)
-            self._synchronize()
+            self.synchronize()
 
-    def _weights_of(self, num_words: int) -> Tensor:
+    def weights_of(self, num_words: int) -> Tensor:
         """Of digests of blocks of so many words. Two threads may make the same ones."""
         if num_words not in self._weights:
             weights = torch.stack([torch.from_numpy(each) for each in digest_weights(num_words)])
-            self._weights[num_words] = weights.to(self._device)
+            self._weights[num_words] = weights.to(self.device)
         return self._weights[num_words]
 
-    def _lists(self) -> CopyLists:
+    def lists(self) -> CopyLists:
         """This thread's."""
         if not hasattr(self._own, "lists"):
-            self._own.lists = CopyLists(self._device)
+            self._own.lists = CopyLists(self.device)
         lists: CopyLists = self._own.lists
         return lists
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
         if self._on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
     @contextlib.contextmanager
-    def _stream(self, writes_pool: bool) -> Iterator[None]:
+    def stream(self, writes_pool: bool) -> Iterator[None]:
         """This thread's stream, made current; what writes to the pool comes behind the fence. Raises TransferError.
 
         The body waits for the end of its work.
@@ -196,7 +207,7 @@ class DevicePool:
                 yield
                 return
             if not hasattr(self._own, "stream"):
-                self._own.stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+                self._own.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             stream, fence = self._own.stream, self._fence
             try:
                 with torch.cuda.stream(stream):  # and its device
@@ -205,3 +216,5 @@ class DevicePool:
                     yield
             except torch.AcceleratorError as error:
                 raise TransferError("the device failed while it copied KV blocks") from error
+            except torch.OutOfMemoryError as error:
+                raise TransferError("the device has no memory for KV blocks on their way") from error

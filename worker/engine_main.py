@@ -81,9 +81,10 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     scheduler = parts.engine.scheduler
     exporter = memory.exporter(scheduler.kv.pool)
     puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
-    memory.serve()
+    memory.serve(worker.host, worker.cluster_token)
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
+    memory.send_leases(leases)
     exports = KvExports(scheduler, leases, worker.progressive_pull)
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging))

@@ -19,11 +19,13 @@ from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import ShardAddress
 from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.nccl import NcclTransport
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import Epoch, WorkerId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
+from worker.nccl_pool import NcclPool, open_nccl
 from worker.pinned_staging import StagedTransport
 
 
@@ -80,12 +82,13 @@ class DeviceRankPool:
 
     def __init__(
         self, geometry: PoolGeometry, device: torch.device, fd: int, socket_path: str, staging: PoolGeometry,
-        beside: HostRows,
+        beside: HostRows, with_nccl: bool,
     ) -> None:  # fmt: skip
         """fd: of the device memory, taken over. staging: of as many rows as `beside`, rank 0's, has."""
         self.geometry = geometry
         memory = cuda_memory.attach(device.index or 0, fd, geometry.pool_bytes, writable=True)
         self.device_pool = DevicePool(pool_over_device(memory, geometry, device))
+        self.nccl = open_nccl(self.device_pool) if with_nccl else None
         self._device_fd = fd
         self._staging = staging
         self._staging_fd = create_memfd("mini-infer-kv", staging.pool_bytes)
@@ -102,7 +105,7 @@ class DeviceRankPool:
         return ShardAddress(kv_address, self._socket_path, self._cuda_socket_path, True)
 
     def client(self, token: str, transports: Sequence[str]) -> KvClient:
-        return device_client(self.geometry, self.device_pool, self.rows, token, transports)
+        return device_client(self.geometry, self.device_pool, self.nccl, self.rows, token, transports)
 
     def serve(self, worker_id: WorkerId, epoch: Epoch) -> None:
         read_only = reopen_read_only(self._staging_fd)
@@ -118,10 +121,13 @@ class DeviceRankPool:
 
 
 def device_client(
-    geometry: PoolGeometry, device_pool: DevicePool, rows: HostRows, token: str, transports: Sequence[str]
-) -> KvClient:
+    geometry: PoolGeometry, device_pool: DevicePool, nccl: NcclPool | None, rows: HostRows, token: str,
+    transports: Sequence[str],
+) -> KvClient:  # fmt: skip
     """A client that fills a pool in GPU memory, from host memory through `rows`."""
     leases = LeaseClient(token)
     made: list[Transport] = [CudaIpcTransport(device_pool)] if "cuda_ipc" in transports else []
+    if nccl is not None and "nccl" in transports:
+        made.append(NcclTransport(nccl, token))
     made += [StagedTransport(each, rows, device_pool) for each in host_transports(rows.blocks, leases, transports)]
     return KvClient(geometry, made, leases)

@@ -32,11 +32,13 @@ from kvstore.transport import cuda_memory
 from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import HandleShard, ShardAddress
+from kvstore.transport.nccl_server import LeaseHolder, NcclServer
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import WorkerId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvExporter
+from worker.nccl_pool import NcclPool, open_nccl
 from worker.rank_pool import DeviceRankPool, HostRankPool, RankPool, device_client
 
 logger = logging.getLogger("engine")
@@ -60,6 +62,8 @@ class SharedPoolMemory:
         self._geometry: PoolGeometry
         self._kv_pool: torch.Tensor
         self._device_pool: DevicePool | None = None
+        self._nccl: NcclPool | None = None
+        self._nccl_server: NcclServer | None = None
         self._rows: HostRows
         self._fd = -1
         self._device_fd = -1
@@ -91,6 +95,7 @@ class SharedPoolMemory:
         else:
             self._kv_pool = self._allocate_on(device)
             self._device_pool = DevicePool(self._kv_pool)
+            self._nccl = open_nccl(self._device_pool) if self._kv_transport in ("auto", "nccl") else None
             staging = host_buffer_over(self._mapping, *self._blocks.shape)
             pin(staging)
             self._rows = HostRows(self._blocks, staging)
@@ -108,7 +113,7 @@ class SharedPoolMemory:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         staging = replace(self._shared, shard=geometry.shard)
         path = self._socket_path_of(geometry.shard)
-        self._others.append(DeviceRankPool(geometry, device, fd, path, staging, self._rows))
+        self._others.append(DeviceRankPool(geometry, device, fd, path, staging, self._rows, self._nccl is not None))
 
     def _socket_path_of(self, shard: Shard) -> str:
         return str(Path(self.socket_path).with_suffix(f".{shard.rank}.sock"))
@@ -121,8 +126,20 @@ class SharedPoolMemory:
     def shards(self, kv_address: str) -> list[HandleShard]:
         """The pools of all ranks, and where peers can read them; `kv_address` is the front's."""
         address = ShardAddress(kv_address, self.socket_path, self.cuda_socket_path, self.needs_staging)
-        mine = HandleShard(self._geometry, address)
-        return [mine, *(HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._others)]
+        shards = [HandleShard(self._geometry, address)]
+        shards += [HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._others]
+        if self._nccl_server is None:
+            return shards
+        at = f"{kv_address.rpartition(':')[0]}:{self._nccl_server.port}"
+        return [
+            replace(shard, address=replace(shard.address, nccl_address=at, gpu=nccl.gpu))
+            for shard, nccl in zip(shards, self._nccl_pools(), strict=True)
+        ]
+
+    def _nccl_pools(self) -> list[NcclPool]:
+        """Of all ranks; none where NCCL is not to be had, or not wanted."""
+        others = [other.nccl for other in self._others if isinstance(other, DeviceRankPool)]
+        return [pool for pool in (self._nccl, *others) if pool is not None]
 
     def exporter(self, pool: BlockPool) -> KvExporter:
         """The exporter of blocks of `pool` to readers."""
@@ -137,7 +154,9 @@ class SharedPoolMemory:
         if self._device_pool is None:
             mine = host_client(self._geometry, self._blocks, token, self.transports)
         else:
-            mine = device_client(self._geometry, self._device_pool, self._rows, token, self.transports)
+            mine = device_client(
+                self._geometry, self._device_pool, self._nccl, self._rows, token, self.transports
+            )  # fmt: skip
         return [mine, *(other.client(token, self.transports) for other in self._others)]
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
@@ -149,8 +168,8 @@ class SharedPoolMemory:
         num_slots = host_tier_bytes // geometry.block_bytes
         return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 
-    def serve(self) -> None:
-        """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
+    def serve(self, host: str = "127.0.0.1", token: str = "") -> None:
+        """Start handing out descriptors, and listen for readers by NCCL. Raises ConfigError without a socket."""
         read_only = reopen_read_only(self._fd)
         info = PoolInfo(self._worker_id, self.epoch, self._shared)
         self._servers.append(DescriptorServer(Path(self.socket_path), info, read_only))
@@ -160,8 +179,18 @@ class SharedPoolMemory:
             info = PoolInfo(self._worker_id, self.epoch, self._geometry)
             fd, self._device_fd = self._device_fd, -1
             self._servers.append(DescriptorServer(Path(self.cuda_socket_path), info, fd, holds=True))
+        if self._nccl is not None:
+            block_bytes = [self._geometry.block_bytes, *(pool.geometry.block_bytes for pool in self._others)]
+            self._nccl_server = NcclServer(host, token, self._worker_id, self.epoch, block_bytes)
+
+    def send_leases(self, leases: LeaseHolder) -> None:
+        """Send blocks of leases to readers by NCCL, from now on."""
+        if self._nccl_server is not None:
+            self._nccl_server.serve(self._nccl_pools(), leases)
 
     def close(self) -> None:
+        if self._nccl_server is not None:
+            self._nccl_server.close()
         for server in self._servers:
             server.close()
         for pool in self._others:
@@ -191,9 +220,14 @@ class SharedPoolMemory:
 
     def _choose_transports(self) -> tuple[str, ...]:
         """The wanted transports that this worker has. Raises ConfigError when none is left."""
-        possible = (*(["cuda_ipc"] if self.cuda_socket_path else []), "shm", "tcp")
+        on_gpu = [("cuda_ipc", bool(self.cuda_socket_path)), ("nccl", self._nccl is not None)]
+        possible = (*(name for name, is_there in on_gpu if is_there), "shm", "tcp")
         if self._kv_transport == "auto":
             return possible
+        if self._kv_transport == "nccl" and self._nccl is None:
+            raise ConfigError(
+                "--kv-transport nccl needs a GPU and libnccl.so.2, which torch's packages for CUDA bring: choose auto"
+            )
         if self._kv_transport not in possible:
             raise ConfigError(
                 f"--kv-transport {self._kv_transport} needs GPU memory that processes can share: "

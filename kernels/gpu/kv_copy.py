@@ -19,8 +19,12 @@ BLOCKS = 4  # blocks a program works on, so that weights cost half a load; measu
 NUM_WARPS = 8
 
 
+# One variant for all numbers of blocks, and for parts of lists: NCCL's pieces must not wait for a compiler.
 @FastLaunch
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_ids"],
+    do_not_specialize_on_alignment=["source_ids_ptr", "target_ids_ptr", "digests_ptr"],
+)
 def _kv_copy_kernel(
     source_ptr, source_ids_ptr, target_ptr, target_ids_ptr, weights_ptr, digests_ptr, num_ids, num_words,
     target_words, width, source_offset, source_pitch, target_offset, target_pitch,

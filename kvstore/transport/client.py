@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 DEFAULT_DEADLINE_SECONDS = 30.0
+FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
 
 
 class Transport(Protocol):
@@ -52,7 +53,10 @@ class Transport(Protocol):
         ...
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
-        """Copy blocks; return the digests of what was read, by part, to be compared. Raises TransferError."""
+        """Copy blocks; return the digests of what was read, by part, to be compared. Raises TransferError.
+
+        After a failure nothing is on its way to the local blocks: the next transport may fill them.
+        """
         ...
 
     def close(self) -> None: ...
@@ -113,17 +117,13 @@ class KvClient:
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
         split = split_heads(self._geometry, len(lease.shards))
         parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
-        transport = self._open_best(parts)
-        try:
-            digests = transport.pull(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
-        except TransferError as error:
-            raise TransferError(f"{transport.name}: {error}") from error
+        transport, digests = self._pull_best(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
         for part, found in zip(parts, digests, strict=True):
             granted = [part.shard.digests[position] for position in positions]
             if found != granted:
                 position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
                 raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
-        return PullResult(transport.name, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
+        return PullResult(transport, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
 
     def renew(self, lease: PeerLease) -> bool:
         """Keep the lease while waiting. False: it does not hold any more. Raises UnavailableError."""
@@ -138,21 +138,28 @@ class KvClient:
             transport.close()
         self._leases.close()
 
-    def _open_best(self, parts: Sequence[SourcePart]) -> Transport:
-        """The first transport that reaches every part. Raises TransferError, UnavailableError."""
-        shard = parts[0].shard
+    def _pull_best(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
+        """Pull by the first transport that works; return its name and the digests.
+
+        Raises TransferError, or UnavailableError when there is no transport in common.
+        """
+        shard = pull.parts[0].shard
         failures: list[str] = []
+        began = time.monotonic()
         for transport in self._transports:
-            if not all(transport.offered_by(part.shard) for part in parts):
+            if not all(transport.offered_by(part.shard) for part in pull.parts):
                 continue
+            if failures and time.monotonic() - began > FALLBACK_SECONDS:
+                break
             try:
-                for part in parts:
+                for part in pull.parts:
                     transport.open(part.shard)
+                digests = transport.pull(pull)
             except MiniInferError as error:
                 failures.append(f"{transport.name}: {error}")
                 continue
             self._note_choice(shard, transport.name, failures)
-            return transport
+            return transport.name, digests
         if not failures:
             raise UnavailableError(f"no transport in common with worker {shard.worker_id}")
         raise TransferError(f"worker {shard.worker_id} cannot be read ({'; '.join(failures)})")

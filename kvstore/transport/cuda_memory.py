@@ -8,8 +8,9 @@ tensors and no blocks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.errors import ConfigError, TransferError
 PINNED, ON_DEVICE, POSIX_FD = 1, 1, 1  # CUmemAllocationType, CUmemLocationType, CUmemAllocationHandleType
 READ, READ_WRITE = 1, 3  # CUmemAccess_flags
 SUPPORTS_POSIX_FD = 103  # CUdevice_attribute
+NON_BLOCKING = 1  # CUstream_flags
 OUT_OF_MEMORY = 2  # CUresult
 
 
@@ -134,6 +136,25 @@ def attach(device: int, fd: int, num_bytes: int, writable: bool = False) -> Cuda
             _call("cuMemRelease", handle)
     except CudaError as error:
         raise TransferError(f"GPU {device} cannot map the peer's memory ({error})") from error
+
+
+def create_stream() -> int:
+    """A stream of the current device that waits for no other, of high priority. torch's own come round again.
+
+    Raises TransferError.
+    """
+    stream = c_void_p()
+    try:
+        _call("cuStreamCreateWithPriority", byref(stream), c_uint(NON_BLOCKING), c_int(-1))
+    except CudaError as error:
+        raise TransferError(f"the GPU gives no stream ({error})") from error
+    return stream.value or 0
+
+
+def destroy_stream(stream: int) -> None:
+    """End a stream that has nothing to do any more."""
+    with contextlib.suppress(CudaError):
+        _call("cuStreamDestroy_v2", c_void_p(stream))
 
 
 def _properties(device: int) -> _AllocationProp:

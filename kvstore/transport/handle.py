@@ -23,7 +23,8 @@ from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, 
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
-FORMAT = 1
+FORMAT = 2
+WITHOUT_NCCL = 1  # the format whose addresses end with needs_staging; read, not written
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
 MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
@@ -50,6 +51,8 @@ class ShardAddress:
     shm_socket: str = ""  # Unix socket that hands out the pool's descriptor
     cuda_socket: str = ""  # Unix socket that hands out the descriptor of the pool in GPU memory
     needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
+    nccl_address: str = ""  # host:port at which the owner's process joins a communicator
+    gpu: str = ""  # UUID of the GPU that holds the pool: NCCL connects no GPU with itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,26 +163,36 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed KV handle") from error
     match value:
+        case [int() as number, _, list() as address, *_] if number == WITHOUT_NCCL:
+            value[2] = [*address, "", ""]
         case [int() as number, *_] if number != FORMAT:
             raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
+    match value:
         case [
             int(),
             geometry,
-            [str() as kv_address, str() as shm_socket, str() as cuda_socket, bool() as needs_staging],
+            [
+                str() as kv_address,
+                str() as shm_socket,
+                str() as cuda_socket,
+                bool() as needs_staging,
+                str() as nccl_address,
+                str() as gpu,
+            ],
             bytes() as ids,
             bytes() as digests,
         ] if 2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS:
             pass
         case _:
             raise TransferError("malformed KV handle")
-    if max(map(len, (kv_address, shm_socket, cuda_socket))) > MAX_TEXT:
+    if max(map(len, (kv_address, shm_socket, cuda_socket, nccl_address, gpu))) > MAX_TEXT:
         raise TransferError("malformed KV handle")
     return PeerShard(
         handle.lease_id,
         handle.worker_id,
         handle.epoch,
         geometry_from_wire(geometry),
-        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging),
+        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu),
         tuple(map(BlockId, np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
     )

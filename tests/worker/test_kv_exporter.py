@@ -17,7 +17,7 @@ from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable, new_epoch
 from kvstore.transport.client import KvClient
 from kvstore.transport.cuda_memory import CudaMemory
-from kvstore.transport.handle import PeerShard, ShardAddress
+from kvstore.transport.handle import HandleShard, HandleWriter, PeerShard, ShardAddress
 from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.shm import ShmTransport
@@ -25,7 +25,7 @@ from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from tests.kvstore.transport.test_head_split import geometry_of, running
 from worker.device_pool import AttachedPool, DevicePool
-from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
+from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvLeases
 from worker.pinned_staging import StagedTransport
 
 NUM_BLOCKS, NUM_ROWS = 6, 4
@@ -187,3 +187,28 @@ def test_direct_exporter_leaves_blocks_where_they_are() -> None:
     assert pool.num_used == 2
     exporter.end_export(lease)
     assert pool.num_used == 0
+
+
+def test_blocks_of_a_lease_that_is_being_sent_are_kept_after_its_end(parts: Parts) -> None:
+    leases = KvLeases(
+        Epoch(1), parts.exporter, HandleWriter("w", [HandleShard(GEOMETRY, ShardAddress())], 60.0), 60.0
+    )
+    lease, _ = leases.grant(parts.pool.allocate(2), [[1, 2]], 8, time.monotonic())
+    other, _ = leases.grant(parts.pool.allocate(1), [[1]], 4, time.monotonic())
+    for _ in range(2):
+        assert leases.hold(lease.lease_id, Epoch(1), [1]) == [lease.block_ids[1]]
+    assert leases.release(lease.lease_id, Epoch(1))
+    leases.hold(other.lease_id, Epoch(1), [0])
+    assert leases.expire(time.monotonic() + 100) == [other.lease_id]
+    leases.let_go(lease.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (2, 3)
+    leases.let_go(lease.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (1, 1)
+    leases.let_go(other.lease_id)
+    assert leases.expire(time.monotonic()) == []
+    assert (len(leases), parts.pool.num_used) == (0, 0)
+    for lease_id, positions in ((lease.lease_id, [0]), (LeaseId("guess"), [0])):
+        with pytest.raises(TransferError, match="unknown or released"):
+            leases.hold(lease_id, Epoch(1), positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,18 @@ import torch
 
 from common.errors import ConfigError, TransferError
 from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.transport import cuda_memory
+from kvstore.transport.handle import HandleWriter, open_handle
 from kvstore.types import BlockId
-from tests.kvstore.helpers import GEOMETRY, Owner, with_address
+from tests.kvstore.helpers import GEOMETRY, Owner, wait_until, with_address
 from tests.kvstore.tier.test_agent import KEYS, Agent
+from tests.worker.fake_nccl import FakeNccl
+from worker.device_pool import DevicePool
+from worker.kv_exporter import HostRows, KvLeases
+from worker.nccl_pool import NcclPool
+from worker.rank_pool import device_client
 from worker.shared_pool import SharedPoolMemory
 
 CPU = torch.device("cpu")
@@ -38,6 +46,52 @@ def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transpor
 def test_gpu_memory_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose auto, shm or tcp"):
         open_memory(tmp_path, "cuda_ipc")
+
+
+def test_nccl_cannot_be_asked_for_without_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a GPU and libnccl"):
+        open_memory(tmp_path, "nccl")
+
+
+def test_handles_name_where_nccl_is_served(tmp_path: Path) -> None:
+    memory = open_memory(tmp_path, "auto")
+    (shard,) = memory.shards("host:1")
+    assert (shard.address.nccl_address, shard.address.gpu) == ("", "")
+    kv_pool = torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4)
+    memory._nccl = NcclPool(DevicePool(kv_pool), FakeNccl("GPU-1"))
+    memory.serve()
+    assert memory._nccl_server is not None
+    port = memory._nccl_server.port
+    for kv_address, wanted in (("host:1", f"host:{port}"), ("[::1]:1", f"[::1]:{port}")):
+        (shard,) = memory.shards(kv_address)
+        assert (shard.address.nccl_address, shard.address.gpu) == (wanted, "GPU-1")
+    memory.close()
+
+
+def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> None:
+    """All but the GPUs: memory, leases of the engine, handles, and the reader's choice."""
+    (tmp_path / "owner").mkdir()
+    owner, reader = open_memory(tmp_path / "owner", "auto"), open_memory(tmp_path, "auto")
+    sent, received = (torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4) for _ in range(2))
+    pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
+    owner._nccl = NcclPool(device_pool, FakeNccl("GPU-1"))
+    owner.serve()
+    writer = HandleWriter("reader", owner.shards("127.0.0.1:1"), 60.0)
+    leases = KvLeases(owner.epoch, owner.exporter(pool), writer, 60.0)
+    owner.send_leases(leases)
+    block_ids = pool.allocate(3)
+    lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
+    nccl = NcclPool(DevicePool(received), FakeNccl("GPU-2"))
+    rows = HostRows(reader._blocks, torch.from_numpy(reader._blocks))
+    client = device_client(GEOMETRY, DevicePool(received), nccl, rows, "", ("cuda_ipc", "nccl", "shm", "tcp"))
+    assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]).transport == "nccl"
+    assert torch.equal(received[[5, 1]], sent[[block_ids[0], block_ids[2]]])
+    assert leases.release(lease.lease_id, lease.epoch)
+    wait_until(lambda: not leases.expire(time.monotonic()) and not len(leases))
+    assert pool.num_used == 0
+    client.close()
+    for memory in (owner, reader):
+        memory.close()
 
 
 def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
