@@ -81,7 +81,7 @@ class ClusterConfig:
 
     @property
     def placements(self) -> list[Placement]:
-        """Of all workers; empty on a CPU."""
+        """Placements of all workers; empty on a CPU."""
         if not self.gpus:
             return []
         sizes = [self.tp_of(role) for role, _, _ in self.workers]

@@ -29,7 +29,7 @@ def uses_gpu(device: str) -> bool:
 
 
 def find_gpus(device: str, env: Mapping[str, str]) -> Gpus:
-    """Those that workers can take; none when they will run on a CPU."""
+    """Find the GPUs that workers can take; none when they will run on a CPU."""
     if not uses_gpu(device):
         return Gpus()
     return Gpus(tuple(visible_gpus(env, os.listdir("/dev"))), smallest_memory())

@@ -57,5 +57,5 @@ def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _indexable(x: Tensor) -> Tensor:
-    """The same memory as a type that torch can index on every device."""
+    """View the memory as a type that torch can index on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

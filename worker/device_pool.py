@@ -178,7 +178,7 @@ class DevicePool:
             self.synchronize()
 
     def weights_of(self, num_words: int) -> Tensor:
-        """Of digests of blocks of so many words. Two threads may make the same ones."""
+        """Weights of digests of blocks of so many words. Two threads may make the same ones."""
         if num_words not in self._weights:
             weights = torch.stack([torch.from_numpy(each) for each in digest_weights(num_words)])
             self._weights[num_words] = weights.to(self.device)

@@ -137,7 +137,7 @@ class SharedPoolMemory:
         ]
 
     def _nccl_pools(self) -> list[NcclPool]:
-        """Of all ranks; none where NCCL is not to be had, or not wanted."""
+        """NCCL endpoints of all ranks; none where it is not installed, or not wanted."""
         others = [other.nccl for other in self._others if isinstance(other, DeviceRankPool)]
         return [pool for pool in (self._nccl, *others) if pool is not None]
 

@@ -210,7 +210,7 @@ class CpuAttention:
 
 
 def runs_of(block_ids: Sequence[BlockId]) -> list[tuple[int, int, int]]:
-    """Of ids that follow each other: (place of the first, its id, how many). A pool in little use has few runs."""
+    """Runs of consecutive ids: (index of the first, its id, length). A pool in little use has few."""
     runs: list[tuple[int, int, int]] = []
     for place, block_id in enumerate(block_ids):
         if runs and block_id == runs[-1][1] + runs[-1][2]:

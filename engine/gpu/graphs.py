@@ -24,7 +24,7 @@ POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the 
 
 @dataclass(slots=True)
 class DecodeOutput:
-    """Of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
+    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
 
     token_ids: Tensor
     logits: Tensor

@@ -79,7 +79,7 @@ class DeviceGroup:
     def all_reduce_rms_norm_quantize(
         self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
     ) -> tuple[Tensor, Tensor]:
-        """The same, with the norm quantized, see `kernels.gpu.quantize`."""
+        """Do as `all_reduce_rms_norm`, and quantize the norm, see `kernels.gpu.quantize`."""
         if pending.shape[0] <= MAX_SUM_ROWS:
             return all_reduce_rms_norm_quantize(pending, residual, weight, eps, self._sums, dtype, num_planes)
         self._nccl.allreduce([pending]).wait()

@@ -61,11 +61,11 @@ class EightBitLinear:
         return self.gemm(*quantize_rows(x, self.dtype, self.num_planes), x.dtype)
 
     def gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of a `QuantizedInput`, see `kernels.gpu.quantize`. Returns (rows, out) in `dtype`."""
+        """Multiply a `QuantizedInput`, see `kernels.gpu.quantize`. Returns (rows, out) in `dtype`."""
         return quantized_gemm(values, x_scales, self.weight, self.scales, self.bias, dtype, self.workspace)
 
     def gated_gemm(self, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
-        """The same for gate and up beside each other: silu(gate) * up, quantized again."""
+        """Multiply by gate and up, which lie beside each other: silu(gate) * up, quantized again."""
         n, k = self.weight.shape
         config = SLICED_K_GATED.find(values.shape[0], n // 2, k)
         if config is None:
@@ -83,7 +83,7 @@ class W8A8Linear(EightBitLinear):
 class W8A16Linear(EightBitLinear):
     """int8 weights, inputs of 16 bits as two planes.
 
-    That adds less error to a row than rounding it to bfloat16 did, while its largest element is below 187 times its
+    That adds less error to a row than bfloat16 did, while its largest element is below 187 times its
     root mean square; sqrt(K) times is the most (docs/decisions/0094). With many rows writing the weight out in the
     dtype of x is faster.
     """

@@ -184,7 +184,7 @@ def all_reduce_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, dtype: torch.dtype,
     num_planes: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, with the norm quantized: values of `dtype` and scales as of `kernels.gpu.quantize.quantize_rows`."""
+    """Do as `all_reduce_rms_norm`; return the norm as values of `dtype` and scales, see `quantize_rows`."""
     num_rows, n = residual.shape
     values, scales = empty_quantized(num_rows, n, dtype, num_planes, residual.device)
     _all_reduce(x, residual, weight, eps, peers, values, scales, largest_value(dtype, num_planes))

@@ -33,7 +33,7 @@ def is_compiled(x: Tensor) -> bool:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the GPU; a few where kernels are interpreted."""
+    """Multiprocessors of the GPU; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -139,7 +139,7 @@ def rope_reference(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, qk_norm: Tensor | None, eps: float,
     pool: Tensor, layer: int,
 ) -> None:  # fmt: skip
-    """The same with plain torch operations; every slot must be valid."""
+    """Reference with plain torch operations; every slot must be valid."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     num_qk_heads = qkv.shape[1] - num_kv_heads
     qk = qkv[:, :num_qk_heads]

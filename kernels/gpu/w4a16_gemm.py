@@ -72,7 +72,7 @@ def _load_one_row(x_at, has_x):
 
 @triton.jit
 def _load_rows(x_at, has_x):
-    """The same for several rows, each (chunks, words, rows)."""
+    """Return the operands of several rows, each (chunks, words, rows)."""
     x0 = tl.load(x_at, mask=has_x, other=0.0)
     x1 = tl.load(x_at + WORDS, mask=has_x, other=0.0)
     x2 = tl.load(x_at + 2 * WORDS, mask=has_x, other=0.0)

@@ -76,7 +76,7 @@ def placements_for(
 
 
 def admissible(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that keep the objectives, or else miss them least, and of them those of the cheapest kind."""
+    """Select the placements that keep the objectives, or miss them least, and of these the cheapest kind."""
     least = min(candidate.violation for candidate in candidates)
     limit = 0.0 if least == 0 else least + SAME_VIOLATION
     kept = [candidate for candidate in candidates if candidate.violation <= limit]

@@ -43,7 +43,7 @@ class PlainForm(Form):
         return True
 
     def bodies(self, num_rows: int) -> list[GpuBody]:
-        """Of all blocks."""
+        """Bodies of all blocks."""
         rows, workspace = num_rows, self._workspace
         return [
             by_kind(block, lambda block: attention(block, rows, workspace), lambda block: mlp(block, rows, workspace))

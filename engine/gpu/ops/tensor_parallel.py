@@ -33,7 +33,7 @@ class TensorParallelForm(PlainForm):
 
 
 class QuantizedTensorParallelForm(QuantizedInputForm):
-    """The same where inputs are quantized: by the kernel that sums and norms them."""
+    """Takes models of quantized inputs: the kernel that sums over ranks and norms quantizes them, too."""
 
     def __init__(self, model: Model, group: DeviceGroup) -> None:
         super().__init__(model)
