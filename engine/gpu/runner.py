@@ -236,10 +236,10 @@ class GpuRunner:
         index = upload([batch.device_rows[i] for i in (*decodes, *chunks)], torch.int64, device)
         of_decodes, of_chunks = index[: len(decodes)], index[len(decodes) :]
         ids = token_ids.long()
-        pending = [k for k, (row, request) in enumerate(decode_rows) if row.start == len(request.token_ids)]
+        pending = [k for k, (row, request) in enumerate(decode_rows) if row.start >= len(request.token_ids)]
         if pending:  # the step before samples them
-            places = upload(pending, torch.int64, device)
-            ids[places] = self._state.last_tokens[of_decodes[places]]
+            indices = upload(pending, torch.int64, device)
+            ids[indices] = self._state.last_tokens[of_decodes[indices]]
         inputs = GpuInputs(
             ids,
             positions,
