@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the front uses this file, without torch
@@ -17,29 +16,30 @@ if TYPE_CHECKING:  # the front uses this file, without torch
     from engine.cpu.pool_attention import BatchAttention
     from engine.layers.attention import Attention
 
-_COUNTER = struct.Struct("<Q")
+COUNTER_BYTES = 8
 
 
 class Heartbeat:
     """One side of the memory behind `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, _COUNTER.size)
+        # An item of such a view is one 8-byte load or store: the other side never sees half of it.
+        self._memory = memoryview(mmap.mmap(descriptor, COUNTER_BYTES)).cast("Q")
         self._count = 0
 
     @staticmethod
     def create_memory() -> int:
         """Create the memory; return a descriptor to map on both sides, which the caller closes."""
         descriptor = os.memfd_create("mini-infer-heartbeat", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _COUNTER.size)
+        os.ftruncate(descriptor, COUNTER_BYTES)
         return descriptor
 
     def beat(self) -> None:
         self._count += 1
-        _COUNTER.pack_into(self._memory, 0, self._count)
+        self._memory[0] = self._count
 
     def read(self) -> int:
-        return int(_COUNTER.unpack_from(self._memory, 0)[0])
+        return self._memory[0]
 
 
 class BeatingAttention:

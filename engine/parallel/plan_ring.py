@@ -19,26 +19,21 @@ CAPACITY = 4 << 20  # bytes: some thousand decode plans of 64 rows, or a prompt 
 FULL_WAIT_SECONDS = 50e-6
 CHECK_SECONDS = 0.5
 LENGTH = struct.Struct("<I")
-COUNTER = struct.Struct("<Q")
+COUNTER_BYTES = 8
 
 
 def ring_bytes(num_readers: int, capacity: int = CAPACITY) -> int:
     """Size of the shared memory."""
-    return COUNTER.size * (1 + num_readers) + capacity
+    return COUNTER_BYTES * (1 + num_readers) + capacity
 
 
 class _Ring:
     def __init__(self, memory_fd: int, num_readers: int, capacity: int) -> None:
         self._memory = mmap.mmap(memory_fd, ring_bytes(num_readers, capacity))
-        self._base = COUNTER.size * (1 + num_readers)
+        self._base = COUNTER_BYTES * (1 + num_readers)
+        # An item of this view is one 8-byte load or store; struct.pack_into writes zeros first, for peers to see.
+        self._counters = memoryview(self._memory)[: self._base].cast("Q")
         self._capacity = capacity
-
-    def _counter(self, index: int) -> int:
-        value: int = COUNTER.unpack_from(self._memory, COUNTER.size * index)[0]
-        return value
-
-    def _set_counter(self, index: int, value: int) -> None:
-        COUNTER.pack_into(self._memory, COUNTER.size * index, value)
 
     def _span(self, position: int, num_bytes: int) -> slice:
         """As much of [position, position + num_bytes) as lies in one piece."""
@@ -46,6 +41,7 @@ class _Ring:
         return slice(self._base + first, self._base + min(first + num_bytes, self._capacity))
 
     def close(self) -> None:
+        self._counters.release()
         self._memory.close()
 
 
@@ -71,7 +67,7 @@ class RingWriter(_Ring):
             self._memory[span] = data[:size]
             data = data[size:]
             self._written += size
-            self._set_counter(0, self._written)
+            self._counters[0] = self._written
             if not data or free == size:
                 for fd in self._wake_fds:
                     os.eventfd_write(fd, 1)
@@ -80,7 +76,7 @@ class RingWriter(_Ring):
         """Bytes that may be written: at least one."""
         next_check = time.monotonic() + CHECK_SECONDS
         while True:
-            read = min(self._counter(1 + index) for index in range(len(self._wake_fds)))
+            read = min(self._counters[1 + index] for index in range(len(self._wake_fds)))
             if free := self._capacity - (self._written - read):
                 return free
             time.sleep(FULL_WAIT_SECONDS)
@@ -106,7 +102,7 @@ class RingReader(_Ring):
     def _take(self, num_bytes: int) -> bytes:
         pieces: list[bytes] = []
         while num_bytes:
-            available = self._counter(0) - self._read
+            available = self._counters[0] - self._read
             if not available:
                 os.eventfd_read(self._wake_fd)
                 continue
@@ -114,5 +110,5 @@ class RingReader(_Ring):
             pieces.append(piece)
             num_bytes -= len(piece)
             self._read += len(piece)
-            self._set_counter(1 + self._index, self._read)
+            self._counters[1 + self._index] = self._read
         return b"".join(pieces)

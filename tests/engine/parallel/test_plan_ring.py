@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -66,21 +68,36 @@ def test_every_reader_gets_every_frame_in_order(num_readers: int) -> None:
     ends.close()
 
 
-def test_a_reader_in_another_process(tmp_path: object) -> None:
+READER = """
+import hashlib, sys
+from engine.parallel.plan_ring import RingReader
+memory, wake, capacity = map(int, sys.argv[1:])
+reader = RingReader(memory, wake, 0, 1, capacity)
+digest = hashlib.sha256()
+for _ in range(3000):
+    digest.update(reader.read())
+print(digest.hexdigest())
+"""
+
+
+def test_a_reader_in_another_process() -> None:
     ends = Ends(1)
-    pid = os.fork()
-    if pid == 0:  # the child only reads and hashes
-        digest = hashlib.sha256()
-        for _ in range(100):
-            digest.update(ends.readers[0].read())
-        os._exit(digest.digest()[0])
-    expected = hashlib.sha256()
-    for number in range(100):
-        frame = bytes([number]) * number
-        expected.update(frame)
-        ends.writer.write(frame)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == expected.digest()[0]
+    descriptors = [ends.fd, ends.wakes[0]]
+    arguments = [str(number) for number in (*descriptors, CAPACITY)]
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, *arguments], pass_fds=descriptors, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        ends.writer._check = lambda: None  # the reader takes its time to start
+        expected = hashlib.sha256()
+        for number in range(3000):
+            frame = bytes([number % 256]) * (number % 200)
+            expected.update(frame)
+            ends.writer.write(frame)
+        output, _ = reader.communicate(timeout=60)
+    finally:
+        reader.kill()
+    assert output.strip() == expected.hexdigest()
     ends.close()
 
 
