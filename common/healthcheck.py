@@ -1,44 +1,45 @@
 """Readiness probe: `python -m common.healthcheck TARGET` exits with 0 when the service is ready, else with 1.
 
-TARGET is `host:port` (gRPC health, SERVING) or an http:// address that must answer 200. Used by Compose,
-by `mini-infer serve` while it starts, and by a person at a prompt. A service that does not answer within the
-time given is not ready; nothing here says why.
+TARGET is `host:port` (gRPC health, SERVING) or an http:// address that must answer 200. A service that does not
+answer within the time given is not ready; nothing here says why. `mini-infer serve` asks by gRPC while it starts.
+Compose runs this file by its path, `python -I -S .../healthcheck.py http://...`, several times a minute for as long
+as a container lives: over HTTP it imports next to nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import socket
 import sys
-from contextlib import suppress
-from urllib.parse import urlsplit
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
+STATUS_LINE = b"HTTP/1.x 200"
 
 
 async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
     """Probe the target once. Never raises for what a peer or the network does."""
+    if target.startswith("http://"):
+        import asyncio
+
+        return await asyncio.to_thread(http_ready, target, timeout_seconds)
+    return await _grpc_ready(target, timeout_seconds)
+
+
+def http_ready(url: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
+    """Probe an http:// address once. `timeout_seconds` holds for each of connecting, sending and reading."""
+    authority, _, path = url.removeprefix("http://").partition("/")
+    host, colon, port = authority.rpartition(":")
+    if not colon or port.endswith("]"):
+        host, port = authority, "80"
+    request = f"GET /{path} HTTP/1.1\r\nHost: {authority}\r\nConnection: close\r\n\r\n"
+    reply = b""
     try:
-        async with asyncio.timeout(timeout_seconds):
-            return await (
-                _http_ready(target) if target.startswith("http://") else _grpc_ready(target, timeout_seconds)
-            )
-    except OSError:  # a TimeoutError is one
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as connection:
+            connection.sendall(request.encode())
+            while len(reply) < len(STATUS_LINE) and (piece := connection.recv(64)):
+                reply += piece
+    except (OSError, ValueError):  # a timeout is an OSError
         return False
-
-
-async def _http_ready(url: str) -> bool:
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
-    try:
-        request = f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
-        writer.write(request.encode())
-        status_line = await reader.readline()
-        return status_line.split(b" ")[1:2] == [b"200"]
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+    return reply.startswith(b"HTTP/1.") and reply[8:12] == b" 200"
 
 
 async def _grpc_ready(address: str, timeout_seconds: float) -> bool:
@@ -56,14 +57,20 @@ async def _grpc_ready(address: str, timeout_seconds: float) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 ready, 1 not."""
-    parser = argparse.ArgumentParser(prog="healthcheck", description="Exit with 0 when TARGET is ready.")
-    parser.add_argument("target", help="host:port of a gRPC service, or an http:// address")
-    parser.add_argument("--timeout-seconds", type=float, default=DEFAULT_TIMEOUT_SECONDS)
-    arguments = parser.parse_args(argv)
-    ready = asyncio.run(is_ready(arguments.target, arguments.timeout_seconds))
+    """Exit code: 0 ready, 1 not, 2 for a wrong command line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
+        print("usage: healthcheck TARGET    (host:port of a gRPC service, or http://host:port/path)", file=sys.stderr)
+        return 2
+    [target] = arguments
+    if target.startswith("http://"):
+        ready = http_ready(target)
+    else:
+        import asyncio
+
+        ready = asyncio.run(is_ready(target))
     if not ready:
-        print(f"{arguments.target} is not ready", file=sys.stderr)
+        print(f"{target} is not ready", file=sys.stderr)
     return 0 if ready else 1
 
 

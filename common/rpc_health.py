@@ -27,13 +27,13 @@ class HealthService:
     """Readiness of a whole server; not serving until it is set."""
 
     def __init__(self) -> None:
-        self._serving = False
+        self.is_serving = False
         self._changed = asyncio.Condition()
         self._num_watchers = 0
 
     async def set_serving(self, serving: bool) -> None:
         async with self._changed:
-            self._serving = serving
+            self.is_serving = serving
             self._changed.notify_all()
 
     def handler(self) -> GenericHandler:
@@ -46,7 +46,7 @@ class HealthService:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
     async def _check(self, _requests: Any, context: Context) -> None:
-        await context.write(_response(self._serving))
+        await context.write(_response(self.is_serving))
 
     async def _watch(self, _requests: Any, context: Context) -> None:
         if self._num_watchers == MAX_WATCHERS:
@@ -54,10 +54,10 @@ class HealthService:
         self._num_watchers += 1
         try:
             while True:
-                told = self._serving
+                told = self.is_serving
                 await context.write(_response(told))
                 async with self._changed:
-                    while self._serving == told:
+                    while self.is_serving == told:
                         await self._changed.wait()
         finally:
             self._num_watchers -= 1

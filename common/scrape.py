@@ -1,7 +1,8 @@
-"""A port for Prometheus, in a process that has no HTTP server of its own.
+"""A port for Prometheus and for health checks by HTTP, in a process that has no HTTP server of its own.
 
-Every scraper gets the same text, whatever it says it accepts: in OpenMetrics, prometheus_client writes `vllm:` as
-`vllm_`, and dashboards would find other names than in the documentation.
+`/readyz` says what a gRPC health check says, and costs the one who asks far less. Every scraper gets the same text,
+whatever it says it accepts: in OpenMetrics, prometheus_client writes `vllm:` as `vllm_`, and dashboards would find
+other names than in the documentation.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from common.errors import ConfigError
 from common.metrics import CONTENT_TYPE, render
 
 
-def serve_scrapes(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
-    """Answer GET /metrics on a thread. Returns what ends it. Raises ConfigError when the port is taken."""
+def serve_scrapes(
+    registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]
+) -> Callable[[], None]:
+    """Answer /metrics and /readyz on a thread. Returns what ends it. Raises ConfigError when the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path.partition("?")[0] not in ("/metrics", "/"):
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            body = render(registry)
-            self.send_response(HTTPStatus.OK)
+            match self.path.partition("?")[0]:
+                case "/metrics" | "/":
+                    self._answer(HTTPStatus.OK, render(registry))
+                case "/readyz" if is_ready():
+                    self._answer(HTTPStatus.OK, b"ready\n")
+                case "/readyz":
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
+                case _:
+                    self._answer(HTTPStatus.NOT_FOUND, b"only /metrics and /readyz are here\n")
+
+        def _answer(self, status: HTTPStatus, body: bytes) -> None:
+            self.send_response(status)
             self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import Counter
 
 from common.metrics import MetricSet
@@ -81,9 +83,9 @@ class WorkerMetrics:
         for prefetched in report.prefetches:
             self._observe_prefetch(prefetched)
 
-    def serve(self, host: str, port: int) -> None:
-        """Answer scrapes until the process ends. Raises ConfigError when the port is taken."""
-        serve_scrapes(self._set.registry, host, port)
+    def serve(self, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+        """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
+        serve_scrapes(self._set.registry, host, port, is_ready)
 
     def _observe_delta(self, delta: Delta) -> None:
         self._generation_tokens.inc(len(delta.token_ids))

@@ -92,7 +92,7 @@ async def _serve(role: str, settings: Start) -> int:
             front = WorkerFront(engine, leases, info, staging)
             metrics = WorkerMetrics(front)
             if worker.metrics_port:
-                metrics.serve(worker.host, worker.metrics_port)
+                metrics.serve(worker.host, worker.metrics_port, server.is_ready)
             register(role, server, front)
             await server.start()
             await server.set_serving(True)

@@ -31,10 +31,12 @@ class TierCollector(Collector):
         yield GaugeMetricFamily("mini_infer_host_tier_clients", "Workers connected", self._tier.num_clients)
 
 
-def serve_metrics(host: str, port: int, regions: Regions, tier: TierServer) -> Callable[[], None]:
+def serve_metrics(
+    host: str, port: int, regions: Regions, tier: TierServer, is_ready: Callable[[], bool]
+) -> Callable[[], None]:
     """Serve on `port` of `host` (0: not at all); returns what ends it. Raises ConfigError when it is taken."""
     if not port:
         return lambda: None
     registry = CollectorRegistry()
     registry.register(TierCollector(regions, tier))
-    return serve_scrapes(registry, host, port)
+    return serve_scrapes(registry, host, port, is_ready)

@@ -29,7 +29,7 @@ async def serve(config: AgentConfig) -> None:
     regions = Regions(int(config.host_tier_gb * 2**30), int(config.region_gb * 2**30))
     server = RpcServer(config.host, config.port, config.cluster_token)
     tier = TierServer(regions, config.socket_path)
-    close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier)
+    close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier, server.is_ready)
     try:
         await server.start()
         await tier.start()

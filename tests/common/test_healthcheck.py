@@ -1,9 +1,18 @@
 import asyncio
+import socketserver
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from cli.ports import free_ports
+from common import healthcheck, rpc
 from common.healthcheck import is_ready, main
 from common.rpc import RpcServer
+from common.scrape import serve_scrapes
 
 
 async def http_server(reply: bytes | None):
@@ -44,19 +53,62 @@ async def test_http(reply, ready):
         await closed.wait()
 
 
-async def test_grpc_follows_the_service():
+async def test_grpc_and_http_follow_the_service():
     server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
+    [port] = free_ports(1)
+    close = serve_scrapes(CollectorRegistry(), "127.0.0.1", port, server.is_ready)
+    url = f"http://127.0.0.1:{port}/readyz"
+    assert not await is_ready(url)
+    await server.start()
+    try:
+        for serving in (True, False, True):
+            await server.set_serving(serving)
+            assert await is_ready(server.address) is serving
+            assert await is_ready(url) is serving
+    finally:
+        await server.stop(0.0)
+        close()
+
+
+async def test_a_service_whose_event_loop_stands_still_is_not_ready(monkeypatch):
+    monkeypatch.setattr(rpc, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(rpc, "BEAT_SECONDS", 0.01)
+    server = RpcServer("127.0.0.1", 0)
     await server.start()
     try:
         await server.set_serving(True)
-        assert await is_ready(server.address)
-        await server.set_serving(False)
-        assert not await is_ready(server.address)
+        await asyncio.sleep(0.05)
+        assert server.is_ready()
+        time.sleep(0.3)  # noqa: ASYNC251
+        assert not server.is_ready()
+        await asyncio.sleep(0.05)
+        assert server.is_ready()
     finally:
         await server.stop(0.0)
 
 
 def test_nobody_listens_is_exit_code_1(capsys):
-    assert main(["127.0.0.1:1", "--timeout-seconds=0.5"]) == 1
+    assert main(["127.0.0.1:1"]) == 1
     assert main(["http://127.0.0.1:1/readyz"]) == 1
+    assert main(["http://127.0.0.1:port/readyz"]) == 1
     assert "is not ready" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_the_file_runs_by_its_path_without_site_packages():
+    """As Compose runs it: what it imports for HTTP is little, and from the standard library."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Ok) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/readyz"
+        command = [sys.executable, "-I", "-S", "-X", "importtime", healthcheck.__file__, url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "asyncio" not in done.stderr
+    assert "argparse" not in done.stderr
+
+
+class Ok(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.recv(1000)
+        self.request.sendall(b"HTTP/1.0 200 OK\r\n\r\n")

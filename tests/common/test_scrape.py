@@ -27,9 +27,9 @@ def url() -> Iterator[str]:
     metrics = MetricSet({"model_name": "m"})
     metrics.counter("vllm:generation_tokens").inc(3)
     [port] = free_ports(1)
-    close = serve_scrapes(metrics.registry, "127.0.0.1", port)
+    close = serve_scrapes(metrics.registry, "127.0.0.1", port, lambda: True)
     with pytest.raises(ConfigError, match=f"port {port} is taken"):
-        serve_scrapes(metrics.registry, "127.0.0.1", port)
+        serve_scrapes(metrics.registry, "127.0.0.1", port, lambda: True)
     yield f"http://127.0.0.1:{port}"
     close()
 
