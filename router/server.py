@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def load(name: str, model: str) -> LoadedModel:
     """Read what a router needs of the files of `model`. Raises ConfigError."""
-    files = resolve_model(model)
+    files = resolve_model(model, weights=False)
     return LoadedModel(name, files.name, load_tokenizer(files))
 
 

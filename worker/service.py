@@ -86,7 +86,8 @@ async def _serve(role: str, settings: Start) -> int:
             logger.info("stopped while loading")
             return 0
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.engine.model))
+            files = await asyncio.to_thread(resolve_model, settings.engine.model, False)
+            tokenizer = await asyncio.to_thread(load_tokenizer, files)
             info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
             leases, staging = add_kv_service(server, engine)
             front = WorkerFront(engine, leases, info, staging)
