@@ -34,11 +34,16 @@ class WorkerConfig:
     stall_seconds: float = setting(
         4.0, "out of service when the engine makes no progress for this long; waiting for a core does not count"
     )
-    metrics_port: int = setting(0, "Prometheus port; 0: none")
+    start_stall_seconds: float = setting(
+        120.0, "end when the engine does nothing for this long while it loads; a slow start may take any time"
+    )
+    metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
 
     def __post_init__(self) -> None:
-        if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0 or self.stall_seconds <= 0:
-            raise ConfigError("--kv-lease-seconds and --stall-seconds must be positive")
+        if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0:
+            raise ConfigError("--kv-lease-seconds must be positive, --drain-grace-seconds not negative")
+        if self.stall_seconds <= 0 or self.start_stall_seconds <= 0:
+            raise ConfigError("--stall-seconds and --start-stall-seconds must be positive")
         if self.kv_staging_gb <= 0:
             raise ConfigError("--kv-staging-gb must be positive")

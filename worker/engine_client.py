@@ -8,16 +8,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from common.errors import ConfigError, TransferError, UnavailableError
 from kvstore.transport.unix_socket import pack
 from worker.frames import SOCKET_BUFFER_BYTES, read_message
 from worker.heartbeat import Heartbeat
-from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine
+from worker.liveness import StartWatch, sample_work
+from worker.messages import Failed, Ready, Start, StepReport, Stop, ToEngine, ToFront
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
+START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
 # Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
 # of a step. libgomp's default, 300,000, is longer than a time slice, see decision 0097.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
@@ -61,23 +65,10 @@ class EngineClient:
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=SOCKET_BUFFER_BYTES)
         writer.write(pack(start))
         try:
-            first = await read_message(reader)
-        except asyncio.CancelledError:
-            process.kill()
-            await process.wait()
+            first = await _first_message(reader, process, start.worker.start_stall_seconds)
+        except BaseException:
+            writer.close()
             raise
-        except (EOFError, TransferError):
-            status = await process.wait()
-            if status == -signal.SIGKILL:
-                raise ConfigError(
-                    "the engine process was killed while loading, most likely because host memory ended: give it "
-                    "more, choose a smaller model, or lower --kv-staging-gb (on a CPU --kv-cache-gb)"
-                ) from None
-            raise ConfigError(f"the engine process ended with status {status} while loading") from None
-        if isinstance(first, Failed):
-            await process.wait()
-            raise ConfigError(first.reason)
-        assert isinstance(first, Ready)
         return cls(process, reader, writer, heartbeat, first)
 
     @property
@@ -111,3 +102,48 @@ class EngineClient:
             self._process.kill()
             await self._process.wait()
         self._writer.close()
+
+
+async def _first_message(
+    reader: asyncio.StreamReader, process: asyncio.subprocess.Process, start_stall_seconds: float
+) -> Ready:
+    """Wait for an engine that loads; it is ended unless it gets ready. Raises ConfigError with the reason."""
+    try:
+        first = await _unless_idle(read_message(reader), process.pid, start_stall_seconds)
+    except (asyncio.CancelledError, ConfigError):
+        process.kill()
+        await process.wait()
+        raise
+    except (EOFError, TransferError):
+        status = await process.wait()
+        if status == -signal.SIGKILL:
+            raise ConfigError(
+                "the engine process was killed while loading, most likely because host memory ended: give it "
+                "more, choose a smaller model, or lower --kv-staging-gb (on a CPU --kv-cache-gb)"
+            ) from None
+        raise ConfigError(f"the engine process ended with status {status} while loading") from None
+    if isinstance(first, Failed):
+        await process.wait()
+        raise ConfigError(first.reason)
+    assert isinstance(first, Ready)
+    return first
+
+
+async def _unless_idle(message: Coroutine[Any, Any, ToFront], pid: int, start_stall_seconds: float) -> ToFront:
+    """Await `message`. Raises ConfigError when the process does nothing for `start_stall_seconds`."""
+    reading = asyncio.create_task(message)
+    watch = StartWatch()
+    last = time.monotonic()
+    try:
+        while not reading.done():
+            await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
+            now = time.monotonic()
+            elapsed, last = min(now - last, 2 * START_WATCH_SECONDS), now  # not time that this process slept
+            if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= start_stall_seconds:
+                raise ConfigError(
+                    f"the engine process has done nothing for {start_stall_seconds:.0f} s while loading: its files, "
+                    "its GPU or a peer of its group may hang (--start-stall-seconds)"
+                )
+        return reading.result()
+    finally:
+        reading.cancel()

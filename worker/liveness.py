@@ -1,11 +1,13 @@
-"""Liveness: whether an engine without heartbeats is starved or hung, judged by what its process does.
+"""Liveness: whether an engine that loads, or has no heartbeat, is slow or hung, judged by what its process does.
 
     stopped   (SIGSTOP, a debugger)                         out after STOPPED_SECONDS
     blocked   no thread runs, wants to run, or did          out after BLOCKED_SECONDS
     computing it used a core, yet no heartbeat              out after `stall_seconds` of that
     starved   it wants to run and gets no core              never: the machine is busy, the engine is not broken
 
-`ProgressWatch` is pure; `sample_process` reads Linux's /proc.
+While it loads there are no heartbeats: any work will do, for hours if need be. `StartWatch` counts the time without.
+
+`ProgressWatch` and `StartWatch` are pure; `sample_process` and `sample_work` read Linux's /proc.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 STOPPED_SECONDS = 1.0
 BLOCKED_SECONDS = 3.0
 IDLE_SHARE = 0.01  # of an interval: a thread that ran or waited less did nothing
+IDLE_BYTES_PER_SECOND = 64 << 10  # read and written; what a process that waits does now and then is less
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -100,3 +103,50 @@ class ProgressWatch:
         if "R" in states or waited > IDLE_SHARE * elapsed:
             return 0.0, ""
         return elapsed / BLOCKED_SECONDS, "the engine process is blocked"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a process and its descendants have done so far."""
+
+    run_seconds: float = 0.0
+    num_bytes: int = 0  # read and written: files, sockets, pipes
+    is_runnable: bool = False  # a process runs, or would if it got a core
+
+
+def sample_work(pid: int) -> Work:
+    """Add up the work of a process and its descendants. Those that have ended no longer count."""
+    run_seconds, num_bytes, is_runnable = 0.0, 0, False
+    with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        run_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+        is_runnable = fields[0] == "R"
+        with open(f"/proc/{pid}/io") as file:
+            num_bytes = sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                for child in map(int, file.read().split()):
+                    work = sample_work(child)
+                    run_seconds += work.run_seconds
+                    num_bytes += work.num_bytes
+                    is_runnable = is_runnable or work.is_runnable
+    return Work(run_seconds, num_bytes, is_runnable)
+
+
+class StartWatch:
+    """Call `idle_seconds` about once a second while an engine starts."""
+
+    def __init__(self) -> None:
+        self._before: Work | None = None
+        self._idle_seconds = 0.0
+
+    def idle_seconds(self, work: Work, elapsed_seconds: float) -> float:
+        """For how long nothing has been done. `elapsed_seconds` since the last call."""
+        before, self._before = self._before, work
+        if before is not None:
+            ran = abs(work.run_seconds - before.run_seconds)  # less, when a child has ended: that is news, too
+            moved = abs(work.num_bytes - before.num_bytes)
+            works = ran >= IDLE_SHARE * elapsed_seconds or moved >= IDLE_BYTES_PER_SECOND * elapsed_seconds
+            self._idle_seconds = 0.0 if works or work.is_runnable else self._idle_seconds + elapsed_seconds
+        return self._idle_seconds

@@ -12,6 +12,7 @@ from common.errors import ConfigError, UnavailableError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
 from kvstore.transport.unix_socket import pack
+from worker import engine_client
 from worker.config import WorkerConfig
 from worker.engine_client import EngineClient
 from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
@@ -22,6 +23,7 @@ from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
     [
         ("import os; os.kill(os.getpid(), 9)", "killed while loading, most likely because host memory ended"),
         ("raise SystemExit(3)", "ended with status 3 while loading"),
+        ("import time; time.sleep(60)", "done nothing for 1 s while loading"),  # as where a network file system hangs
     ],
 )
 async def test_an_engine_that_ends_while_loading_is_explained(
@@ -33,8 +35,11 @@ async def test_an_engine_that_ends_while_loading_is_explained(
         return await start(sys.executable, "-c", program, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_other)
+    monkeypatch.setattr(engine_client, "START_WATCH_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=message):
-        await EngineClient.start(Start(WorkerConfig(), EngineConfig("dry-run"), GpuConfig(), ""))
+        await EngineClient.start(
+            Start(WorkerConfig(start_stall_seconds=1.0), EngineConfig("dry-run"), GpuConfig(), "")
+        )
 
 
 async def test_an_engine_that_ends_later_is_heard() -> None:

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,8 +18,11 @@ from worker.liveness import (
     STOPPED_SECONDS,
     ProcessSample,
     ProgressWatch,
+    StartWatch,
     ThreadSample,
+    Work,
     sample_process,
+    sample_work,
 )
 
 INTERVAL = 0.25
@@ -114,3 +118,33 @@ def test_real_processes_look_as_expected() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert sample_process(pid) == ProcessSample()
+
+
+@pytest.mark.parametrize(
+    ("work", "idle"),
+    [
+        (lambda second: Work(), 10.0),
+        (lambda second: Work(num_bytes=100 * second), 10.0),  # a thread that wakes up to look at a queue
+        (lambda second: Work(run_seconds=0.5 * second), 0.0),
+        (lambda second: Work(num_bytes=1_000_000 * second), 0.0),  # a download
+        (lambda second: Work(is_runnable=True), 0.0),  # a machine that is busy with other things
+        (lambda second: Work(run_seconds=min(second, 6.0)), 4.0),
+    ],
+)
+def test_a_start_is_idle_when_nothing_is_done(work: Callable[[float], Work], idle: float) -> None:
+    watch = StartWatch()
+    assert [watch.idle_seconds(work(second), 1.0) for second in range(11)][-1] == idle
+
+
+def test_work_of_children_counts() -> None:
+    """A parent that waits for the child that downloads."""
+    child = "print(flush=True)\nwith open('/dev/zero', 'rb') as f:\n  while True: f.read(1 << 20)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with running(parent) as pid:
+        first = sample_work(pid)
+        time.sleep(0.3)
+        last = sample_work(pid)
+        assert last.num_bytes - first.num_bytes > 1 << 20
+        assert last.run_seconds > first.run_seconds
+        [child_pid] = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        os.kill(child_pid, signal.SIGKILL)
