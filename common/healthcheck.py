@@ -12,7 +12,7 @@ import socket
 import sys
 
 DEFAULT_TIMEOUT_SECONDS = 2.0
-STATUS_LINE = b"HTTP/1.x 200"
+MAX_REPLY_BYTES = 1 << 16
 
 
 async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
@@ -35,7 +35,7 @@ def http_ready(url: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bo
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds) as connection:
             connection.sendall(request.encode())
-            while len(reply) < len(STATUS_LINE) and (piece := connection.recv(64)):
+            while len(reply) < MAX_REPLY_BYTES and (piece := connection.recv(4096)):
                 reply += piece
     except (OSError, ValueError):  # a timeout is an OSError
         return False

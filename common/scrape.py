@@ -7,7 +7,9 @@ other names than in the documentation.
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -17,6 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import ConfigError
 from common.metrics import CONTENT_TYPE, render
+
+logger = logging.getLogger(__name__)
 
 
 def serve_scrapes(
@@ -48,6 +52,10 @@ def serve_scrapes(
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer
+                logger.exception("a scrape failed")
 
     try:
         server = Server((host, port), Handler)

@@ -22,8 +22,11 @@ SETTINGS = {"num_gpu_blocks": 512, "num_threads": 1}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with the bytes of dry-run as tokens and another end of sequence."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Write a random Llama with the bytes of dry-run as tokens and another end of sequence."""
     TinyModel("Llama", {"vocab_size": 320, "max_position_embeddings": 512}).save(folder)
     tokenizer = load_tokenizer(resolve_model("dry-run"))
     (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import Iterator
 
 import httpx
@@ -39,6 +41,16 @@ def test_every_scraper_gets_the_documented_names(accept: str, url: str) -> None:
     answer = httpx.get(f"{url}/metrics", headers={"Accept": accept})
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert 'vllm:generation_tokens_total{model_name="m"} 3.0' in answer.text.splitlines()
+
+
+def test_a_client_that_leaves_is_not_worth_a_line(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+            connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert httpx.get(f"{url}/metrics").status_code == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_other_paths_are_not_found(url: str) -> None:

@@ -1,7 +1,8 @@
 """A Docker engine for the compose test: the one that runs, or one of our own for the time of the test.
 
 Where no image registry can be reached, the base image is made with debootstrap, and the host's certificates and
-wheel folder (pip's find-links) are given to the build. All commands are ordinary clients: docker, debootstrap, pip.
+wheel folder (pip's find-links) are given to the build as its arguments. All commands are ordinary clients: docker,
+debootstrap, pip.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = "mini-infer:compose-test"
 OFFICIAL_BASE = "python:3.11-slim"
 MADE_BASE = "mini-infer-base:bookworm"
-CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
+CERTIFICATES = Path("/usr/local/share/ca-certificates")  # what this machine trusts besides its distribution's
 
 
 class Docker:
@@ -37,8 +38,9 @@ class Docker:
     def run(self, *arguments: str, timeout: float = 600.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         return _run(["docker", *arguments], self._env, timeout, check)
 
-    def compose(self, *arguments: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
-        return _run([*self._compose, *arguments], self._env, timeout, check=True)
+    def compose(self, *arguments: str, timeout: float = 600.0, **settings: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of Compose. `settings`: variables of its files."""
+        return _run([*self._compose, *arguments], self._env | settings, timeout, check=True)
 
     def has_image(self, name: str) -> bool:
         return self.run("image", "inspect", name, check=False).returncode == 0
@@ -99,13 +101,13 @@ def compose_command(scratch: Path, env: dict[str, str]) -> list[str]:
 
 
 def build_image(docker: Docker, scratch: Path) -> None:
-    """Build IMAGE from the Dockerfile's cpu target."""
-    arguments = ["build", "--network", "host", "--target", "cpu", "-t", IMAGE]
-    arguments += ["--build-arg", f"BASE_IMAGE={base_image(docker, scratch)}"]
+    """Build IMAGE as a user would, with the arguments of .env.example."""
+    settings = {"MINI_INFER_IMAGE": IMAGE, "BASE_IMAGE": base_image(docker, scratch), "BUILD_NETWORK": "host"}
+    settings["CA_CERTIFICATE"] = "\n".join(path.read_text() for path in sorted(CERTIFICATES.glob("*.crt")))
     with wheel_server() as url:
         if url:
-            arguments += ["--build-arg", f"TORCH_FIND_LINKS={url}", "--build-arg", "TORCH_INDEX_URL="]
-        docker.run(*arguments, ".", timeout=1500)
+            settings |= {"TORCH_FIND_LINKS": url, "TORCH_INDEX_URL": ""}
+        docker.compose("build", timeout=1500, **settings)
 
 
 def base_image(docker: Docker, scratch: Path) -> str:
@@ -120,8 +122,6 @@ def base_image(docker: Docker, scratch: Path) -> str:
     root = scratch / "rootfs"
     packages = "--include=ca-certificates,python3,python3-venv"
     _run(["debootstrap", "--variant=minbase", packages, "bookworm", str(root)], dict(os.environ), 900, check=True)
-    if CERTIFICATES.exists():  # this machine may trust more than Debian does
-        shutil.copy(CERTIFICATES, root / "etc/ssl/certs/ca-certificates.crt")
     archive = scratch / "rootfs.tar"
     _run(["tar", "-C", str(root), "-cf", str(archive), "."], dict(os.environ), 300, check=True)
     docker.run("import", str(archive), MADE_BASE)

@@ -6,7 +6,9 @@ Grafana come from a registry, which a test must not need. Their files are tested
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,8 @@ import httpx
 import pytest
 
 from cli.ports import free_ports
-from tests.deploy.docker_engine import IMAGE, Docker, build_image, docker_engine
+from tests.cluster.test_served_models import save_tiny_model
+from tests.deploy.docker_engine import IMAGE, ROOT, Docker, build_image, docker_engine
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3000)]
 
@@ -63,19 +66,23 @@ def test_a_chat_request_is_answered_and_its_kv_travels_by_descriptor(cluster):
     assert "is read by shm" in cluster.logs("decode-0", "decode-1")
 
 
-def test_compose_merges_the_file_for_gpus(cluster):
+@pytest.mark.parametrize("profile", ["", "disaggregated"])
+def test_compose_merges_the_file_for_gpus(cluster, profile):
     files = ("-f", "docker-compose.yml", "-f", "docker-compose.cuda.yml")
-    services = json.loads(cluster.docker.compose(*files, "config", "--format", "json").stdout)["services"]
-    assert services.keys() == {"agent", "prefill-0", "decode-0", "router", "prometheus", "grafana"}
-    assert services["router"]["depends_on"].keys() == {"prefill-0", "decode-0"}
-    for name in ("prefill-0", "decode-0"):
+    settings = {"COMPOSE_PROFILES": profile, "MINI_INFER_PREFILL": "prefill-0:9000" if profile else ""}
+    config = cluster.docker.compose(*files, "config", "--format", "json", **settings).stdout
+    services = json.loads(config)["services"]
+    workers = {"decode-0", "prefill-0"} if profile else {"decode-0"}
+    assert services.keys() == {"agent", "router", "prometheus", "grafana", *workers}
+    assert services["router"]["depends_on"].keys() == {"decode-0"}
+    assert services["router"]["environment"]["MINI_INFER_PREFILL"] == settings["MINI_INFER_PREFILL"]
+    assert services["agent"]["build"]["target"] == "cuda"
+    assert services["agent"]["build"]["args"]["TORCH_INDEX_URL"] == ""
+    for name in workers:
         environment = services[name]["environment"]
-        assert environment["MINI_INFER_GPU_MEMORY_FRACTION"] == "0.45"
+        assert environment["MINI_INFER_GPU_MEMORY_FRACTION"] == "0.9"
         assert environment["MINI_INFER_KV_CACHE_GB"] == "0"
         assert environment["MINI_INFER_PORT"] == "9000"
-        assert {mount["target"] for mount in services[name]["volumes"]} == {
-            "/run/mini-infer", "/var/cache/mini-infer"
-        }  # fmt: skip
     (first, *_) = services["prometheus"]["volumes"]
     assert first["source"].endswith("prometheus.cuda.yml")
 
@@ -126,3 +133,44 @@ def test_sigterm_ends_every_service_well(cluster):
     template = '{{index .Config.Labels "com.docker.compose.service"}} {{.State.ExitCode}}'
     codes = cluster.docker.run("inspect", "--format", template, *ids).stdout.split("\n")
     assert sorted(filter(None, codes)) == sorted(f"{name} 0" for name in (*WORKERS, "router", "agent"))
+
+
+HUB = """
+services:
+  hub:
+    image: ${MINI_INFER_IMAGE}
+    entrypoint: [python, /hub/fake_hub.py, org/tiny, /hub/model, "8080", hf_secret]
+    volumes: ["%s:/hub:ro"]
+"""
+
+
+def test_a_hub_id_is_downloaded_into_the_volume_that_all_services_share(cluster, tmp_path):
+    """After the cluster's last test: its services start again, with another model and another volume."""
+    save_tiny_model(tmp_path / "model")
+    shutil.copy(ROOT / "tests/common/fake_hub.py", tmp_path)
+    (tmp_path / "hub.yml").write_text(HUB % tmp_path)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755)  # for the user of the containers
+    settings = {"COMPOSE_PROJECT_NAME": "mini-infer-hub", "MINI_INFER_MODEL": "org/tiny"}
+    settings |= {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": "http://hub:8080"}
+    compose = functools.partial(cluster.docker.compose, "-f", "docker-compose.yml", "-f", str(tmp_path / "hub.yml"))
+    try:
+        compose("up", "--no-build", "-d", "hub", **settings)
+        compose("up", "--no-build", "--wait", "--wait-timeout", "300", "-d", "router", **settings)
+        models = httpx.get(f"{cluster.url}/v1/models", timeout=10.0).json()
+        assert [model["id"] for model in models["data"]] == ["org/tiny"]
+        body = {"prompt": "once upon a time", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60.0).json()
+        assert answer["usage"]["completion_tokens"] == 4
+
+        # Without the volume, in a container whose file system is read-only, the error names what to do.
+        run = ["run", "--rm", "--read-only", "--network", "mini-infer-hub_default", "-e", "HF_TOKEN=hf_secret"]
+        run += ["-e", "HF_ENDPOINT=http://hub:8080", IMAGE, "router", "--model=org/tiny", "--decode=localhost:1"]
+        refused = cluster.docker.run(*run, check=False)
+        assert refused.returncode == 1
+        assert (
+            "cannot keep org/tiny in /var/cache/mini-infer/huggingface/hub: Read-only file system" in refused.stderr
+        )
+        assert "Mount a volume there" in refused.stderr
+    finally:
+        compose("down", "-v", "--timeout", "5", **settings)

@@ -15,7 +15,7 @@ CUDA_TEXT = (ROOT / "docker-compose.cuda.yml").read_text()
 
 def services_of(text):
     """With ${NAME:-default} as Compose would see it without a .env, and its own tags left out."""
-    text = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+    text = re.sub(r"\$\{[A-Z_]+:?-([^}]*)\}", r"\1", text)
     return yaml.safe_load(text.replace(" !override", ""))["services"]
 
 
@@ -24,10 +24,16 @@ CUDA = services_of(CUDA_TEXT)  # is merged into the other file's
 OURS = {name: service for name, service in SERVICES.items() if name not in ("prometheus", "grafana")}
 
 
+PASSED_ON = {"HF_TOKEN", "HF_ENDPOINT"}  # for huggingface_hub, when they are set
+
+
+def environment(service):
+    return {key: str(value) for key, value in service.get("environment", {}).items() if value is not None}
+
+
 def settings(name):
-    env = {key: str(value if value is not None else "") for key, value in OURS[name]["environment"].items()}
-    assert env.keys() <= VARIABLES
-    return parse(OURS[name]["command"], env)
+    assert OURS[name]["environment"].keys() - PASSED_ON <= VARIABLES
+    return parse(OURS[name]["command"], environment(OURS[name]))
 
 
 def test_roles():
@@ -53,22 +59,20 @@ def test_the_router_knows_every_worker():
 
 def test_sockets_lie_in_the_volume_that_all_workers_share():
     for name in OURS.keys() - {"router"}:
-        (mount,) = OURS[name]["volumes"]
-        assert mount == "sockets:/run/mini-infer"
+        assert "sockets:/run/mini-infer" in OURS[name]["volumes"]
         found = settings(name)
         assert found.get("socket", found.get("agent_socket")) == "/run/mini-infer/agent.sock"
 
 
 def test_health_checks_ask_the_port_that_is_served_and_start_order_waits_for_them():
     for name, service in OURS.items():
-        command = service["healthcheck"]["test"]
-        assert command[:4] == ["CMD", "python", "-m", "common.healthcheck"]
-        assert f":{settings(name)['port']}" in command[4]
+        *command, url = service["healthcheck"]["test"]
+        assert command == ["CMD", "python", "-I", "-S", "/app/common/healthcheck.py"]
+        port = settings(name)["port" if name == "router" else "metrics_port"]
+        assert url == f"http://127.0.0.1:{port}/readyz"
     assert set(SERVICES["router"]["depends_on"]) == {n for n in OURS if n.startswith(("prefill", "decode"))}
-    for service in SERVICES.values():
-        for name, condition in service.get("depends_on", {}).items():
-            assert condition == {"condition": "service_healthy"}
-            assert "healthcheck" in SERVICES[name]
+    for name in OURS.keys() - {"router", "agent"}:
+        assert OURS[name]["depends_on"] == {"agent": {"condition": "service_healthy"}}
 
 
 def test_only_loopback_is_published():
@@ -80,38 +84,63 @@ def test_memory_is_bounded_everywhere():
     assert all("mem_limit" in service for service in SERVICES.values())
 
 
-def test_example_settings_are_settings():
-    named = set(re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M))
-    used = set(re.findall(r"\$\{([A-Z_]+):-", TEXT + CUDA_TEXT))
-    assert named <= used
+def test_logs_are_rotated():
+    for service in SERVICES.values():
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
 
 
-def test_on_a_gpu_the_workers_that_start_divide_it():
-    assert CUDA.keys() <= SERVICES.keys()
-    workers = {name: CUDA[name] for name in CUDA if name.startswith(("prefill", "decode"))}
-    started = {name: service for name, service in workers.items() if "profiles" not in service}
-    assert started.keys() == {"prefill-0", "decode-0"}
-    total = 0.0
-    for name, service in started.items():
-        own = {key: str(value) for key, value in service["environment"].items()}
-        env = {key: "" if value is None else str(value) for key, value in OURS[name]["environment"].items()} | own
-        found = parse(OURS[name]["command"], env)
-        assert found["kv_cache_gb"] == 0  # else the fraction would not count
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert (device["capabilities"], device["device_ids"]) == (["gpu"], ["0"])
-        total += found["gpu_memory_fraction"]
-    assert 0.5 < total <= 0.9
-    router = parse(CUDA["router"]["command"], {})
-    assert [router["prefill"], router["decode"]] == ["prefill-0:9000", "decode-0:9000"]
-    assert CUDA["router"]["depends_on"].keys() == started.keys()
-    assert {CUDA[name]["image"] for name in (*started, "router", "agent")} == {"mini-infer:cuda"}
+def test_the_example_of_settings_lists_every_variable_that_is_read_with_its_default():
+    example = dict(re.findall(r"^#?([A-Z_]+)=(.*)", (ROOT / ".env.example").read_text(), re.M))
+    used = dict(re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", CUDA_TEXT + TEXT))  # the second one wins
+    assert example.keys() == used.keys() | PASSED_ON | {"COMPOSE_PROFILES"}
+    shown_by_example = {"MINI_INFER_PREFILL", "COMPOSE_PROFILES"}
+    differing = {name for name in used if example[name] and example[name] != used[name]}
+    assert differing <= shown_by_example
 
 
-def test_compiled_kernels_are_kept_where_the_image_puts_them():
+def test_models_that_are_downloaded_are_kept_for_all_who_read_them():
     image = (ROOT / "Dockerfile").read_text()
-    (folder,) = re.findall(r"TRITON_CACHE_DIR=(/\S+)/triton", image)
-    assert f"{folder}\n" in image  # made, for the user of the services
-    assert CUDA["prefill-0"]["volumes"] == CUDA["decode-0"]["volumes"] == [f"kernels:{folder}"]
+    (home,) = re.findall(r"HF_HOME=(/\S+)/huggingface", image)
+    assert f"install -d -o mini-infer -g mini-infer {home}\n" in image
+    for name in OURS.keys() - {"agent"}:
+        assert f"cache:{home}" in OURS[name]["volumes"]
+        assert OURS[name]["environment"].keys() >= PASSED_ON
+
+
+def test_the_image_is_built_once_with_arguments_that_it_declares():
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["agent"]
+    assert len({service["image"] for service in OURS.values()}) == 1
+    arguments = OURS["agent"]["build"]["args"]
+    declared = dict(re.findall(r"^ARG ([A-Z_]+)=(.*)", (ROOT / "Dockerfile").read_text(), re.M))
+    assert arguments.keys() == declared.keys()
+    assert arguments["BASE_IMAGE"] == declared["BASE_IMAGE"]
+
+
+def merged(name):
+    """The settings of a service with the file for GPUs."""
+    return parse(CUDA[name].get("command", OURS[name]["command"]), environment(OURS[name]) | environment(CUDA[name]))
+
+
+def test_on_a_gpu_one_worker_takes_it_and_a_second_one_another():
+    assert CUDA.keys() <= SERVICES.keys()
+    assert {name: service["profiles"] for name, service in CUDA.items() if "profiles" in service} == {
+        "prefill-0": ["disaggregated"], "prefill-1": ["cpu"], "decode-1": ["cpu"]
+    }  # fmt: skip
+    for name, gpu in (("decode-0", "0"), ("prefill-0", "1")):
+        found = merged(name)
+        assert found["kv_cache_gb"] == 0  # else the fraction would not count
+        assert found["gpu_memory_fraction"] == 0.9
+        (device,) = CUDA[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["capabilities"], device["device_ids"]) == (["gpu"], [gpu])
+    router = merged("router")
+    assert [router["prefill"], router["decode"]] == ["", "decode-0:9000"]
+    assert CUDA["router"]["depends_on"] == ["decode-0"]
+    assert {CUDA[name]["image"] for name in ("agent", "decode-0", "prefill-0", "router")} == {"mini-infer:cuda"}
+
+
+def test_compiled_kernels_are_kept_with_the_models():
+    (folder,) = re.findall(r"TRITON_CACHE_DIR=(/\S+)/triton", (ROOT / "Dockerfile").read_text())
+    assert f"cache:{folder}" in OURS["decode-0"]["volumes"]
 
 
 def test_the_image_holds_every_package_that_the_project_lists():
