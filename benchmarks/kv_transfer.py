@@ -50,9 +50,9 @@ NUM_LEASES = 4  # prompts that are granted, then pulled one after the other
 class Owner:
     """The side that has computed a prompt: a pool of random bytes, its service, one lease after another."""
 
-    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str) -> None:
+    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
         self._geometry = geometry
-        self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry))
+        self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry), transport)
         kv_pool = self._memory.allocate(geometry, device)
         as_words(kv_pool).random_()
         self._pool = BlockPool(geometry.num_blocks)
@@ -67,7 +67,7 @@ class Owner:
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
         view = PoolView(self._memory.socket_path, staging)
-        service = KvTransferService([view], self._mirror, self._renewed, self._released)
+        service = KvTransferService([view], self._mirror, self._renewed, self._released, self._memory.nixl_memory)
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
         )  # fmt: skip
@@ -113,9 +113,9 @@ class LeasesThatStay:
         """Nothing to do."""
 
 
-async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str) -> None:
+async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
     """Answer each line of stdin, a number of blocks, with a handle."""
-    owner = Owner(geometry, device, folder)
+    owner = Owner(geometry, device, folder, transport)
     await owner.start()
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -263,7 +263,9 @@ def main() -> None:
         full_attention(layers, heads, size, "bfloat16"), num_blocks, options.block_size, "benchmark"
     )
     if options.serve:
-        asyncio.run(serve_owner(geometry, torch.device(options.owner_device or options.device), options.serve))
+        device = torch.device(options.owner_device or options.device)
+        transport = "nixl" if "nixl" in options.transports else "auto"  # NIXL is there for those who ask for it
+        asyncio.run(serve_owner(geometry, device, options.serve, transport))
         return
     names = options.transports.split(",") if options.transports else ["shm", "tcp"]
     if not options.transports and options.device != "cpu":

@@ -22,7 +22,7 @@ class WorkerConfig:
     kv_lease_seconds: float = setting(10.0, "how long a prompt's KV waits for its reader between renewals")
     kv_transport: str = setting(
         "auto", "how KV comes from peers; auto: the best that both sides have",
-        choices=("auto", "cuda_ipc", "nccl", "shm", "tcp"),
+        choices=("auto", "cuda_ipc", "nccl", "nixl", "shm", "tcp"),
     )  # fmt: skip
     progressive_pull: bool = setting(
         True, "prefill: hand a prompt's KV over chunk by chunk, while the rest of the prompt is computed"

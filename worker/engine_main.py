@@ -87,7 +87,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     memory.send_leases(leases)
     exports = KvExports(scheduler, leases, worker.progressive_pull)
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
-    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging))
+    link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
     return EngineProcess(link, parts, leases, exports, loads, heartbeat, cores)
 
 

@@ -22,6 +22,7 @@ def add_kv_service(server: RpcServer, engine: EngineClient) -> tuple[LeaseTable,
         leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
         on_release=lambda *lease: engine.send(Release(*lease)),
+        nixl_memory=ready.nixl_memory,
     )
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, servicer, SERVICE_NAME)
     return leases, staging

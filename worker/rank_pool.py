@@ -20,6 +20,7 @@ from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import ShardAddress
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nccl import NcclTransport
+from kvstore.transport.nixl_agent import NixlAgent
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import Epoch, WorkerId
@@ -38,7 +39,12 @@ class RankPool(Protocol):
         """Address at which peers can read it; `kv_address` is the front's."""
         ...
 
-    def client(self, token: str, transports: Sequence[str]) -> KvClient:
+    @property
+    def host_blocks(self) -> Blocks:
+        """What peers read of host memory: the pool, or the rows in front of it."""
+        ...
+
+    def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
         """A reader of peers' blocks into this pool, by those of `transports` (best first) that it has."""
         ...
 
@@ -64,8 +70,12 @@ class HostRankPool:
     def address(self, kv_address: str) -> ShardAddress:
         return ShardAddress(kv_address, self._socket_path)
 
-    def client(self, token: str, transports: Sequence[str]) -> KvClient:
-        return host_client(self.geometry, self.blocks, token, transports)
+    @property
+    def host_blocks(self) -> Blocks:
+        return self.blocks
+
+    def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
+        return host_client(self.geometry, self.blocks, token, transports, nixl)
 
     def serve(self, worker_id: WorkerId, epoch: Epoch) -> None:
         info = PoolInfo(worker_id, epoch, self.geometry)
@@ -104,8 +114,12 @@ class DeviceRankPool:
     def address(self, kv_address: str) -> ShardAddress:
         return ShardAddress(kv_address, self._socket_path, self._cuda_socket_path, True)
 
-    def client(self, token: str, transports: Sequence[str]) -> KvClient:
-        return device_client(self.geometry, self.device_pool, self.nccl, self.rows, token, transports)
+    @property
+    def host_blocks(self) -> Blocks:
+        return self.rows.blocks
+
+    def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
+        return device_client(self.geometry, self.device_pool, self.nccl, self.rows, token, transports, nixl)
 
     def serve(self, worker_id: WorkerId, epoch: Epoch) -> None:
         read_only = reopen_read_only(self._staging_fd)
@@ -122,12 +136,13 @@ class DeviceRankPool:
 
 def device_client(
     geometry: PoolGeometry, device_pool: DevicePool, nccl: NcclPool | None, rows: HostRows, token: str,
-    transports: Sequence[str],
+    transports: Sequence[str], nixl: NixlAgent | None,
 ) -> KvClient:  # fmt: skip
     """A client that fills a pool in GPU memory, from host memory through `rows`."""
     leases = LeaseClient(token)
     made: list[Transport] = [CudaIpcTransport(device_pool)] if "cuda_ipc" in transports else []
     if nccl is not None and "nccl" in transports:
         made.append(NcclTransport(nccl, token))
-    made += [StagedTransport(each, rows, device_pool) for each in host_transports(rows.blocks, leases, transports)]
+    through_host = host_transports(rows.blocks, leases, transports, nixl)
+    made += [StagedTransport(each, rows, device_pool) for each in through_host]
     return KvClient(geometry, made, leases)

@@ -33,6 +33,7 @@ from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import HandleShard, ShardAddress
 from kvstore.transport.nccl_server import LeaseHolder, NcclServer
+from kvstore.transport.nixl_agent import NixlAgent, agent_name
 from kvstore.transport.pool_info import PoolInfo
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import WorkerId
@@ -64,6 +65,7 @@ class SharedPoolMemory:
         self._device_pool: DevicePool | None = None
         self._nccl: NcclPool | None = None
         self._nccl_server: NcclServer | None = None
+        self._nixl: NixlAgent | None = None
         self._rows: HostRows
         self._fd = -1
         self._device_fd = -1
@@ -99,6 +101,9 @@ class SharedPoolMemory:
             staging = host_buffer_over(self._mapping, *self._blocks.shape)
             pin(staging)
             self._rows = HostRows(self._blocks, staging)
+        if self._kv_transport == "nixl":
+            self._nixl = NixlAgent(agent_name(self._worker_id, self.epoch))
+            self._nixl.offer(self._blocks)
         self.transports = self._choose_transports()
         self._shared = shared
         return self._kv_pool
@@ -106,14 +111,19 @@ class SharedPoolMemory:
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         pool = HostRankPool(geometry, self._socket_path_of(geometry.shard))
-        self._others.append(pool)
+        self._add_rank(pool)
         return pool.fd
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         staging = replace(self._shared, shard=geometry.shard)
         path = self._socket_path_of(geometry.shard)
-        self._others.append(DeviceRankPool(geometry, device, fd, path, staging, self._rows, self._nccl is not None))
+        self._add_rank(DeviceRankPool(geometry, device, fd, path, staging, self._rows, self._nccl is not None))
+
+    def _add_rank(self, pool: RankPool) -> None:
+        self._others.append(pool)
+        if self._nixl is not None:
+            self._nixl.offer(pool.host_blocks)
 
     def _socket_path_of(self, shard: Shard) -> str:
         return str(Path(self.socket_path).with_suffix(f".{shard.rank}.sock"))
@@ -123,11 +133,19 @@ class SharedPoolMemory:
         """Sockets that hand out descriptors of all ranks' pools."""
         return [shard.address.shm_socket for shard in self.shards("")]
 
+    @property
+    def nixl_memory(self) -> bytes:
+        """How NIXL reads the pools of all ranks; empty: not at all."""
+        return b"" if self._nixl is None else self._nixl.describe()
+
     def shards(self, kv_address: str) -> list[HandleShard]:
         """The pools of all ranks, and where peers can read them; `kv_address` is the front's."""
         address = ShardAddress(kv_address, self.socket_path, self.cuda_socket_path, self.needs_staging)
         shards = [HandleShard(self._geometry, address)]
         shards += [HandleShard(pool.geometry, pool.address(kv_address)) for pool in self._others]
+        if self._nixl is not None:
+            name = self._nixl.name
+            return [replace(shard, address=replace(shard.address, nixl_agent=name)) for shard in shards]
         if self._nccl_server is None:
             return shards
         at = f"{kv_address.rpartition(':')[0]}:{self._nccl_server.port}"
@@ -152,12 +170,12 @@ class SharedPoolMemory:
     def clients(self, token: str) -> list[KvClient]:
         """Readers of peers' blocks, one into the pool of each rank."""
         if self._device_pool is None:
-            mine = host_client(self._geometry, self._blocks, token, self.transports)
+            mine = host_client(self._geometry, self._blocks, token, self.transports, self._nixl)
         else:
             mine = device_client(
-                self._geometry, self._device_pool, self._nccl, self._rows, token, self.transports
-            )  # fmt: skip
-        return [mine, *(other.client(token, self.transports) for other in self._others)]
+                self._geometry, self._device_pool, self._nccl, self._rows, token, self.transports, self._nixl
+            )
+        return [mine, *(other.client(token, self.transports, self._nixl) for other in self._others)]
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
@@ -224,6 +242,8 @@ class SharedPoolMemory:
         possible = (*(name for name, is_there in on_gpu if is_there), "shm", "tcp")
         if self._kv_transport == "auto":
             return possible
+        if self._kv_transport == "nixl":
+            return ("nixl",)
         if self._kv_transport == "nccl" and self._nccl is None:
             raise ConfigError(
                 "--kv-transport nccl needs a GPU and libnccl.so.2, which torch's packages for CUDA bring: choose auto"

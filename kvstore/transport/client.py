@@ -27,6 +27,8 @@ from kvstore.transport.handle import PeerLease, PeerShard
 from kvstore.transport.head_split import split_heads
 from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.nixl import NixlTransport
+from kvstore.transport.nixl_agent import NixlAgent
 from kvstore.transport.pool_info import check_compatible
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -69,21 +71,26 @@ class PullResult:
     seconds: float
 
 
-def host_transports(pool: Blocks, leases: LeaseClient, names: Sequence[str]) -> list[Transport]:
+def host_transports(
+    pool: Blocks, leases: LeaseClient, names: Sequence[str], nixl: NixlAgent | None = None
+) -> list[Transport]:
     """Transports among `names` (best first) that write to host memory: `pool`, uint8 [num_blocks, block_bytes]."""
     known: dict[str, Callable[[], Transport]] = {
         "shm": lambda: ShmTransport(pool, leases),
         "tcp": lambda: TcpTransport(pool, leases),
     }
+    if nixl is not None:
+        known["nixl"] = lambda: NixlTransport(pool, leases, nixl)
     return [known[name]() for name in names if name in known]
 
 
 def host_client(
-    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp")
-) -> KvClient:
+    geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp"),
+    nixl: NixlAgent | None = None,
+) -> KvClient:  # fmt: skip
     """A client that fills a pool in host memory."""
     leases = LeaseClient(token)
-    return KvClient(geometry, host_transports(pool, leases, names), leases)
+    return KvClient(geometry, host_transports(pool, leases, names, nixl), leases)
 
 
 class KvClient:

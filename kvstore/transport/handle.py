@@ -23,8 +23,11 @@ from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, 
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
-FORMAT = 2
-WITHOUT_NCCL = 1  # the format whose addresses end with needs_staging; read, not written
+FORMAT = 3
+MISSING_ADDRESSES = {
+    1: ["", "", ""],
+    2: [""],
+}  # what addresses of earlier formats lack at their end: read, not written
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
 MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
@@ -53,6 +56,7 @@ class ShardAddress:
     needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
     nccl_address: str = ""  # host:port at which the owner's process joins a communicator
     gpu: str = ""  # UUID of the GPU that holds the pool: NCCL connects no GPU with itself
+    nixl_agent: str = ""  # name of the agent that has registered the pool, or the staging area in front of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,8 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed KV handle") from error
     match value:
-        case [int() as number, _, list() as address, *_] if number == WITHOUT_NCCL:
-            value[2] = [*address, "", ""]
+        case [int() as number, _, list() as address, *_] if number in MISSING_ADDRESSES:
+            value[2] = [*address, *MISSING_ADDRESSES[number]]
         case [int() as number, *_] if number != FORMAT:
             raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
     match value:
@@ -178,6 +182,7 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
                 bool() as needs_staging,
                 str() as nccl_address,
                 str() as gpu,
+                str() as nixl_agent,
             ],
             bytes() as ids,
             bytes() as digests,
@@ -185,14 +190,14 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
             pass
         case _:
             raise TransferError("malformed KV handle")
-    if max(map(len, (kv_address, shm_socket, cuda_socket, nccl_address, gpu))) > MAX_TEXT:
+    if max(map(len, (kv_address, shm_socket, cuda_socket, nccl_address, gpu, nixl_agent))) > MAX_TEXT:
         raise TransferError("malformed KV handle")
     return PeerShard(
         handle.lease_id,
         handle.worker_id,
         handle.epoch,
         geometry_from_wire(geometry),
-        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu),
+        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu, nixl_agent),
         tuple(map(BlockId, np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
     )

@@ -69,6 +69,13 @@ class LeaseClient:
             raise TransferError("the peer has staged another lease")
         return [BlockId(row) for row in rows]
 
+    def describe_memory(self, shard: PeerShard) -> bytes:
+        """How NIXL reads the peer's memory. Raises UnavailableError, TransferError."""
+        stub = self.stub(shard.address.kv_address)
+        request = kvstore_pb2.MemoryRequest(epoch=shard.epoch)
+        reply = call(lambda: stub.DescribeMemory(request, timeout=CALL_SECONDS, metadata=self.metadata))
+        return bytes(reply.description)
+
     def close(self) -> None:
         with self._lock:
             for channel, _ in self._channels.values():

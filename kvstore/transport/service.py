@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidRequestError, MiniInferError
+from common.errors import InvalidRequestError, MiniInferError, TransferError
 from common.rpc import Context, abort_with
 from kvstore.pool.leases import LeaseTable
 from kvstore.transport.descriptor_server import fetch_pool
@@ -61,12 +61,14 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         leases: LeaseTable,
         on_renew: OnRenew,
         on_release: OnRelease,
+        nixl_memory: bytes = b"",
     ) -> None:
-        """`pools` by rank: a lease names the same blocks in each of them."""
+        """`pools` by rank: a lease names the same blocks in each of them. nixl_memory: see `NixlAgent.describe`."""
         self._pools = pools
         self._leases = leases
         self._on_renew = on_renew
         self._on_release = on_release
+        self._nixl_memory = nixl_memory
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
@@ -105,6 +107,11 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
                     yield chunk
         except MiniInferError as error:
             await abort_with(context, error)
+
+    async def DescribeMemory(self, request: kvstore_pb2.MemoryRequest, context: Context) -> kvstore_pb2.MemoryReply:
+        if not self._nixl_memory or request.epoch != self._leases.epoch:
+            await abort_with(context, TransferError("this worker has not registered its memory for NIXL"))
+        return kvstore_pb2.MemoryReply(description=self._nixl_memory)
 
     def _pool(self, rank: int) -> PoolView:
         """Pool of a rank. Raises InvalidRequestError."""

@@ -22,11 +22,25 @@ from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.transport.runs import merged_runs
 from kvstore.transport.shared_memory import blocks_over, map_fd
-from kvstore.types import Epoch
+from kvstore.types import BlockId, Epoch
 
 MAX_MAPPINGS = 64
 FETCH_SECONDS = 2.0
 Blocks = npt.NDArray[np.uint8]
+
+
+def rows_of_lease(
+    shard: PeerShard, positions: Sequence[int], num_rows: int, leases: LeaseClient, deadline_seconds: float
+) -> list[BlockId]:
+    """Rows of the peer's host memory, of which there are `num_rows`, that hold the lease's blocks at `positions`.
+
+    A peer whose blocks lie in GPU memory copies them there first. Raises TransferError or UnavailableError.
+    """
+    if not shard.address.needs_staging:
+        return rows_at(shard.block_ids, positions, num_rows)
+    first = min(positions, default=0)
+    staged = leases.stage(shard, first, deadline_seconds)
+    return rows_at(staged, [position - first for position in positions], num_rows)
 
 
 class ShmTransport:
@@ -59,12 +73,7 @@ class ShmTransport:
     ) -> None:
         info, pool = self._mapping(shard)
         shard.check_offer(info)
-        if shard.address.needs_staging:
-            first = min(positions, default=0)
-            remote_rows = self._leases.stage(shard, first, deadline_seconds)
-            remote_ids = rows_at(remote_rows, [position - first for position in positions], len(pool))
-        else:
-            remote_ids = rows_at(shard.block_ids, positions, len(pool))
+        remote_ids = rows_of_lease(shard, positions, len(pool), self._leases, deadline_seconds)
         for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
             np.copyto(blocks[local : local + count], pool[remote : remote + count])
 

@@ -42,10 +42,11 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
     [
         (2, 2, "shm"),
         (2, 1, "tcp"),
-        (1, 2, "shm"),
+        (1, 2, "nixl"),
         (4, 2, "tcp"),
         pytest.param(2, 2, "tcp", marks=pytest.mark.soak),
         pytest.param(2, 1, "shm", marks=pytest.mark.soak),
+        pytest.param(1, 2, "shm", marks=pytest.mark.soak),
         pytest.param(1, 2, "tcp", marks=pytest.mark.soak),
     ],
     ids=str,

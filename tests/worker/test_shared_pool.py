@@ -83,7 +83,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> Non
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
     nccl = NcclPool(DevicePool(received), FakeNccl("GPU-2"))
     rows = HostRows(reader._blocks, torch.from_numpy(reader._blocks))
-    client = device_client(GEOMETRY, DevicePool(received), nccl, rows, "", ("cuda_ipc", "nccl", "shm", "tcp"))
+    client = device_client(GEOMETRY, DevicePool(received), nccl, rows, "", ("cuda_ipc", "nccl", "shm", "tcp"), None)
     assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]).transport == "nccl"
     assert torch.equal(received[[5, 1]], sent[[block_ids[0], block_ids[2]]])
     assert leases.release(lease.lease_id, lease.epoch)

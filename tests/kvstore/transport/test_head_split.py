@@ -115,8 +115,9 @@ class Ranks:
         self.leases = LeaseTable(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
         pools = [PoolView(str(owner.socket)) for owner in self.owners]
-        service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
-        self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
+        self.service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
+        adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
+        self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
     def _ignore_renewal(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None: ...
 

@@ -39,8 +39,9 @@ class Worker:
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
         pool = PoolView(str(self.owner.socket), staging)
-        service = KvTransferService([pool], self.leases, self._renewed, self._released)
-        self.server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer")
+        self.service = KvTransferService([pool], self.leases, self._renewed, self._released)
+        adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
+        self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
     def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
         self.told.append(("renew", lease_id))

@@ -1,0 +1,160 @@
+"""Reads a peer's host memory by NIXL: one-sided, over RDMA or TCP, or within a host.
+
+Bytes arrive in a registered buffer of this process and are copied to their blocks from there, while the next piece
+arrives in the buffer's other half. So a transfer that fails late, when a peer was stopped and goes on, writes to no
+block that somebody else owns by then: its buffer rests until NIXL says that the transfer has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TransferError
+from kvstore.pool.digest import digest_blocks
+from kvstore.transport.handle import PeerShard
+from kvstore.transport.host_pull import BlockPull, SourcePart, copy_heads
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.nixl_agent import NixlAgent, NixlRead, RemoteAgent, Span
+from kvstore.transport.runs import merged_runs
+from kvstore.transport.shm import rows_of_lease
+from kvstore.types import Epoch, WorkerId
+
+PIECE_BYTES = 16 << 20
+NUM_HALVES = 2
+MAX_PEERS = 64
+TRANSFER_SECONDS = 2.0  # for a piece, and what its bytes take at the least speed that is worth it
+MIN_BYTES_PER_SECOND = 20e6
+Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Registered memory of one pull at a time."""
+
+    memory: npt.NDArray[np.uint8]  # (NUM_HALVES, PIECE_BYTES or one block)
+    reads: list[NixlRead] = field(default_factory=list)  # of a pull that failed: they may still write
+
+    def is_free(self) -> bool:
+        if not all(read.has_ended() for read in self.reads):
+            return False
+        for read in self.reads:
+            read.release()
+        self.reads.clear()
+        return True
+
+
+class NixlTransport:
+    """Agents of peers by worker, and buffers, of which there are as many as pulls at once."""
+
+    name = "nixl"
+
+    def __init__(self, pool: Blocks, leases: LeaseClient, agent: NixlAgent) -> None:
+        """`pool` is what is pulled into; `leases` and `agent` stay the caller's to close."""
+        self._pool = pool
+        self._leases = leases
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._peers: dict[WorkerId, tuple[Epoch, RemoteAgent]] = {}
+        self._buffers: list[_Buffer] = []
+
+    def offered_by(self, shard: PeerShard) -> bool:
+        return bool(shard.address.nixl_agent)
+
+    def open(self, shard: PeerShard) -> None:
+        self._peer(shard)
+
+    def pull(self, pull: BlockPull) -> list[list[int]]:
+        return [self._pull_part(part, pull) if pull.positions else [] for part in pull.parts]
+
+    def close(self) -> None:
+        """Forget all peers. What is on its way ends by itself."""
+        with self._lock:
+            peers = [peer for _, peer in self._peers.values()]
+            self._peers.clear()
+        for peer in peers:
+            self._agent.disconnect(peer)
+
+    def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
+        shard, peer = part.shard, self._peer(part.shard)
+        try:
+            memory = peer.pools[shard.geometry.shard.rank]
+        except IndexError:
+            raise TransferError("the peer has not as many ranks as its KV handle says") from None
+        block_bytes = shard.geometry.block_bytes
+        if memory.row_bytes != block_bytes:
+            raise TransferError("the peer's memory holds other blocks than the KV handle describes")
+        rows = rows_of_lease(shard, pull.positions, memory.num_rows, self._leases, pull.seconds_left)
+        most = max(PIECE_BYTES // block_bytes, 1)
+        buffer = self._take_buffer(max(PIECE_BYTES, block_bytes))
+        firsts = range(0, len(rows), most)
+        digests: list[int] = []
+
+        def start(index: int) -> None:
+            if index < len(firsts):
+                some = rows[firsts[index] : firsts[index] + most]
+                half = buffer.memory[index % NUM_HALVES].ctypes.data
+                runs = list(merged_runs([(row, place) for place, row in enumerate(some)]))
+                remote = [memory.span(row, count) for row, _, count in runs]
+                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for _, place, count in runs]
+                buffer.reads.append(self._agent.read(peer, remote, local))
+
+        try:
+            start(0)
+            for index, first in enumerate(firsts):
+                start(index + 1)
+                count = min(most, len(rows) - first)
+                seconds = TRANSFER_SECONDS + count * block_bytes / MIN_BYTES_PER_SECOND
+                buffer.reads[0].wait(min(time.monotonic() + seconds, pull.deadline))
+                buffer.reads.pop(0).release()
+                blocks = buffer.memory[index % NUM_HALVES, : count * block_bytes].reshape(count, block_bytes)
+                digests += digest_blocks(blocks)
+                targets = pull.local_block_ids[first : first + count]
+                if part.copy is None:
+                    self._pool[targets] = blocks
+                else:
+                    copy_heads(part.copy, blocks, self._pool, targets)
+        except TransferError:
+            self._forget(shard)
+            raise
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
+        return digests
+
+    def _peer(self, shard: PeerShard) -> RemoteAgent:
+        """The agent of the peer's present life. Raises TransferError, UnavailableError, HandshakeError."""
+        with self._lock:
+            epoch, peer = self._peers.get(shard.worker_id, (None, None))
+        if peer is not None and epoch == shard.epoch:
+            return peer
+        self._forget(shard)  # an earlier life
+        peer = self._agent.connect(self._leases.describe_memory(shard))
+        if peer.name != shard.address.nixl_agent:
+            self._agent.disconnect(peer)
+            raise TransferError("the address is another worker's, or this one has restarted (stale epoch)")
+        with self._lock:
+            if len(self._peers) >= MAX_PEERS:
+                oldest = next(iter(self._peers))
+                self._agent.disconnect(self._peers.pop(oldest)[1])
+            return self._peers.setdefault(shard.worker_id, (shard.epoch, peer))[1]
+
+    def _forget(self, shard: PeerShard) -> None:
+        with self._lock:
+            _, peer = self._peers.pop(shard.worker_id, (None, None))
+        if peer is not None:
+            self._agent.disconnect(peer)
+
+    def _take_buffer(self, half_bytes: int) -> _Buffer:
+        """A buffer in which nothing is under way. Raises ConfigError when no memory can be registered."""
+        with self._lock:
+            for index, buffer in enumerate(self._buffers):
+                if buffer.memory.shape[1] >= half_bytes and buffer.is_free():
+                    return self._buffers.pop(index)
+        memory = np.empty((NUM_HALVES, half_bytes), dtype=np.uint8)
+        self._agent.register(memory)
+        return _Buffer(memory)
