@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from common.errors import UnsupportedModelError
 from engine.gpu.group import DeviceGroup
-from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target
+from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, has_experts
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
@@ -27,6 +28,12 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
         """group: of the ranks that have the other shards of the model."""
         self._lowered = cache(self._lower)
+        if has_experts(model):
+            if group is not None:
+                raise UnsupportedModelError("mixtures of experts run on one GPU so far: leave --tp out")
+            self._max_quantized_rows = 0
+            self._forms: list[Form] = [PlainForm(model)]
+            return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)
             others: list[Form] = [TensorParallelForm(model, group)]

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.moe import Moe
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.fingerprint import fingerprint
@@ -218,8 +217,6 @@ def _checked_skeleton(source: _Source, device: torch.device) -> Model:
     """
     needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
     skeleton = source.family.build(source.config, needed)
-    if device.type == "cuda" and any(isinstance(block, Moe) for block in skeleton.blocks):
-        raise UnsupportedModelError("mixtures of experts have no GPU kernels yet: use --device cpu")
     if isinstance(source.weights, PackedWeights):
         source.weights.check(needed.shapes, tied)
     elif source.shapes is not None:

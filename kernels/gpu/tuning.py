@@ -297,3 +297,13 @@ ROPE = Table(Rule(RopeConfig(1, 8, 4), tokens=at_most(31)), Rule(RopeConfig(4, 4
 # Weights up to so many are asked for before the wait: a whole step of Qwen3-0.6B is 3% faster at 1 and 8 rows, of
 # Qwen2.5-7B 2% slower.
 MAX_PREFETCHED_WEIGHTS = 1 << 23
+
+# Experts: pairs of a token and an expert, `grouped_gemv` for so few that most experts have one pair at most, else
+# `grouped_gemm`, whose tiles hold the pairs of one expert. Not measured on a GPU yet.
+PAIR: Table[GemvConfig] = Table(Rule(GemvConfig(4, 256, num_warps=2, num_stages=4), pairs=at_most(16)))
+GROUPED: Table[TileConfig] = Table(
+    Rule(TileConfig(64, 128, num_stages=4, block_m=16), pairs_per_expert=at_most(12)),
+    Rule(TileConfig(64, 128, num_stages=4, block_m=32), pairs_per_expert=at_most(32)),
+    Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=64), pairs_per_expert=at_most(128)),
+    Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
+)

@@ -22,7 +22,7 @@ from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.quantized import W4A16Linear
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
-from engine.models.config import config_from_hf, read_hf_config
+from engine.models.config import architecture_of, config_from_hf, read_hf_config
 from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.all_reduce import (
@@ -63,9 +63,10 @@ def compiled() -> Iterator[list[Compiled]]:
 def model_of(name: str, quant_mode: str, num_layers: int) -> Model:
     files = resolve_model(str(CONFIGS / name))
     raw = read_hf_config(files.path)
-    config = replace(config_from_hf(raw), num_layers=num_layers)
+    family = family_of(architecture_of(raw))
+    config = replace(family.adapt_config(config_from_hf(raw), raw), num_layers=num_layers)
     quantizer = Quantizer(quant_mode, None, on_gpu=True)
-    model = family_of(config.architecture).build(config, Weights(), quantizer.convert)
+    model = family.build(config, Weights(), quantizer.convert)
     quantizer.finish(model)
     return model
 
@@ -114,6 +115,12 @@ def check(compiled: list[Compiled], *names: str) -> None:
         ("qwen2.5-7b", "w8a8", torch.bfloat16, ["_sliced_k_kernel", "_quantize_kernel"]),
         ("qwen2.5-7b", "int8-weight", torch.bfloat16, ["_sliced_k_kernel", "_skinny_kernel"]),
         ("qwen2.5-7b", "int4-weight", torch.bfloat16, ["_w4_rows_kernel", "_dequantize_kernel"]),
+        (
+            "qwen3-30b-a3b",
+            "none",
+            torch.bfloat16,
+            ["_route_kernel", "_pair_kernel", "_sort_kernel", "_grouped_kernel"],
+        ),
     ],
 )
 def test_steps(name: str, quant_mode: str, kv_dtype: torch.dtype, gemms: list[str], compiled: list[Compiled]) -> None:

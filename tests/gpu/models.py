@@ -17,8 +17,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def save_tiny_model(folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96) -> Path:
-    """Random weights with a spread that keeps logits apart."""
+def save_tiny_model(
+    folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96, num_experts: int = 0
+) -> Path:
+    """Random weights with a spread that keeps logits apart. num_experts: of which a token takes 3; 0: plain MLPs."""
     generator = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -30,8 +32,14 @@ def save_tiny_model(folder: Path, head_dim: int = 16, hidden: int = 64, inner: i
         for name, shape in {
             "self_attn.q_proj": (4 * head_dim, hidden), "self_attn.k_proj": (2 * head_dim, hidden),
             "self_attn.v_proj": (2 * head_dim, hidden), "self_attn.o_proj": (hidden, 4 * head_dim),
-            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
+            **({"mlp.gate": (num_experts, hidden)} if num_experts else {}),
+            **{
+                f"{mlp}.{name}": shape
+                for mlp in ([f"mlp.experts.{expert}" for expert in range(num_experts)] or ["mlp"])
+                for name, shape in {
+                    "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)
+                }.items()
+            },
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = weight(*shape)
         for name, size in {
@@ -40,6 +48,9 @@ def save_tiny_model(folder: Path, head_dim: int = 16, hidden: int = 64, inner: i
         }.items():  # fmt: skip
             tensors[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
     save_file(tensors, folder / "model.safetensors")
-    sizes = {"head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
+    config = {**CONFIG, "head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
+    if num_experts:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        config |= {"num_experts": num_experts, "num_experts_per_tok": 3, "moe_intermediate_size": inner}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -18,6 +18,7 @@ from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
+from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig, at_most
 from tests.gpu.models import save_tiny_model
 
 ON_GPU = torch.cuda.is_available()
@@ -120,6 +121,19 @@ def test_greedy_tokens_do_not_depend_on_the_steps(
     assert generate(made, greedy(), prompts) == expected[: len(prompts)]
     if settings.get("num_gpu_blocks") == 22:
         assert made.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_experts", [4, 12])
+def test_experts_give_the_same_tokens(
+    num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Three of four experts a token: tiles of several pairs. Three of twelve: most have one."""
+    model = save_tiny_model(tmp_path, inner=32, num_experts=num_experts)
+    monkeypatch.setattr("engine.gpu.ops.experts.PAIR", Table(Rule(GemvConfig(4, 32, 1, 1), pairs=at_most(6))))
+    monkeypatch.setattr("engine.gpu.ops.experts.GROUPED", Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16))))
+    expected = generate(reference(model), greedy())
+    made, _ = open_gpu(model, monkeypatch, GpuConfig())
+    assert generate(made, greedy()) == expected
 
 
 def test_cached_prefix_gives_the_same_tokens(

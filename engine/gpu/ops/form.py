@@ -15,8 +15,9 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
 from engine.layers.mlp import Mlp
+from engine.layers.moe import Moe
 from engine.models.model import Model
-from kernels.gpu.rms_norm import add_rms_norm, embed_rms_norm, rms_norm
+from kernels.gpu.rms_norm import add_rms_norm, add_rms_norm_of_partials, embed_rms_norm, rms_norm
 
 MANY_ROWS = sys.maxsize
 Made = TypeVar("Made")
@@ -66,21 +67,34 @@ class Form(ABC):
     def lower(self, target: Target) -> Forward[GpuStep]: ...
 
 
-def by_kind(block: Block, attention: Callable[[Attention], Made], mlp: Callable[[Mlp], Made]) -> Made:
-    """What one of the two makes of the block. Raises UnsupportedModelError for blocks of other kinds."""
+def by_kind(
+    block: Block,
+    attention: Callable[[Attention], Made],
+    mlp: Callable[[Mlp], Made],
+    moe: Callable[[Moe], Made] | None = None,
+) -> Made:
+    """What one of them makes of the block. Raises UnsupportedModelError for blocks of other kinds."""
     if isinstance(block, Attention):
         return attention(block)
     if isinstance(block, Mlp):
         return mlp(block)
-    raise UnsupportedModelError(f"{type(block).__name__} blocks have no GPU kernels yet: use --device cpu")
+    if isinstance(block, Moe) and moe is not None:
+        return moe(block)
+    raise UnsupportedModelError(f"{type(block).__name__} blocks have no such GPU kernels yet: use --device cpu")
+
+
+def has_experts(model: Model) -> bool:
+    return any(isinstance(block, Moe) for block in model.blocks)
 
 
 def add_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """In one kernel."""
+    """In one kernel. What is pending is plain, or partial sums (num_parts, num_tokens, hidden)."""
 
     def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         if pending is None:
             return rms_norm(residual, weight, eps)
+        if pending.dim() == 3:
+            return add_rms_norm_of_partials(pending, residual, weight, eps)
         return add_rms_norm(pending, residual, weight, eps)
 
     return fold

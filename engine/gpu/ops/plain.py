@@ -4,6 +4,7 @@
     q, k normed and rotated, k and v stored  one kernel
     attention                                one kernel for decode rows, one for chunks of prompts
     SiLU(gate) * up                          one kernel, or part of the GEMM
+    experts                                  routing, then two grouped GEMMs
 
 A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win
 (`kernels.gpu.tuning`), else cuBLAS, or the quantized layer's own.
@@ -16,11 +17,13 @@ from functools import partial
 
 from torch import Tensor
 
+from engine.gpu.ops.experts import StackedExperts, moe
 from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, add_norm, by_kind, embed_then, final_norm
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
+from engine.layers.moe import Moe
 from engine.models.model import Model
 from kernels.gpu.gated_gemm import gated_linear
 from kernels.gpu.gemv import gemv
@@ -38,6 +41,7 @@ class PlainForm(Form):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._workspace = SplitKWorkspace(model.embedding.device)
+        self._experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
 
     def takes(self, target: Target) -> bool:
         return True
@@ -46,7 +50,12 @@ class PlainForm(Form):
         """Bodies of all blocks."""
         rows, workspace = num_rows, self._workspace
         return [
-            by_kind(block, lambda block: attention(block, rows, workspace), lambda block: mlp(block, rows, workspace))
+            by_kind(
+                block,
+                lambda block: attention(block, rows, workspace),
+                lambda block: mlp(block, rows, workspace),
+                lambda block: moe(block, self._experts[id(block)], gemm(Linear(block.router), rows, workspace)),
+            )
             for block in self.model.blocks
         ]
 

@@ -1,0 +1,238 @@
+"""Grouped GEMMs of a mixture of experts on a GPU: rows of x, each times the weight of an expert that it chose.
+
+    gate_up   h_p = silu(W_gate[e] x_t) * (W_up[e] x_t)      for each pair p = (token t, its j-th expert e)
+    down      y_jt = share_p W_down[e] h_p
+
+Pairs are numbered t * top_k + j. With many of them, `sort_pairs` puts those of one expert next to each other, and
+a program takes a tile of an expert's pairs and of its columns: no rows are moved or padded in memory, the tile's
+x is gathered by pair. With few, a program takes one pair, whose expert it looks up (`grouped_gemv`), and nothing is
+sorted. The grid depends on the number of pairs alone, so a step can be captured; programs without a tile return.
+
+y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
+the token's experts: a token's result does not depend on the tokens beside it.
+
+Reference: `engine/layers/moe.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.tuning import GemvConfig, TileConfig
+
+SORT_BLOCK = 1024  # pairs that a sorting program looks at together
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """order: pairs by expert, int32 (num_pairs,). counts: of each expert, int32 (num_experts,)."""
+
+    order: Tensor
+    counts: Tensor
+
+
+@triton.jit
+def _sort_kernel(
+    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program for each expert: counts the pairs before its own, then lists its own."""
+    expert = tl.program_id(0)
+    wait_for_predecessor(OVERLAPS)
+    num_before = 0
+    num_mine = 0
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        num_before += tl.sum((theirs < expert).to(tl.int32))
+        num_mine += tl.sum((theirs == expert).to(tl.int32))
+    tl.store(counts_ptr + expert, num_mine)
+    place = num_before
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        is_mine = (theirs == expert).to(tl.int32)
+        before = tl.cumsum(is_mine, axis=0) - is_mine
+        tl.store(order_ptr + place + before, pairs, mask=is_mine == 1)
+        place += tl.sum(is_mine)
+
+
+def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
+    """chosen: int32 (num_tokens, top_k), contiguous. Pairs of one expert stay in order."""
+    num_pairs = chosen.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    overlaps = overlaps_launches(chosen)
+    block = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    _sort_kernel[(num_experts,)](
+        chosen, order, counts, num_pairs, BLOCK=block, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
+    )
+    return SortedPairs(order, counts)
+
+
+@triton.jit
+def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, pairs (BLOCK_M,), whether each exists) of a tile; expert NUM_EXPERTS for those behind the last."""
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, axis=0)
+    is_before = ends <= tile
+    expert = tl.minimum(tl.sum(is_before.to(tl.int32)), NUM_EXPERTS)
+    row = (tile - tl.sum(tl.where(is_before, tiles, 0))) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = row < tl.sum(tl.where(experts == expert, counts, 0))
+    place = tl.sum(tl.where(is_before, counts, 0)) + row
+    pairs = tl.load(order_ptr + place, mask=exists, other=0)
+    return expert, pairs, exists
+
+
+@triton.jit
+def _weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
+    """Row of each pair in (top_k * num_tokens) partial sums, and its expert's share."""
+    return (pairs % TOP_K) * num_tokens + pairs // TOP_K, tl.load(shares_ptr + pairs, mask=exists, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _grouped_kernel(
+    x_ptr, weight_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
+    wait_for_predecessor(OVERLAPS)
+    expert, pairs, has_row = _tile_of(
+        counts_ptr, order_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M
+    )  # fmt: skip
+    if expert >= NUM_EXPERTS:
+        return
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (columns < N)[:, None]
+    x_rows = pairs // TOP_K if GATED else pairs
+    x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
+    HALVES: tl.constexpr = 2 if GATED else 1
+    weight_at = weight_ptr + (expert.to(tl.int64) * (HALVES * N) + columns)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        ks = first + tl.arange(0, BLOCK_K)
+        if EVEN:
+            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
+            weight = tl.load(weight_at + ks[None, :])
+        else:
+            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
+            weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+        total = tl.dot(weight, x, total, input_precision="ieee")
+        if GATED:
+            up_at = weight_at + N.to(tl.int64) * K
+            if EVEN:
+                up = tl.load(up_at + ks[None, :])
+            else:
+                up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+            total_up = tl.dot(up, x, total_up, input_precision="ieee")
+    if GATED:
+        y, rows = silu_times(total, total_up), pairs
+    else:
+        rows, shares = _weighted_places(pairs, shares_ptr, has_row, num_tokens, TOP_K)
+        y = total * shares[None, :]
+    outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
+    tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & has_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pair_kernel(
+    x_ptr, weight_ptr, chosen_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As `_grouped_kernel`, one pair a program."""
+    pair = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    wait_for_predecessor(OVERLAPS)
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
+    HALVES: tl.constexpr = 2 if GATED else 1
+    weight_at = weight_ptr + (expert * (HALVES * N) + columns)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        ks = first + tl.arange(0, BLOCK_K)
+        exists = inside[:, None] & (ks < K)[None, :]
+        up_at = weight_at + N.to(tl.int64) * K
+        if EVEN:
+            x = tl.load(x_at + ks).to(tl.float32)
+            total += tl.load(weight_at + ks[None, :]).to(tl.float32) * x[None, :]
+            if GATED:
+                total_up += tl.load(up_at + ks[None, :]).to(tl.float32) * x[None, :]
+        else:
+            x = tl.load(x_at + ks, mask=ks < K, other=0.0).to(tl.float32)
+            total += tl.load(weight_at + ks[None, :], mask=exists, other=0.0).to(tl.float32) * x[None, :]
+            if GATED:
+                total_up += tl.load(up_at + ks[None, :], mask=exists, other=0.0).to(tl.float32) * x[None, :]
+    y = tl.sum(total, axis=1)
+    if GATED:
+        y = silu_times(y, tl.sum(total_up, axis=1))
+        row = pair
+    else:
+        row, share = _weighted_places(pair, shares_ptr, True, num_tokens, TOP_K)
+        y *= share
+    tl.store(out_ptr + row.to(tl.int64) * N + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_gemm(
+    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, top_k: int, shares: Tensor | None = None
+) -> Tensor:
+    """GEMMs of many pairs.
+
+    Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
+    With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
+    (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
+    """
+    out, n, k, num_tokens = _output(x, weight, shares, top_k)
+    num_experts = weight.shape[0]
+    num_pairs = num_tokens * top_k
+    block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
+    num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last may be partly empty
+    overlaps = overlaps_launches(x)
+    _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
+        x, weight, pairs.order, pairs.counts, x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
+        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, GATED=shares is None,
+        EVEN=n % config.block_n == 0 and k % config.block_k == 0,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
+        OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
+    return out
+
+
+def grouped_gemv(
+    x: Tensor, weight: Tensor, chosen: Tensor, config: GemvConfig, top_k: int, shares: Tensor | None = None
+) -> Tensor:
+    """`grouped_gemm` of few pairs, which need no sorting. chosen: int32 (num_tokens, top_k), contiguous."""
+    out, n, k, num_tokens = _output(x, weight, shares, top_k)
+    overlaps = overlaps_launches(x)
+    _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
+        x, weight, chosen, x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
+        TOP_K=top_k, GATED=shares is None, EVEN=n % config.block_n == 0 and k % config.block_k == 0,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
+    return out
+
+
+def _output(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
+    """(output, n, k, number of tokens)."""
+    k = weight.shape[2]
+    if not weight.is_contiguous() or x.shape[1] != k:
+        raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
+    if shares is None:
+        n, num_tokens = weight.shape[1] // 2, x.shape[0]
+        return torch.empty(num_tokens * top_k, n, dtype=x.dtype, device=x.device), n, k, num_tokens
+    n, num_tokens = weight.shape[1], x.shape[0] // top_k
+    return torch.empty(top_k, num_tokens, n, dtype=x.dtype, device=x.device), n, k, num_tokens

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.grouped_gemm import grouped_gemm, grouped_gemv, sort_pairs
+from kernels.gpu.tuning import GemvConfig, TileConfig
+from kernels.silu_mul import silu_mul
+from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
+
+TILES = TileConfig(16, 32, num_stages=2, block_m=16)
+ROWS = GemvConfig(4, 32, num_warps=1, num_stages=1)
+NUM_EXPERTS, TOP_K = 6, 3
+
+
+def choices(num_tokens: int, device: torch.device, few_experts: bool = False) -> tuple[Tensor, Tensor]:
+    """Distinct experts of each token, and their shares."""
+    scores = torch.rand(num_tokens, NUM_EXPERTS, device=device)
+    if few_experts:
+        scores[:, :TOP_K] += 2.0  # the others get no token at all
+    shares, chosen = scores.softmax(dim=-1).topk(TOP_K, dim=-1)
+    return chosen.to(torch.int32).contiguous(), shares.contiguous()
+
+
+def reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Each token's shares of its experts' outputs, in double precision: (top_k, num_tokens, n)."""
+    parts = []
+    for j in range(TOP_K):
+        experts = chosen[:, j].long()
+        both = torch.einsum("th,tih->ti", x.double(), gate_up.double()[experts])
+        y = torch.einsum("ti,thi->th", silu_mul(both), down.double()[experts])
+        parts.append(y * shares[:, j, None].double())
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 50, 400])
+@pytest.mark.parametrize("few_experts", [False, True])
+def test_pairs_are_sorted_by_expert(num_tokens: int, few_experts: bool, device: torch.device) -> None:
+    chosen, _ = choices(num_tokens, device, few_experts)
+    pairs = sort_pairs(chosen, NUM_EXPERTS)
+    flat = chosen.flatten().cpu()
+    assert torch.equal(pairs.counts.cpu(), torch.bincount(flat, minlength=NUM_EXPERTS).to(torch.int32))
+    assert torch.equal(pairs.order.cpu().long(), flat.argsort(stable=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 20])
+@pytest.mark.parametrize(("inner", "hidden"), [(32, 64), (24, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_equals_the_reference(
+    num_tokens: int, inner: int, hidden: int, dtype: torch.dtype, is_sorted: bool, device: torch.device
+) -> None:
+    x = torch.randn(num_tokens, hidden + 8, device=device).to(dtype)[:, :hidden]
+    gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device).to(dtype)
+    down = torch.randn(NUM_EXPERTS, hidden, inner, device=device).to(dtype)
+    chosen, shares = choices(num_tokens, device, few_experts=num_tokens == 7)
+    if is_sorted:
+        pairs = sort_pairs(chosen, NUM_EXPERTS)
+        inside = grouped_gemm(x, gate_up, pairs, TILES, TOP_K)
+        out = grouped_gemm(inside, down, pairs, TILES, TOP_K, shares)
+    else:
+        inside = grouped_gemv(x, gate_up, chosen, ROWS, TOP_K)
+        out = grouped_gemv(inside, down, chosen, ROWS, TOP_K, shares)
+    expected = reference(x, gate_up, down, chosen, shares)
+    assert out.shape == expected.shape
+    assert relative_error(out, expected) < (2e-6 if dtype == torch.float32 else 3 * BFLOAT16_BOUND)
+
+
+def test_a_token_is_the_same_in_any_company(device: torch.device) -> None:
+    x = torch.randn(20, 64, device=device).to(HALF_DTYPE)
+    gate_up = torch.randn(NUM_EXPERTS, 64, 64, device=device).to(HALF_DTYPE)
+    chosen, _ = choices(20, device)
+    all_of_them = grouped_gemm(x, gate_up, sort_pairs(chosen, NUM_EXPERTS), TILES, TOP_K)
+    alone = grouped_gemm(x[3:4], gate_up, sort_pairs(chosen[3:4].contiguous(), NUM_EXPERTS), TILES, TOP_K)
+    assert torch.equal(all_of_them[3 * TOP_K : 4 * TOP_K], alone)
+
+
+def test_a_weight_of_other_columns_is_refused(device: torch.device) -> None:
+    chosen, _ = choices(2, device)
+    with pytest.raises(ValueError, match="columns"):
+        grouped_gemv(torch.randn(2, 32, device=device), torch.randn(6, 8, 64, device=device), chosen, ROWS, TOP_K)
