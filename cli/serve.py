@@ -189,6 +189,11 @@ def placement_lines(config: ClusterConfig, notes: Sequence[str]) -> list[str]:
     return lines + why
 
 
+def workers_of(config: ClusterConfig) -> str:
+    """Number of workers by role."""
+    return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+
+
 def ready_message(config: ClusterConfig, model_name: str) -> str:
     """The message with the cluster's address and a command to try."""
     name = config.router.served_model_name or model_name
@@ -198,11 +203,10 @@ def ready_message(config: ClusterConfig, model_name: str) -> str:
     messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
     body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
-    workers = f"{config.serve.prefill} prefill, {config.serve.decode} decode"
     ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
     metrics = f"metrics: {url}/metrics{ports}\n" if ports else ""
     return (
-        f"{name} on {url} ({workers})\n"
+        f"{name} on {url} ({workers_of(config)})\n"
         f"{metrics}"
         f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
         "stop with Ctrl-C"
