@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
+from rich.console import Console
+
 from cli.child import child_command, child_environment
 from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
@@ -119,8 +121,8 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
     server = LocalServer(flags, 0 if is_private else port_of(url))
     what = f"{describe_cluster(flags)}; it stops when this command ends"
     if is_private or arguments.start:
-        print(f"starting a cluster at {server.url}: {what}", file=sys.stderr)
-    elif not (may_ask and _ask(f"No server answers at {url}. Start one here? It would be {what}. [Y/n] ")):
+        _say(f"starting a cluster at {server.url}: {what}")
+    elif not (may_ask and _may_start(f"No server answers at {url}. One can be started here: {what}.")):
         raise UnavailableError(f"no server answers at {url}: start one with `mini-infer serve`, or add --start")
     keyboard = keys_kept(sys.stdin.fileno()) if sys.stdin.isatty() else contextlib.nullcontext()
     with keyboard, server as started:
@@ -136,8 +138,14 @@ def describe_cluster(serve_flags: Sequence[str]) -> str:
     return f"{model or DEFAULT_MODEL_NAME} on this machine's CPU, {workers_of(config)}"
 
 
-def _ask(question: str) -> bool:
+def _say(text: str) -> None:
+    console = Console(stderr=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _may_start(what: str) -> bool:
+    _say(what)
     try:
-        return input(question).strip().lower() in ("", "y", "yes")
+        return input("Start it? [Y/n] ").strip().lower() in ("", "y", "yes")
     except EOFError:
         return False

@@ -87,11 +87,11 @@ def test_dry_run_with_a_url_talks_to_it_and_starts_nothing(no_server, monkeypatc
 
 
 @pytest.mark.parametrize(("answer", "starts"), [("", True), ("y", True), ("n", False)])
-def test_a_person_is_asked_before_anything_starts(no_server, monkeypatch, answer, starts):
-    asked = []
+def test_a_person_is_asked_before_anything_starts(no_server, monkeypatch, capsys, answer, starts):
+    told = []
 
     def ask(question):
-        asked.append((question, list(no_server)))
+        told.append((capsys.readouterr().err, list(no_server)))
         return answer
 
     monkeypatch.setattr("builtins.input", ask)
@@ -102,8 +102,8 @@ def test_a_person_is_asked_before_anything_starts(no_server, monkeypatch, answer
         with pytest.raises(UnavailableError, match="add --start"), server_for(arguments(), [], may_ask=True):
             pass
     assert bool(no_server) is starts
-    ((question, started_before),) = asked
-    assert "SmolLM2-135M-Instruct on this machine's CPU, 1 prefill, 1 decode; it stops when" in question
+    ((text, started_before),) = told
+    assert "SmolLM2-135M-Instruct on this machine's CPU, 1 prefill, 1 decode; it stops when" in text
     assert not started_before
 
 
