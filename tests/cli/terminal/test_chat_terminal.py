@@ -1,63 +1,10 @@
 """`mini-infer chat` on a pseudo terminal, against a server whose tokens come when the test says so."""
 
-import json
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Queue
 
-import pytest
-
 from tests.cli.terminal.session import CTRL_C, CTRL_D, ENTER, Session
-
-
-class Server(ThreadingHTTPServer):
-    """Streams what is put into `pieces`, as one answer until None."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.pieces = Queue()
-        self.questions = Queue()
-        self.was_cancelled = threading.Event()
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        body = b'{"data": [{"id": "tiny"}]}' if self.path == "/v1/models" else b"{}"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.questions.put(body["messages"][-1]["content"])
-        self.send_response(200)
-        self.end_headers()
-        try:
-            while (piece := self.server.pieces.get()) is not None:
-                self.wfile.write(b"data: %s\n\n" % json.dumps({"choices": [{"delta": {"content": piece}}]}).encode())
-            self.wfile.write(b"data: [DONE]\n\n")
-        except ConnectionError:
-            self.server.was_cancelled.set()
-
-
-@pytest.fixture
-def server():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.pieces.put(None)
-        server.shutdown()
-        thread.join()
 
 
 @contextmanager
