@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+STATUS_SECONDS = 10.0
 _STYLES = {"starting": "yellow", "ready": "green", "failed": "red"}
 
 
@@ -24,6 +25,7 @@ class StartDisplay:
         self._width = max(len(name) for name in [*names, "serve"])
         self._begin = time.monotonic()
         self._states: dict[str, tuple[str, float]] = dict.fromkeys(names, ("waiting", self._begin))
+        self._statuses: dict[str, tuple[str, float]] = {}  # what a service does, and when that was written as a line
         self._live: Live | None = None
 
     def __enter__(self) -> StartDisplay:
@@ -66,10 +68,23 @@ class StartDisplay:
         if self._live is None:
             sys.stderr.write(f"{'serve':<{self._width}} | {name}: {state}\n")
 
+    def status(self, name: str, text: str) -> None:
+        """A service says what it is doing; where there is no live table, a line now and then repeats it."""
+        now = time.monotonic()
+        written = self._statuses.get(name, ("", now))[1]
+        if self._live is None and now - written >= STATUS_SECONDS:
+            written = now
+            sys.stderr.write(f"{'serve':<{self._width}} | {name}: {text}\n")
+        self._statuses[name] = (text, written)
+        if self._live is not None:
+            self._live.refresh()
+
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 2))
         now = time.monotonic()
         for name, (state, since) in self._states.items():
             end = since if state == "ready" else now
-            table.add_row(name, Text(state, _STYLES.get(state, "dim")), Text(f"{end - self._begin:5.1f} s", "dim"))
+            status = self._statuses.get(name, ("", 0.0))[0] if state == "starting" else ""
+            shown = Text(state, _STYLES.get(state, "dim")), Text(f"{end - self._begin:5.1f} s", "dim"), Text(status)
+            table.add_row(name, *shown)
         return table

@@ -167,7 +167,13 @@ def run(argv: Sequence[str]) -> int:
         for line in placement_lines(config, notes):
             print(line, file=sys.stderr)
         display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
-        supervisor = Supervisor(specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure)
+        supervisor = Supervisor(
+            specs,
+            display.line,
+            display.state,
+            exit_on_failure=config.serve.exit_on_failure,
+            on_status=display.status,
+        )
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
 

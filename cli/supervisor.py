@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from cli.restart import RestartPolicy
-from cli.service import LineSink, Service, ServiceSpec
+from cli.service import LineSink, Service, ServiceSpec, StatusSink, ignore_status
 from common.errors import MiniInferError
 from common.healthcheck import is_ready
 
@@ -48,8 +48,9 @@ class Supervisor:
         on_state: StateSink,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         exit_on_failure: bool = False,
+        on_status: StatusSink = ignore_status,
     ) -> None:
-        self._services = [Service(spec, on_line) for spec in specs]
+        self._services = [Service(spec, on_line, on_status) for spec in specs]
         self._on_line = on_line
         self._on_state = on_state
         self._new_policy = new_policy

@@ -65,7 +65,9 @@ class Session:
         """Show what comes until the condition holds; a text must be on the screen."""
         deadline = time.monotonic() + seconds
         while not (condition in self.screen.text if isinstance(condition, str) else condition()):
-            assert time.monotonic() < deadline, f"no {condition!r} in\n{self.screen.text}\n{self.raw!r}"
+            assert time.monotonic() < deadline, (
+                f"no {condition!r} in\n{self.screen.text.strip()}\n{self.raw[-2000:]!r}"
+            )
             self._read(0.05)
 
     def wait(self, seconds: float = 30.0) -> int:
