@@ -164,9 +164,9 @@ def run(argv: Sequence[str]) -> int:
             env=os.environ,
             token=secrets.token_hex(16),
         )
+        display = StartDisplay([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
         for line in placement_lines(config, notes):
-            print(line, file=sys.stderr)
-        display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
+            display.tell(line)
         supervisor = Supervisor(
             specs,
             display.line,
@@ -246,6 +246,6 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
             grace_seconds = float("inf")
             print(f"ready in {display.elapsed_seconds:.1f} s: {message}", flush=True)
             await supervisor.run(stopping)
-            print("stopping: open requests may finish; Ctrl-C again ends them", file=sys.stderr)
+            display.tell("stopping: open requests may finish; Ctrl-C again ends them")
     finally:
         await supervisor.stop(grace_seconds)

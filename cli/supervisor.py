@@ -14,6 +14,7 @@ from cli.restart import RestartPolicy
 from cli.service import LineSink, Service, ServiceSpec, StatusSink, ignore_status
 from common.errors import MiniInferError
 from common.healthcheck import is_ready
+from common.logging import message_of
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
@@ -149,7 +150,7 @@ def _death(service: Service, code: int, was_ready: bool) -> str:
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"
-    reason = next((line for line in reversed(service.tail) if line.strip()), "it wrote nothing")
+    reason = next((message_of(line) for line in reversed(service.tail) if line.strip()), "it wrote nothing")
     return f"{name} ended before it was ready ({_exit_text(code)}): {reason}"
 
 

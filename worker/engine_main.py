@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         [start] = link.receive(60.0)
         assert isinstance(start, Start)  # the front sends it first, and waits
-        setup_logging("engine", start.worker.log_level)
+        setup_logging("engine", start.worker.log_level, start.worker.log_format)
         process = _start(link, start, heartbeat)
         process.run()
     except ConnectionError:

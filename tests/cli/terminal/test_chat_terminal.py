@@ -54,7 +54,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server, tmp_path):
     with chat(server, tmp_path, "--dry-run") as session:
         assert f"tiny on {server.url}" in session.screen.text
         session.type("count" + ENTER)
-        say(server, "one two ", "thr")
+        say(server, "one two thr")
         session.wait_for("one two")
         session.type("kept" + CTRL_C + CTRL_C)
         session.wait_for("(stopped)")
