@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import termios
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ def keys_kept(fd: int) -> Iterator[None]:
     """Show no key that is typed, and keep them for the prompt that comes next, which shows them.
 
     Ctrl-C and Ctrl-Z still send their signals, without throwing away what was typed before. A prompt that switches
-    the terminal to its own mode must leave it as it was.
+    the terminal to its own mode must leave it as it was. Called in the main thread.
     """
     before = termios.tcgetattr(fd)
     mode = termios.tcgetattr(fd)
@@ -24,10 +25,18 @@ def keys_kept(fd: int) -> Iterator[None]:
     mode[LFLAG] |= termios.NOFLSH
     mode[IFLAG] &= ~termios.ICRNL  # the Enter key is \r for a prompt
     mode[CONTROL][termios.VMIN] = 1
+
+    def on_continue(_number: int, _frame: FrameType | None) -> None:
+        """After Ctrl-Z and `fg`: the shell may have set a mode with echo, which no prompt of ours has."""
+        if os.tcgetpgrp(fd) == os.getpgrp() and termios.tcgetattr(fd)[LFLAG] & termios.ECHO:
+            termios.tcsetattr(fd, termios.TCSANOW, mode)
+
     termios.tcsetattr(fd, termios.TCSANOW, mode)
+    handler_before = signal.signal(signal.SIGCONT, on_continue)
     try:
         yield
     finally:
+        signal.signal(signal.SIGCONT, handler_before)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -57,6 +58,15 @@ class Session:
     def resize(self, columns: int) -> None:
         self.screen.columns = columns
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", NUM_ROWS, columns, 0, 0))
+
+    def suspend_and_continue(self) -> None:
+        """Ctrl-Z and `fg`, where the shell between them sets a mode with echo."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        mode = self.mode
+        mode[3] |= termios.ECHO | termios.ICANON
+        termios.tcsetattr(self._theirs, termios.TCSANOW, mode)
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.wait_for(lambda: not self.mode[3] & termios.ECHO)
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
