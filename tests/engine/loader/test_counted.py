@@ -1,5 +1,6 @@
 """Progress of loading: of every kind of checkpoint, in order, and complete at the end."""
 
+import pytest
 import torch
 
 from common.model_files import resolve_model
@@ -7,6 +8,7 @@ from engine.config import EngineConfig
 from engine.layers.weights import Partition
 from engine.loader import load_model
 from engine.loader.counted import CountedWeights
+from kvstore.layout import WHOLE, Shard
 
 
 class Weights:
@@ -41,9 +43,9 @@ def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
     assert len(told) < 20
 
 
-def test_a_model_is_loaded_with_progress():
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+def test_a_model_is_loaded_with_progress(shard):
     told = []
-    load_model(
-        resolve_model("dry-run"), EngineConfig("dry-run", device="cpu"), on_progress=lambda *args: told.append(args)
-    )
+    config = EngineConfig("dry-run", device="cpu", quant_mode="none")
+    load_model(resolve_model("dry-run"), config, shard=shard, on_progress=lambda *args: told.append(args))
     assert told[-1] == ("loading weights", 1.0)
