@@ -7,7 +7,7 @@ from tests.cli.test_serve import FLAGS, environment, session_pids
 
 
 def test_a_cluster_is_announced_started_with_progress_and_taken_away(tmp_path):
-    command = [sys.executable, "-m", "cli", "chat", "--prefill=0", "--max-tokens=2000", *FLAGS]
+    command = [sys.executable, "-m", "cli", "chat", *FLAGS, "--prefill=0", "--host-tier-gb=0", "--max-tokens=2000"]
     env = environment(tmp_path) | {"XDG_STATE_HOME": str(tmp_path)}
     with Session(command, env, columns=120) as session:
         session.wait_for("a tiny random model on this machine's CPU, 0 prefill, 1 decode;")
