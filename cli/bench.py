@@ -7,6 +7,7 @@ Turns flags into a workload and a target, runs them, prints, and writes JSON and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,12 +20,12 @@ from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cli.api_client import first_model
 from cli.load.client import Client, Target
 from cli.load.plot import plot
+from cli.load.progress import RunProgress, shown
 from cli.load.results import Objectives, RequestRecord, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
@@ -137,28 +138,26 @@ def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
 
 
 async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> list[RequestRecord]:
-    """Warm up, then send the workload, with a progress bar."""
+    """Warm up, then send the workload, showing progress."""
     client = Client(target, timeout_seconds)
     total, requests = plan(workload)
     rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
     warmup = random_workload(
         PromptMaker(workload.vocab_size), workload.warmup, (32, 64), (WARMUP_OUTPUT_TOKENS,) * 2, 0.0, rng_seed
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        await closed_loop(client.complete, warmup, 1, lambda _record: None)
-        task = progress.add_task("requests", total=total)
-
-        def on_done(_record: RequestRecord) -> None:
-            progress.advance(task)
-
-        try:
+    try:
+        with Console(stderr=True).status("warming up") if sys.stderr.isatty() else contextlib.nullcontext():
+            await closed_loop(client.complete, warmup, 1, lambda _record: None)
+        progress = RunProgress(total, client.open_records)
+        async with shown(progress):
             if workload.request_rate or workload.trace:
-                return await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
+                return await open_loop(
+                    client.complete, requests, progress.on_done, workload.concurrency, workload.duration
+                )
             concurrency = workload.concurrency or 8
-            return await closed_loop(client.complete, requests, concurrency, on_done, workload.duration)
-        finally:
-            client.close()
+            return await closed_loop(client.complete, requests, concurrency, progress.on_done, workload.duration)
+    finally:
+        client.close()
 
 
 def show(summary: dict[str, Any]) -> None:

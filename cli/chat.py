@@ -1,7 +1,7 @@
 """`mini-infer chat`: a conversation in the terminal, or line by line through a pipe.
 
 `Conversation` holds the messages and interprets slash commands; `Chat` shows it. Neither knows how a server is
-started (`cli/local_server`) or spoken to (`cli/api_client`).
+started (`cli/local_server`) or spoken to (`cli/api_client`), or what an answer looks like (`cli/terminal`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from rich.console import Console
 from cli.api_client import ApiClient, Message, describe
 from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
+from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
+from cli.terminal.keys import interrupted_once, keys_kept
 from common.errors import InvalidRequestError, MiniInferError
 
 HELP = """\
@@ -76,16 +78,23 @@ class Conversation:
 
 
 class Chat:
-    """Reads lines, streams answers. Interactive or not differs only in the console and the line reader."""
+    """Reads lines, streams answers. Interactive or not differs only in console, line reader and view of an answer."""
 
     def __init__(
-        self, client: ApiClient, model: str, conversation: Conversation, console: Console, params: dict[str, Any]
+        self,
+        client: ApiClient,
+        model: str,
+        conversation: Conversation,
+        console: Console,
+        params: dict[str, Any],
+        open_view: Callable[[], AnswerView] = PlainAnswer,
     ) -> None:
         self._client = client
         self._model = model
         self._conversation = conversation
         self._console = console
         self._params = params
+        self._open_view = open_view
 
     def run(self, read_line: ReadLine) -> int:
         """Converse until /exit or the end of the input. Exit code 1 when the last answer failed."""
@@ -118,21 +127,19 @@ class Chat:
         pieces: list[str] = []
         record = RequestRecord()
         stream = self._client.stream_chat(self._model, self._conversation.messages, record, **self._params)
+        stopped = False
         try:
-            with contextlib.closing(stream):
+            with interrupted_once(), self._open_view() as view, contextlib.closing(stream):
                 for piece in stream:
                     pieces.append(piece)
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    view.write(piece)
         except KeyboardInterrupt:
-            self._console.print("\n(stopped)", style="dim", end="")
+            stopped = True
         except MiniInferError:
             turns.pop()
-            if pieces:
-                sys.stdout.write("\n")
             raise
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        if stopped:
+            self._console.print("(stopped)", style="dim")
         turns.append({"role": "assistant", "content": "".join(pieces)})
         if record.num_output_tokens:
             self._console.print(describe(record), style="dim", highlight=False)
@@ -164,11 +171,12 @@ def run(argv: Sequence[str]) -> int:
     ):
         model = client.choose_model("" if is_ours else arguments.model)
         console = Console(stderr=not interactive)
-        chat = Chat(client, model, Conversation(arguments.system), console, params)
+        chat = Chat(client, model, Conversation(arguments.system), console, params, view_of_stdout)
         if not interactive:
             return chat.run(_lines_of_stdin())
-        console.print(f"{model} on {url}. /help lists commands.", style="dim", highlight=False)
-        return chat.run(_prompt_reader())
+        console.print(f"{model} on {url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
+        with keys_kept(sys.stdin.fileno()):
+            return chat.run(_prompt_reader())
 
 
 def _lines_of_stdin() -> ReadLine:

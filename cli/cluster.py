@@ -167,7 +167,8 @@ def plan_cluster(
         )
         settings = [worker, dataclasses.replace(config.engine, tp=config.tp_of(role)), gpu]
         stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
-        add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, **stages)
+        status_socket = str(run_dir / f"{name}.status")
+        add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, status_socket=status_socket, **stages)
     router = config.router
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
     health = f"http://{host}:{router.port}/readyz"

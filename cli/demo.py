@@ -20,6 +20,7 @@ from rich.table import Table
 from cli.api_client import ApiClient, Message, describe, speed_of
 from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
+from cli.terminal.answer import view_of_stdout
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 NUM_AT_ONCE = 8
@@ -30,15 +31,17 @@ PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are
 def ask(
     client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
 ) -> RequestRecord:
-    """Ask for one greedy answer; its pieces go to standard output when `show`."""
+    """Ask for one greedy answer, on standard output when `show`."""
     record = RequestRecord()
     messages: list[Message] = [{"role": "user", "content": question}]
-    for piece in client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens):
-        if show:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    if show:
-        sys.stdout.write("\n")
+    pieces = client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens)
+    if not show:
+        for _piece in pieces:
+            pass
+        return record
+    with view_of_stdout() as view:
+        for piece in pieces:
+            view.write(piece)
     return record
 
 

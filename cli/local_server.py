@@ -1,4 +1,4 @@
-"""A cluster for the duration of one command: `chat` and `demo` use it when no server runs.
+"""A cluster for the duration of one command: `chat` and `demo` use it when no server runs, and say so first.
 
 Starts `mini-infer serve` as a child that can't outlive us and in a session of its own, so that Ctrl-C in a chat
 doesn't stop it. Its progress display goes to our standard error.
@@ -11,14 +11,21 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
+from rich.console import Console
+
 from cli.child import child_command, child_environment
+from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
+from cli.serve import parse_config, workers_of
+from cli.terminal.keys import keys_kept
 from common.errors import InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
+from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 STOP_SECONDS = 60.0
@@ -88,37 +95,57 @@ def port_of(url: str) -> int:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that `server_for` reads."""
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    parser.add_argument("--url", default="", help=f"the server (default: {DEFAULT_URL})")
     # MINI_INFER_MODEL is for a server that is started here, which reads it itself; one that runs has its own model.
     parser.add_argument("--model", default="", help="which model (default: the server's first)")
     parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
-    parser.add_argument("--dry-run", action="store_true", help="start a cluster with a tiny random model")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="a cluster with a tiny random model: started on a port of its own, or with --url as for other models",
+    )
 
 
 @contextlib.contextmanager
 def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
     """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
-    if arguments.dry_run:
-        with LocalServer(["--dry-run", *serve_flags]) as started:
-            yield started.url, True
-        return
-    if server_answers(arguments.url):
+    url = arguments.url or DEFAULT_URL
+    is_private = arguments.dry_run and not arguments.url  # whatever runs at the default address
+    if not is_private and server_answers(url):
         if serve_flags:
-            raise InvalidRequestError(f"a server runs at {arguments.url}: it can't take {' '.join(serve_flags)} now")
-        yield arguments.url, False
+            raise InvalidRequestError(f"a server runs at {url}: it can't take {' '.join(serve_flags)} now")
+        yield url, False
         return
-    port = port_of(arguments.url)
-    if not arguments.start and not (may_ask and _ask(f"No server answers at {arguments.url}. Start one? [Y/n] ")):
-        raise UnavailableError(
-            f"no server answers at {arguments.url}: start one with `mini-infer serve`, or add --start"
-        )
     model_flags = ["--model", arguments.model] if arguments.model else []
-    with LocalServer([*model_flags, *serve_flags], port) as started:
+    flags = [*(["--dry-run"] if arguments.dry_run else []), *model_flags, *serve_flags]
+    server = LocalServer(flags, 0 if is_private else port_of(url))
+    what = f"{describe_cluster(flags)}; it stops when this command ends"
+    if is_private or arguments.start:
+        _say(f"starting a cluster at {server.url}: {what}")
+    elif not (may_ask and _may_start(f"No server answers at {url}. One can be started here: {what}.")):
+        raise UnavailableError(f"no server answers at {url}: start one with `mini-infer serve`, or add --start")
+    keyboard = keys_kept(sys.stdin.fileno()) if sys.stdin.isatty() else contextlib.nullcontext()
+    with keyboard, server as started:
         yield started.url, True
 
 
-def _ask(question: str) -> bool:
+def describe_cluster(serve_flags: Sequence[str]) -> str:
+    """Which model and workers `mini-infer serve` would start here. Downloads nothing. Raises ConfigError."""
+    config = parse_config(serve_flags, os.environ)
+    model = "a tiny random model" if config.engine.model == DRY_RUN_MODEL_NAME else config.engine.model
+    if uses_gpu(config.engine.device):  # `serve` says which worker takes which, when it has read the model's size
+        return f"{model or DEFAULT_MODEL_NAME} on this machine's GPUs"
+    return f"{model or DEFAULT_MODEL_NAME} on this machine's CPU, {workers_of(config)}"
+
+
+def _say(text: str) -> None:
+    console = Console(stderr=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _may_start(what: str) -> bool:
+    _say(what)
     try:
-        return input(question).strip().lower() in ("", "y", "yes")
+        return input("Start it? [Y/n] ").strip().lower() in ("", "y", "yes")
     except EOFError:
         return False

@@ -164,10 +164,16 @@ def run(argv: Sequence[str]) -> int:
             env=os.environ,
             token=secrets.token_hex(16),
         )
+        display = StartDisplay([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
         for line in placement_lines(config, notes):
-            print(line, file=sys.stderr)
-        display = StartDisplay([spec.name for spec in specs], show_logs=config.serve.verbose)
-        supervisor = Supervisor(specs, display.line, display.state, exit_on_failure=config.serve.exit_on_failure)
+            display.tell(line)
+        supervisor = Supervisor(
+            specs,
+            display.line,
+            display.state,
+            exit_on_failure=config.serve.exit_on_failure,
+            on_status=display.status,
+        )
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
 
@@ -189,6 +195,11 @@ def placement_lines(config: ClusterConfig, notes: Sequence[str]) -> list[str]:
     return lines + why
 
 
+def workers_of(config: ClusterConfig) -> str:
+    """Number of workers by role."""
+    return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+
+
 def ready_message(config: ClusterConfig, model_name: str) -> str:
     """The message with the cluster's address and a command to try."""
     name = config.router.served_model_name or model_name
@@ -198,11 +209,10 @@ def ready_message(config: ClusterConfig, model_name: str) -> str:
     messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
     body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
-    workers = f"{config.serve.prefill} prefill, {config.serve.decode} decode"
     ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
     metrics = f"metrics: {url}/metrics{ports}\n" if ports else ""
     return (
-        f"{name} on {url} ({workers})\n"
+        f"{name} on {url} ({workers_of(config)})\n"
         f"{metrics}"
         f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
         "stop with Ctrl-C"
@@ -236,6 +246,6 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
             grace_seconds = float("inf")
             print(f"ready in {display.elapsed_seconds:.1f} s: {message}", flush=True)
             await supervisor.run(stopping)
-            print("stopping: open requests may finish; Ctrl-C again ends them", file=sys.stderr)
+            display.tell("stopping: open requests may finish; Ctrl-C again ends them")
     finally:
         await supervisor.stop(grace_seconds)

@@ -9,15 +9,21 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from common.startup import NOTIFY_SOCKET
 
 TAIL_LINES = 12
 NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
 
+MAX_STATUS_LEN = 200
+
 LineSink = Callable[[str, str], None]  # (service, line)
+StatusSink = Callable[[str, str], None]  # (service, what it is doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +37,35 @@ class ServiceSpec:
     stop_stage: int = 0
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
+    status_socket: str = ""  # path where it may say what it does, see `common.startup.report_status`
+
+
+def ignore_status(name: str, text: str) -> None:
+    """A StatusSink for those who do not show it."""
+
+
+class _StatusReader(asyncio.DatagramProtocol):
+    """Reads the status lines of systemd's notification protocol."""
+
+    def __init__(self, on_status: Callable[[str], None]) -> None:
+        self._on_status = on_status
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        for line in data.decode(errors="replace").splitlines():
+            if line.startswith("STATUS="):
+                text = line.removeprefix("STATUS=")[:MAX_STATUS_LEN]
+                self._on_status("".join(character for character in text if character.isprintable()))
 
 
 class Service:
-    """One running service: its process, and its output line by line."""
+    """One running service: its process, its output line by line, and what it says that it is doing."""
 
-    def __init__(self, spec: ServiceSpec, on_line: LineSink) -> None:
+    def __init__(
+        self, spec: ServiceSpec, on_line: LineSink, on_status: StatusSink = lambda _name, _text: None
+    ) -> None:
         self.spec = spec
+        self._on_status = on_status
+        self._status: asyncio.DatagramTransport | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
@@ -61,6 +89,15 @@ class Service:
             self._emit(f"it cannot be started: {error.strerror}".encode())
 
     async def _spawn(self) -> None:
+        env = dict(self.spec.env)
+        if self.spec.status_socket and self._status is None:
+            self._status, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+                lambda: _StatusReader(lambda text: self._on_status(self.spec.name, text)),
+                local_addr=self.spec.status_socket,
+                family=socket.AF_UNIX,
+            )
+        if self._status is not None:
+            env[NOTIFY_SOCKET] = self.spec.status_socket
         # A pipe of our own: with asyncio's, `wait` would last until every other holder of its write end is gone.
         read_end, write_end = os.pipe()
         try:
@@ -69,7 +106,7 @@ class Service:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=asyncio.subprocess.STDOUT,
-                env=dict(self.spec.env),
+                env=env,
                 start_new_session=True,
             )
         except BaseException:
@@ -87,6 +124,9 @@ class Service:
         code = await self._process.wait()
         self.kill()  # what the service started has no parent now
         self._is_swept = True
+        if self._status is not None:
+            self._status.close()
+            self._status = None
         await asyncio.wait([self._reader], timeout=1.0)
         return code
 

@@ -11,9 +11,10 @@ import signal
 from collections.abc import Callable, Sequence
 
 from cli.restart import RestartPolicy
-from cli.service import LineSink, Service, ServiceSpec
+from cli.service import LineSink, Service, ServiceSpec, StatusSink, ignore_status
 from common.errors import MiniInferError
 from common.healthcheck import is_ready
+from common.logging import message_of
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
@@ -48,8 +49,9 @@ class Supervisor:
         on_state: StateSink,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         exit_on_failure: bool = False,
+        on_status: StatusSink = ignore_status,
     ) -> None:
-        self._services = [Service(spec, on_line) for spec in specs]
+        self._services = [Service(spec, on_line, on_status) for spec in specs]
         self._on_line = on_line
         self._on_state = on_state
         self._new_policy = new_policy
@@ -148,7 +150,7 @@ def _death(service: Service, code: int, was_ready: bool) -> str:
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"
-    reason = next((line for line in reversed(service.tail) if line.strip()), "it wrote nothing")
+    reason = next((message_of(line) for line in reversed(service.tail) if line.strip()), "it wrote nothing")
     return f"{name} ended before it was ready ({_exit_text(code)}): {reason}"
 
 

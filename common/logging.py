@@ -1,23 +1,97 @@
-"""One line per event, readable in a terminal and in a file. Prompts and outputs are never logged."""
+"""One line per event, for a person or, as JSON, for a program. Prompts and outputs are never logged."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
+from types import TracebackType
 
 from common.errors import MiniInferError
 
-_FORMAT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
+FORMATS = ("text", "json")
+FORMAT_HELP = "text, or json: an object per line with time (UTC), level, service, logger, message and traceback"
+_TEXT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
 
 
-def setup_logging(program: str, level: str = "INFO") -> logging.Logger:
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object on one line; an exception is a field, see `traceback_text`."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname,
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            fields["traceback"] = traceback_text(record.exc_info[1])
+        return json.dumps(fields)
+
+
+def setup_logging(program: str, level: str = "INFO", log_format: str = "text") -> logging.Logger:
     """Send this process's log to stderr and return the program's logger."""
-    logging.basicConfig(level=level.upper(), format=_FORMAT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
+    logging.basicConfig(level=level.upper(), format=_TEXT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    return logging.getLogger(program)
+    logger = logging.getLogger(program)
+    if log_format == "json":
+        logging.getLogger().handlers[0].setFormatter(JsonFormatter(program))
+        sys.excepthook = _log_uncaught
+    return logger
+
+
+def current_format() -> str:
+    """The format that this process logs in."""
+    handlers = logging.getLogger().handlers
+    return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers) else "text"
+
+
+def report_end(program: str, error: Exception) -> None:
+    """Say why a program ends, on a line of its own."""
+    if current_format() == "json":
+        logging.getLogger(program).error("%s", error)
+    else:
+        print(f"{program}: {error}", file=sys.stderr)
+
+
+def json_line(service: str, text: str) -> str:
+    """A line that `service` wrote, as JSON: a record gets its name, which its own process may not know."""
+    record = _record(text)
+    if record is None:
+        return JsonFormatter(service).format(
+            logging.makeLogRecord({"name": service, "levelname": "INFO", "msg": text})
+        )
+    return json.dumps(record | {"service": service})
+
+
+def message_of(line: str) -> str:
+    """The message of a line that was logged as JSON; any other line as it is."""
+    record = _record(line)
+    return line if record is None else str(record["message"])
+
+
+def _record(line: str) -> dict[str, object] | None:
+    try:
+        record = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "message" in record else None
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        logging.getLogger().critical("this process ends: %s", kind.__name__, exc_info=(kind, error, trace))
 
 
 class RateLimit(logging.Filter):

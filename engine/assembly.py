@@ -34,6 +34,7 @@ from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
+from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import PoolGeometry, Shard
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier, LocalHostTier
@@ -104,17 +105,23 @@ class EngineParts:
 
 
 def assemble(
-    config: EngineConfig, memory: PoolMemory | None = None, gpu: GpuConfig | None = None, is_offline: bool = False
+    config: EngineConfig,
+    memory: PoolMemory | None = None,
+    gpu: GpuConfig | None = None,
+    is_offline: bool = False,
+    on_progress: OnProgress = no_progress,
 ) -> EngineParts:
     """Load the model and build its engine. Raises ConfigError with what to do.
 
     is_offline: without services, see `EngineConfig.resolved`.
     """
     with explained(LESS_KV):
-        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig(), is_offline)
+        return _assemble(config, memory or PrivatePoolMemory(), gpu or GpuConfig(), is_offline, on_progress)
 
 
-def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool) -> EngineParts:
+def _assemble(
+    config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
+) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.loader.load import load_model, resolve_device
 
@@ -129,7 +136,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
     shard = Shard(0, config.tp)
     followers = _start_followers(config, device, gpu) if config.tp > 1 else None
     with explained(SMALLER_WEIGHTS):
-        loaded = load_model(files, config, device, shard)
+        loaded = load_model(files, config, device, shard, on_progress)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
@@ -173,7 +180,7 @@ def _assemble(config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offli
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
     )
-    runner.warmup()
+    runner.warmup(on_progress)
     logger.info(
         "%s on %s: %s, %d KV blocks of %d tokens (%.2f GB), ready in %.1f s",
         files.name,

@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.mailboxes import TokensAndParams
 from engine.request import Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
+from engine.start_progress import terminal_progress
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
@@ -57,7 +58,9 @@ class OfflineModel:
         """settings: fields of `EngineConfig` and `GpuConfig`. Raises ConfigError with what to do."""
         of_gpu = {name: value for name, value in settings.items() if name in GpuConfig.__dataclass_fields__}
         of_engine = {name: value for name, value in settings.items() if name not in of_gpu}
-        parts = assemble(EngineConfig(model=model, **of_engine), gpu=GpuConfig(**of_gpu), is_offline=True)
+        config, gpu = EngineConfig(model=model, **of_engine), GpuConfig(**of_gpu)
+        with terminal_progress() as on_progress:
+            parts = assemble(config, gpu=gpu, is_offline=True, on_progress=on_progress)
         return cls(parts.engine, load_tokenizer(parts.files), parts.model_config)
 
     def encode(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.config import setting
 from common.errors import ConfigError
+from common.logging import FORMAT_HELP, FORMATS
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class AgentConfig:
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     drain_grace_seconds: float = setting(5.0, "time that open calls get after SIGTERM")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:
         if self.host_tier_gb < 0 or self.region_gb < 0 or self.drain_grace_seconds < 0:

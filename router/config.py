@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.config import setting
 from common.errors import ConfigError
+from common.logging import FORMAT_HELP, FORMATS
 
 POLICIES = ("cost", "round-robin", "random", "power-of-two", "session-sticky")
 
@@ -43,6 +44,7 @@ class RouterConfig:
     )
     max_retries: int = setting(2, "moves of one choice to another worker without a new token in between")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:

@@ -10,14 +10,13 @@ import logging
 import resource
 import signal
 import socket
-import sys
 
 import uvicorn
 import uvloop
 
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
-from common.logging import RateLimit, setup_logging
+from common.logging import RateLimit, report_end, setup_logging
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from router.config import HttpConfig, RouterConfig
@@ -59,13 +58,13 @@ def main(argv: list[str] | None = None) -> int:
     _share_one_heap()
     try:
         config, http = parse_settings(argv)
-        setup_logging("router", config.log_level)
+        setup_logging("router", config.log_level, config.log_format)
         protocol = bounded_protocol(http)
         allow_descriptors(protocol.slots.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
         listener = _listen(config.host, config.port)
     except ConfigError as error:
-        print(f"router: {error}", file=sys.stderr)
+        report_end("router", error)
         return 1
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, protocol, models, listener))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from common.config import setting
 from common.errors import ConfigError
+from common.logging import FORMAT_HELP, FORMATS
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class WorkerConfig:
     )
     metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:
         if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0:

@@ -29,6 +29,7 @@ from worker.kv_loads import KvLoads
 from worker.kv_puller import KvPuller
 from worker.messages import EngineInfo, Failed, Ready, Start
 from worker.shared_pool import SharedPoolMemory
+from worker.start_reports import StartReports
 
 logger = logging.getLogger("engine")
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         [start] = link.receive(60.0)
         assert isinstance(start, Start)  # the front sends it first, and waits
-        setup_logging("engine", start.worker.log_level)
+        setup_logging("engine", start.worker.log_level, start.worker.log_format)
         process = _start(link, start, heartbeat)
         process.run()
     except ConnectionError:
@@ -68,7 +69,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
         worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
     )
     cores = None if config.num_threads or config.tp > 1 else _shared_cores(worker.run_dir)
-    parts = assemble(config, memory, start.gpu)
+    parts = assemble(config, memory, start.gpu, on_progress=StartReports())
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import shutil
 import signal
-import sys
 import tempfile
 import time
 
@@ -19,7 +18,7 @@ from msgspec.structs import asdict, replace
 
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
-from common.logging import setup_logging
+from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.tokenizer import load_tokenizer
@@ -59,10 +58,10 @@ def run_worker(role: str, argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
     try:
         settings = parse_settings(role, argv)
-        setup_logging(role, settings.worker.log_level)
+        setup_logging(role, settings.worker.log_level, settings.worker.log_format)
         return asyncio.run(_serve(role, settings))
     except ConfigError as error:
-        print(f"{role}: {error}", file=sys.stderr)
+        report_end(role, error)
         return 1
 
 

@@ -161,12 +161,18 @@ class Client:
         self._timeout = timeout_seconds
         self._stop_after = stop_after_seconds
         self._idle: list[Connection] = []
+        self._open: dict[int, RequestRecord] = {}  # by its id()
+
+    def open_records(self) -> list[RequestRecord]:
+        """Records of the requests that have not ended. May be called from another thread."""
+        return list(self._open.values())
 
     async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
         """Send one request and read its answer. Times count from `begin`, a time.perf_counter()."""
         now = time.perf_counter() - begin
         record = RequestRecord(scheduled=scheduled, sent=now, end=now)
         body = self._target.body(request)
+        self._open[id(record)] = record
         try:
             async with asyncio.timeout(max(min(self._timeout, self._stop_after - now), 0.0)):
                 connection = await self._connect()
@@ -183,6 +189,8 @@ class Client:
         except OSError:
             record.error = "connect"
             return record
+        finally:
+            del self._open[id(record)]
         if connection.is_open:
             self._idle.append(connection)
         return record

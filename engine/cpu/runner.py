@@ -28,6 +28,7 @@ from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId
 from engine.request_states import RequestState, RequestStates
 from engine.sampler import LogitsHook, Sampler, accepted_tokens
+from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 
 
@@ -104,13 +105,14 @@ class ModelRunner:
         """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
         self._backend = wrap(self._backend)
 
-    def warmup(self) -> None:
+    def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Run a decode step and a full prefill step, so that the first request finds threads and caches ready.
 
         Uses the pool's first blocks; call it before they hold anything.
         """
         pool_tokens = self._pool.shape[0] * self._block_size
         longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
+        on_progress("warming up", None)
         for num_tokens in (1, longest):
             self.launch(prompt_plan(num_tokens, self._block_size))
         self._requests.clear()

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.state import DeviceState
+from engine.start_progress import OnProgress
 
 logger = logging.getLogger(__name__)
 POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the last two for drafts alone
@@ -62,7 +63,9 @@ def draft_step(
 class DecodeGraphs:
     """Captured on first construction; `replay` runs a bucket."""
 
-    def __init__(self, run: Callable[[int], DecodeOutput], packed: Tensor, buckets: Sequence[int]) -> None:
+    def __init__(
+        self, run: Callable[[int], DecodeOutput], packed: Tensor, buckets: Sequence[int], on_progress: OnProgress
+    ) -> None:
         """run: one of the steps above, for a number of rows. packed: its inputs."""
         began = time.monotonic()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
@@ -75,6 +78,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 output = run(num_rows)
             self._graphs[num_rows] = (graph, output)
+            on_progress("capturing decode graphs", len(self._graphs) / len(buckets))
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
 
     def replay(self, num_rows: int) -> DecodeOutput:

@@ -33,6 +33,7 @@ from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request_states import RequestState, RequestStates
+from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 
 logger = logging.getLogger(__name__)
@@ -140,14 +141,15 @@ class GpuRunner:
             self._queue_mixed(batch, step)
 
     @torch.inference_mode()
-    def warmup(self) -> None:
+    def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Compile kernels with one prompt, then capture the decode graphs. Uses the pool's first blocks."""
+        on_progress("warming up", None)
         pool_tokens = self._pool.shape[0] * self._block_size
         num_tokens = min(self._max_tokens, pool_tokens, self._state.block_tables.shape[1] * self._block_size) - 1
         self.launch(prompt_plan(num_tokens, self._block_size)).result()
         self._requests.clear()
         if self._use_graphs:
-            self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets)
+            self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets, on_progress)
             self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:

@@ -20,6 +20,7 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
@@ -39,6 +40,7 @@ from engine.models.config import (
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.model import Model, OnBlock
 from engine.models.quantization import quantization_from_hf
+from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -118,7 +120,11 @@ def resolve_quant_mode(
 
 
 def load_model(
-    files: ModelFiles, engine_config: EngineConfig, device: torch.device | None = None, shard: Shard = WHOLE
+    files: ModelFiles,
+    engine_config: EngineConfig,
+    device: torch.device | None = None,
+    shard: Shard = WHOLE,
+    on_progress: OnProgress = no_progress,
 ) -> LoadedModel:
     """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do.
 
@@ -133,14 +139,14 @@ def load_model(
         if shard.size > 1:
             wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode
             quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
-            model = _build_shard(source, engine_config, quant_mode, shard, device)
+            model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
-            model = _build_packed(source, packed, dtype, device)
+            model = _build_packed(source, packed, dtype, device, on_progress)
         else:
             has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
             quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
-            model = _build_plain(source, engine_config, quant_mode, device)
+            model = _build_plain(source, engine_config, quant_mode, device, on_progress)
     identity = {
         "config": source.config,
         "dtype": DTYPE_NAMES[dtype],
@@ -157,7 +163,12 @@ def load_model(
 
 
 def _build_shard(
-    source: _Source, engine_config: EngineConfig, quant_mode: str, shard: Shard, device: torch.device
+    source: _Source,
+    engine_config: EngineConfig,
+    quant_mode: str,
+    shard: Shard,
+    device: torch.device,
+    on_progress: OnProgress,
 ) -> Model:
     """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
     config = source.config.shard(shard.size)
@@ -165,7 +176,7 @@ def _build_shard(
     source.family.build(source.config, whole)
     _checked_skeleton(source, device)
     quantizer = Quantizer(quant_mode, None, device.type == "cuda")
-    weights = ShardedWeights(source.weights, whole.shapes, shard)
+    weights = _counted(source, config, ShardedWeights(source.weights, whole.shapes, shard), on_progress)
     model = source.family.build(config, weights, _finish_block(engine_config, quantizer, None))
     quantizer.finish(model)
     return model
@@ -183,17 +194,28 @@ def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[
     return finish
 
 
-def _build_packed(source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> Model:
+def _counted(source: _Source, config: ModelConfig, weights: WeightSource, on_progress: OnProgress) -> CountedWeights:
+    needed = ShapeRecorder()
+    source.family.build(config, needed)
+    return CountedWeights(weights, needed.shapes, on_progress)
+
+
+def _build_packed(
+    source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
+) -> Model:
     """Linear layers stay as the checkpoint holds them."""
     weights.kept = packed_names(_checked_skeleton(source, device), weights)
-    model = source.family.build(source.config, weights)
+    counted = _counted(source, source.config, weights, on_progress)
+    model = source.family.build(source.config, counted)
     weights.check_idle_biases()
-    held = source.identity["linears"] = place_packed_linears(model, weights, dtype, device)
+    held = source.identity["linears"] = place_packed_linears(model, weights, dtype, device, counted.count)
     logger.info("%s: linear layers are %s", weights.quantization.label, held)
     return model
 
 
-def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device) -> Model:
+def _build_plain(
+    source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device, on_progress: OnProgress
+) -> Model:
     """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
     weights = source.weights
     int4: dict[str, Int4Rows] | None = None
@@ -202,7 +224,8 @@ def _build_plain(source: _Source, engine_config: EngineConfig, quant_mode: str, 
         int4 = weights.int4
     _checked_skeleton(source, device)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
-    model = source.family.build(source.config, weights, _finish_block(engine_config, quantizer, int4))
+    counted = _counted(source, source.config, weights, on_progress)
+    model = source.family.build(source.config, counted, _finish_block(engine_config, quantizer, int4))
     quantizer.finish(model)
     if isinstance(weights, PackedWeights):
         weights.check_idle_biases()

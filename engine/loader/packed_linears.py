@@ -13,6 +13,7 @@ that are not quantized, but for the output projection (`give_float32_logits`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -65,10 +66,12 @@ def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
     return frozenset(names)
 
 
-def place_packed_linears(model: Model, weights: PackedWeights, dtype: torch.dtype, device: torch.device) -> str:
+def place_packed_linears(
+    model: Model, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_read: Callable[[str], None]
+) -> str:
     """Give every layer that was built without storage its weights. Returns what they are now, for identity and log.
 
-    Raises ConfigError for values that cannot be.
+    on_read: called with the name of each of them. Raises ConfigError for values that cannot be.
     """
     maker = _maker(dtype, device)
     kinds: Counter[str] = Counter()
@@ -81,6 +84,8 @@ def place_packed_linears(model: Model, weights: PackedWeights, dtype: torch.dtyp
         assert isinstance(linear, Linear)
         if linear.weight.device.type == "meta":
             made, kind = linear_of_parts([weights.rows(name) for name in linear.names], linear.bias, dtype, maker)
+            for name in linear.names:
+                on_read(name)
         elif maker.quantizes_plain:
             made, kind = maker.int8(linear), "int8 of plain"
         else:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from common.errors import MiniInferError
-from common.logging import setup_logging
+from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
@@ -39,11 +39,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
     start, _ = _receive(link, FollowerStart)
-    setup_logging(f"rank {start.shard.rank}", "warning")
+    setup_logging(f"rank {start.shard.rank}", "warning", start.log_format)
     try:
         runner = _start(link, start)
     except MiniInferError as error:
-        print(f"rank {start.shard.rank}: {error}", file=sys.stderr)
+        report_end(f"rank {start.shard.rank}", error)
         return 1
     return _follow(RingReader(start.ring_fd, start.wake_fd, start.shard.rank - 1, start.shard.size - 1), runner)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import ConfigError
+from common.logging import current_format
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError
 from engine.gpu.config import GpuConfig
@@ -40,6 +41,7 @@ class FollowerStart(msgspec.Struct):
     store: str  # file of the group's rendezvous
     ring_fd: int
     wake_fd: int
+    log_format: str
 
 
 class FollowerPool(msgspec.Struct):
@@ -85,7 +87,9 @@ class Followers:
                     )
                 )
             self._links.append(ours)
-            start = FollowerStart(Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd)
+            start = FollowerStart(
+                Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
+            )
             _send(ours, start, [])
         os.close(ring_fd)
         self._ending = threading.Event()

@@ -10,6 +10,7 @@ from engine.cpu.pool_attention import BatchAttention
 from engine.engine import DeviceLostError
 from engine.parallel.followers import Followers
 from engine.plan import PendingStep, StepPlan, StepResult
+from engine.start_progress import OnProgress, no_progress
 
 
 class ParallelRunner:
@@ -34,9 +35,9 @@ class ParallelRunner:
             self._followers.check()
             raise DeviceLostError(f"a step failed on rank 0 ({type(error).__name__})") from error
 
-    def warmup(self) -> None:
+    def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Followers do the same when they are ready."""
-        self.local.warmup()
+        self.local.warmup(on_progress)
         self._followers.forget_store()
 
     def check(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 
 from common.config import from_args
 from common.errors import ConfigError
-from common.logging import setup_logging
+from common.logging import report_end, setup_logging
 from common.rpc import RpcServer
 from kvstore.config import AgentConfig
 from kvstore.tier.agent import TierServer
@@ -48,9 +47,9 @@ async def serve(config: AgentConfig) -> None:
 def main() -> int:
     try:
         config = from_args(AgentConfig, prog="kvstore")
-        setup_logging("kvstore", config.log_level)
+        setup_logging("kvstore", config.log_level, config.log_format)
         asyncio.run(serve(config))
     except ConfigError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
+        report_end("kvstore", error)
         return 1
     return 0

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.startup import report_status
+
 
 def main() -> None:
     mode, port, events, name = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -31,6 +33,7 @@ def main() -> None:
     first_time = not Path(events).exists() or f"{name} start" not in Path(events).read_text(encoding="utf-8")
     note("start")
     print(f"hello from {name}", flush=True)
+    report_status("loading\x1b weights: 41%")
     if mode == "dies" or (mode == "dies-later" and not first_time):
         print("error: the disk is on fire", flush=True)
         sys.exit(3)

@@ -7,6 +7,7 @@ from rich.console import Console
 from cli.api_client import describe
 from cli.chat import Chat, Conversation, history_path
 from cli.load.results import RequestRecord
+from cli.terminal.answer import view_of_stdout
 from common.errors import InvalidRequestError, UnavailableError
 
 
@@ -51,6 +52,15 @@ def test_the_conversation_grows_and_the_answer_is_streamed(capsys):
     assert client.seen[0][1] == {"temperature": 0}
     assert len(conversation.turns) == 4
     assert "2 tokens" in shown
+
+
+def test_a_pipe_gets_what_the_server_sent(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pieces = ["# A **b", "**  \n", "```\r\n", "x" * 200, " \t"]
+    with view_of_stdout() as view:
+        for piece in pieces:
+            view.write(piece)
+    assert capsys.readouterr() == ("".join(pieces) + "\n", "")
 
 
 def test_commands():

@@ -20,10 +20,11 @@ class FakeServer:
 
     def __init__(self, log, flags, port=0):
         self.log = log
-        log.append((flags, port))
+        self.told = (flags, port)
         self.url = f"http://127.0.0.1:{port or 1234}"
 
     def __enter__(self):
+        self.log.append(self.told)
         return self
 
     def __exit__(self, *_):
@@ -63,15 +64,37 @@ def test_a_model_in_the_environment_is_for_a_server_that_is_started(monkeypatch)
     assert parse_config([], dict(os.environ)).engine.model == "/models/other"
 
 
-def test_dry_run_always_starts_its_own(no_server):
-    with server_for(arguments("--dry-run"), [], may_ask=False) as (_, is_ours):
+def test_dry_run_starts_its_own_and_says_what(no_server, monkeypatch, capsys):
+    monkeypatch.setattr("cli.local_server.server_answers", lambda _url: True)  # at the default address
+    with server_for(arguments("--dry-run"), ["--decode=2"], may_ask=False) as (_, is_ours):
         assert is_ours
-    assert no_server[0] == (["--dry-run"], 0)
+        told = "a tiny random model on this machine's CPU, 1 prefill, 2 decode; it stops when this command ends\n"
+        assert capsys.readouterr().err == f"starting a cluster at http://127.0.0.1:1234: {told}"
+    assert no_server[0] == (["--dry-run", "--decode=2"], 0)
+
+
+def test_dry_run_with_a_url_talks_to_it_and_starts_nothing(no_server, monkeypatch, capsys):
+    wanted = arguments("--dry-run", "--url", "http://127.0.0.1:8055")
+    with (
+        pytest.raises(UnavailableError, match=r"127\.0\.0\.1:8055: start one"),
+        server_for(wanted, [], may_ask=False),
+    ):
+        pass
+    monkeypatch.setattr("cli.local_server.server_answers", lambda url: url == wanted.url)
+    with server_for(wanted, [], may_ask=False) as found:
+        assert found == (wanted.url, False)
+    assert (no_server, capsys.readouterr().err) == ([], "")
 
 
 @pytest.mark.parametrize(("answer", "starts"), [("", True), ("y", True), ("n", False)])
-def test_a_person_is_asked(no_server, monkeypatch, answer, starts):
-    monkeypatch.setattr("builtins.input", lambda _question: answer)
+def test_a_person_is_asked_before_anything_starts(no_server, monkeypatch, capsys, answer, starts):
+    told = []
+
+    def ask(question):
+        told.append((capsys.readouterr().err, list(no_server)))
+        return answer
+
+    monkeypatch.setattr("builtins.input", ask)
     if starts:
         with server_for(arguments(), [], may_ask=True):
             pass
@@ -79,6 +102,9 @@ def test_a_person_is_asked(no_server, monkeypatch, answer, starts):
         with pytest.raises(UnavailableError, match="add --start"), server_for(arguments(), [], may_ask=True):
             pass
     assert bool(no_server) is starts
+    ((text, started_before),) = told
+    assert "SmolLM2-135M-Instruct on this machine's CPU, 1 prefill, 1 decode; it stops when" in text
+    assert not started_before
 
 
 def test_nobody_to_ask_and_other_machines(no_server):

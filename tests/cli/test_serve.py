@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -156,8 +157,9 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
 def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
     (metrics_port,) = free_ports(1)
     served = Served(
-        tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", api_key="open-sesame"
-    )
+        tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
+        "--verbose", api_key="open-sesame",
+    )  # fmt: skip
     try:
         served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}")
         assert served.complete()
@@ -178,7 +180,12 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
         if served.process.poll() is None:
             served.process.kill()
             served.process.wait()
-    assert served.log.read_text().splitlines()[-1] == "error: agent ended (SIGKILL)"
+    *lines, last = served.log.read_text().splitlines()
+    assert last == "error: agent ended (SIGKILL)"
+    from_services = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {line["service"] for line in from_services} == {"agent", "decode-0", "router", "serve"}
+    assert "engine.loader.load" in {line["logger"] for line in from_services}
+    assert not any(" | " in line for line in lines), "a line is not JSON"
     assert [pid for pid in processes if is_alive(pid)] == []
 
 

@@ -131,6 +131,16 @@ async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
         assert any("b ended (SIGKILL)" in text for _, text in cluster.lines)
 
 
+async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path):
+    told = []
+    spec = cluster.spec("a", status_socket=str(tmp_path / "a.status"))
+    supervisor = cluster.supervisor(spec, new_policy=quick_restarts, on_status=lambda *status: told.append(status))
+    async with running(supervisor):
+        assert told == [("a", "loading weights: 41%")]
+        os.kill(dict(cluster.events("start"))["a"], signal.SIGKILL)
+        await eventually(lambda: len(told) == 2)
+
+
 async def test_restarts_never_end(cluster):
     names, num_kills = ("router", "worker"), 8
     async with running(cluster.supervisor(*map(cluster.spec, names), new_policy=quick_restarts)):

@@ -86,7 +86,12 @@ def test_shards_may_part_the_tensors_of_a_map(tmp_path: Path) -> None:
 
 def test_the_engine_serves_one(tmp_path: Path) -> None:
     model = write(FORMATS["awq"], tmp_path / "m", TinyModel("Llama", TINY.changes))
-    parts = assemble(EngineConfig(str(tmp_path / "m"), device="cpu", num_gpu_blocks=64, num_threads=1))
+    told = []
+    parts = assemble(
+        EngineConfig(str(tmp_path / "m"), device="cpu", num_gpu_blocks=64, num_threads=1),
+        on_progress=lambda *args: told.append(args),
+    )
+    assert told[-2:] == [("loading weights", 1.0), ("warming up", None)]
     assert parts.quantization == "awq-4bit"
     exact = assemble(EngineConfig(str(tmp_path / "m"), device="cpu", dtype="float32", num_gpu_blocks=64)).engine
     request = exact.add_request(PROMPT, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))

@@ -27,6 +27,7 @@ from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan
+from engine.start_progress import OnProgress
 from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
@@ -106,7 +107,7 @@ class ThreadedRanks:
     def check(self) -> None:
         pass
 
-    def warmup(self) -> None:
+    def warmup(self, on_progress: OnProgress) -> None:
         pass
 
     def _run(self, rank: int, data: bytes) -> CompletedStep:

@@ -1,0 +1,19 @@
+import asyncio
+
+from cli.load.progress import RunProgress, shown
+from cli.load.results import RequestRecord
+
+
+async def test_lines_for_a_log(capsys):
+    open_records = [RequestRecord(chunk_times=[0.1] * 30)]
+    progress = RunProgress(4, lambda: open_records)
+    async with shown(progress, line_seconds=0.02):
+        progress.on_done(RequestRecord(num_output_tokens=10))
+        progress.on_done(RequestRecord(error="timeout"))
+        await asyncio.sleep(0.05)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("2/4 requests in 0 s, ")
+    assert first.endswith(" tok/s, 1 failed")
+    assert float(first.split()[5]) > 40 / 5
+    await asyncio.sleep(0.04)
+    assert capsys.readouterr().err == ""

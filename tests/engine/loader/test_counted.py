@@ -1,0 +1,51 @@
+"""Progress of loading: of every kind of checkpoint, in order, and complete at the end."""
+
+import pytest
+import torch
+
+from common.model_files import resolve_model
+from engine.config import EngineConfig
+from engine.layers.weights import Partition
+from engine.loader import load_model
+from engine.loader.counted import CountedWeights
+from kvstore.layout import WHOLE, Shard
+
+
+class Weights:
+    """Of a model, without the bytes."""
+
+    def __init__(self, later=()):
+        self.later = later
+
+    def take(self, name, shape, partition=Partition.NONE):
+        return torch.empty(shape, device="meta" if name in self.later else "cpu")
+
+
+def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(monkeypatch):
+    monkeypatch.setattr("engine.loader.counted.INTERVAL_SECONDS", 0.0)
+    told = []
+    weights = CountedWeights(
+        Weights(later={"b"}), {"a": (2, 3), "b": (3,), "c": (1,)}, lambda *args: told.append(args)
+    )
+    for name, shape in (("a", (2, 3)), ("b", (3,)), ("c", (1,))):
+        weights.take(name, shape)
+    weights.count("b")
+    assert told == [("loading weights", 0.6), ("loading weights", 0.7), ("loading weights", 1.0)]
+
+
+def test_it_is_told_ten_times_a_second_at_most_and_at_the_end():
+    told = []
+    weights = CountedWeights(Weights(), {str(n): (1,) for n in range(1000)}, lambda _, part: told.append(part))
+    for number in range(1000):
+        weights.take(str(number), (1,))
+    assert told[0] == 0.001
+    assert told[-1] == 1.0
+    assert len(told) < 20
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+def test_a_model_is_loaded_with_progress(shard):
+    told = []
+    config = EngineConfig("dry-run", device="cpu", quant_mode="none")
+    load_model(resolve_model("dry-run"), config, shard=shard, on_progress=lambda *args: told.append(args))
+    assert told[-1] == ("loading weights", 1.0)
