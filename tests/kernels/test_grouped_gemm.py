@@ -34,7 +34,7 @@ def reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: 
     return torch.stack(parts)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 50, 400])
+@pytest.mark.parametrize("num_tokens", [1, 400])
 @pytest.mark.parametrize("few_experts", [False, True])
 def test_pairs_are_sorted_by_expert(num_tokens: int, few_experts: bool, device: torch.device) -> None:
     chosen, _ = choices(num_tokens, device, few_experts)
@@ -44,7 +44,7 @@ def test_pairs_are_sorted_by_expert(num_tokens: int, few_experts: bool, device: 
     assert torch.equal(pairs.order.cpu().long(), flat.argsort(stable=True))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 20])
+@pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize(("inner", "hidden"), [(32, 64), (24, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
 @pytest.mark.parametrize("is_sorted", [False, True])
@@ -54,7 +54,7 @@ def test_equals_the_reference(
     x = torch.randn(num_tokens, hidden + 8, device=device).to(dtype)[:, :hidden]
     gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device).to(dtype)
     down = torch.randn(NUM_EXPERTS, hidden, inner, device=device).to(dtype)
-    chosen, shares = choices(num_tokens, device, few_experts=num_tokens == 7)
+    chosen, shares = choices(num_tokens, device, few_experts=num_tokens == 9)
     if is_sorted:
         pairs = sort_pairs(chosen, NUM_EXPERTS)
         inside = grouped_gemm(x, gate_up, pairs, TILES, TOP_K)
@@ -68,9 +68,9 @@ def test_equals_the_reference(
 
 
 def test_a_token_is_the_same_in_any_company(device: torch.device) -> None:
-    x = torch.randn(20, 64, device=device).to(HALF_DTYPE)
+    x = torch.randn(8, 64, device=device).to(HALF_DTYPE)
     gate_up = torch.randn(NUM_EXPERTS, 64, 64, device=device).to(HALF_DTYPE)
-    chosen, _ = choices(20, device)
+    chosen, _ = choices(8, device)
     all_of_them = grouped_gemm(x, gate_up, sort_pairs(chosen, NUM_EXPERTS), TILES, TOP_K)
     alone = grouped_gemm(x[3:4], gate_up, sort_pairs(chosen[3:4].contiguous(), NUM_EXPERTS), TILES, TOP_K)
     assert torch.equal(all_of_them[3 * TOP_K : 4 * TOP_K], alone)
