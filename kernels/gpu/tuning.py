@@ -307,3 +307,6 @@ GROUPED: Table[TileConfig] = Table(
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=64), pairs_per_expert=at_most(128)),
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
 )
+
+# `latent_decode`: keys of 576 numbers, of 16 heads or more. Not measured on a GPU yet.
+LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=1)

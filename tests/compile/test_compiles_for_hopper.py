@@ -34,6 +34,8 @@ from kernels.gpu.all_reduce import (
 )
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
+from kernels.gpu.kv_splits import DecodeWorkspace
+from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -145,6 +147,17 @@ def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: lis
     linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]) -> None:
+    rank, width = 512, 576
+    pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, width, dtype=torch.bfloat16, device=META)
+    q = torch.empty(rows, num_heads, width, dtype=torch.bfloat16, device=META)
+    workspace = DecodeWorkspace(rows, num_heads, 1, rank, META)
+    latent_decode(q, pool, rank, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace)
+    check(compiled, "_latent_decode_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:
