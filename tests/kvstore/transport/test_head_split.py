@@ -16,7 +16,7 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
-from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.client import Blocks, KvClient, host_client
@@ -45,6 +45,10 @@ RANKS = [
 
 def geometry_of(heads: int, shard: Shard, num_blocks: int = 6) -> PoolGeometry:
     return PoolGeometry(full_attention(LAYERS, heads, HEAD_DIM, "bfloat16"), num_blocks, BLOCK_SIZE, "f", shard)
+
+
+def latents_of(shard: Shard) -> PoolGeometry:
+    return PoolGeometry(latent_attention(LAYERS, HEAD_DIM, "bfloat16"), 6, BLOCK_SIZE, "f", shard)
 
 
 def whole_blocks(heads: int, num_blocks: int = 6) -> torch.Tensor:
@@ -88,6 +92,13 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
 def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
     for rank in range(size):
         assert split_heads(geometry_of(heads, Shard(rank, size)), size) == (ShardPart(rank, None),)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_latents_are_whole_blocks_of_any_rank(writers: int, readers: int) -> None:
+    parts = [split_heads(latents_of(Shard(rank, readers)), writers) for rank in range(readers)]
+    assert parts == [(ShardPart(rank % writers, None),) for rank in range(readers)]
 
 
 def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
