@@ -110,9 +110,10 @@ class AttentionBackend(Protocol):
     reads it. Rotation is part of `attend`, so that a backend may fuse it with what it does to K and V.
     """
 
-    def attend(self, block: Attention, qkv: Tensor, metadata: Any) -> Tensor:
-        """Norm and rotate q and k as `block` has it, store K and V of its layer, attend causally.
+    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: Any) -> Tensor:
+        """Norm and rotate q and k as `block` has it, store what the pool keeps of its layer, attend causally.
 
-        qkv: (num_tokens, heads + 2 kv_heads, head_dim), may be changed. Returns (num_tokens, heads * head_dim).
+        qkv: (num_tokens, heads + 2 kv_heads, head_dim), or as another block has it; may be changed. Returns the input
+        of the output projection (num_tokens, n).
         """
         ...
