@@ -86,6 +86,16 @@ def test_forms_are_equal(path: Path, expected: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_with_rotary_halves_and_without_groups(tmp_path: Path) -> None:
+    changes = {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    tiny = TinyModel("DeepseekV3", {**DEEPSEEK, **changes})
+    model, found = tiny.build(), logits_of(tiny.save(tmp_path / "m"))
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        expected = reference_logits(model, [*prompt, *logits.argmax(-1).tolist()])[len(prompt) - 1 : -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_engines_reuse_swap_and_recompute(path: Path, expected: list[list[int]], form: str) -> None:
     """Prefixes from the cache, chunks over cached context, blocks that go to the host tier and come back."""
