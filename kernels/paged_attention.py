@@ -55,15 +55,17 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, seq_len = keys.shape[:2]
-    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)
+    group = num_heads // num_kv_heads
+    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device).repeat(group)
     visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
-    grouped = q.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    keys, values = (x.to(q.dtype)[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
+    # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
+    grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
     # On a GPU torch chooses a memory-efficient kernel, which (2.11, float32, 65 tokens, a mask) gives the last query
     # the first one's result.
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
-    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, values.shape[-1])
+    return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _indexable(x: Tensor) -> Tensor:
