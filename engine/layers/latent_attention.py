@@ -120,7 +120,8 @@ class LatentAttention(AttentionBlock):
     def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """(n, rank + rope_dim) -> keys (num_heads, n, qk_dim), values (num_heads, n, v_dim)."""
         c, k_rope = latents[:, : self.rank], latents[:, self.rank :].expand(self.num_heads, -1, -1)
-        return torch.cat([c @ self.w_uk.transpose(1, 2), k_rope], dim=2), c @ self.w_uv.transpose(1, 2)
+        kv = functional.linear(c, self.kv_b).view(c.shape[0], self.num_heads, -1).transpose(0, 1)
+        return torch.cat([kv[..., : self.nope_dim], k_rope], dim=2), kv[..., self.nope_dim :]
 
     def outputs(self, attended: Tensor) -> Tensor:
         return attended[..., : self.v_dim].flatten(1)
