@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
 from engine.layers.weights import ShapeRecorder
@@ -51,12 +52,17 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 @cache
 def num_weights(config: ModelConfig) -> int:
-    """Weights that a token passes through: all linear layers, but of experts those that it chooses."""
+    """Weights that a token passes through: all linear layers, but of a layer's experts those that it chooses."""
     model = family_of(config.architecture).build(config, ShapeRecorder())
     total = config.vocab_size * config.hidden_size
     for block in model.blocks:
         held = sum(ref.layer.weight.numel() for ref in block.linears() if isinstance(ref.layer, Linear))
-        total += held * block.num_chosen // len(block.experts) if isinstance(block, Moe) else held
+        if isinstance(block, Moe):
+            idle = len(block.experts) - block.num_chosen
+            held -= idle * 3 * config.hidden_size * block.rule.intermediate_size
+        if isinstance(block, LatentAttention):
+            held += block.kv_b.numel()
+        total += held
     return total
 
 
@@ -77,7 +83,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    return config.num_layers * 2 * config.kv_size * DTYPE_BYTES[dtype]
+    return config.num_layers * config.num_kv_planes * config.kv_size * DTYPE_BYTES[dtype]
 
 
 def decode_floor_seconds(

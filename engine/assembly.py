@@ -182,12 +182,13 @@ def _assemble(
     )
     runner.warmup(on_progress)
     logger.info(
-        "%s on %s: %s, %d KV blocks of %d tokens (%.2f GB), ready in %.1f s",
+        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), ready in %.1f s",
         files.name,
         device,
         loaded.quant_mode,
         geometry.num_blocks,
         geometry.block_size,
+        geometry.block_bytes // geometry.block_size,
         geometry.pool_bytes / 2**30,
         time.monotonic() - began,
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from common.config import setting
 from common.errors import ConfigError
 
+MLA_FORMS = ("absorbed", "latent", "naive")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -28,6 +30,11 @@ class EngineConfig:
     kv_cache_dtype: str = setting(
         "auto", "auto: as --dtype; fp8: e4m3, half the memory, twice the tokens in it", choices=("auto", "fp8")
     )
+    mla: str = setting(
+        "absorbed", "latent attention: absorbed keeps latents and attends to them; latent expands the kept ones to K "
+        "and V when it attends; naive keeps K and V",
+        choices=MLA_FORMS,
+    )  # fmt: skip
     block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
     kv_cache_gb: float = setting(
@@ -64,6 +71,7 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(message)
 
+        require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
         require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
         require(self.num_gpu_blocks >= 0, "--num-gpu-blocks must not be negative")
         require(self.kv_cache_gb >= 0, "--kv-cache-gb must not be negative")

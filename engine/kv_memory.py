@@ -16,7 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention
+from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
@@ -50,6 +50,8 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
     A sliding window is served up to its length (`ModelConfig.context_length`), where it equals full attention.
     """
     config = model_config
+    if config.num_kv_planes == 1:
+        return latent_attention(config.num_layers, config.head_dim, DTYPE_NAMES[dtype])
     return full_attention(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
 
 

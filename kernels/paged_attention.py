@@ -2,7 +2,8 @@
 
 For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i].
 
-The pool holds K and V as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
+A pool has planes of K and V; or of latent attention (MLA) one plane, whose first columns are V and which all query
+heads share. It holds them as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ def as_stored(kv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_kv(pool: Tensor, layer: int, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
-    """Store kv (num_tokens, 2, num_kv_heads, head_dim) at [block_ids[t], layer, :, :, offsets[t]] of the pool.
+    """Store kv (num_tokens, planes, num_kv_heads, head_dim) at [block_ids[t], layer, :, :, offsets[t]] of the pool.
 
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
+    pool: (num_blocks, num_layers, planes, num_kv_heads, block_size, head_dim).
     """
     target = _indexable(pool)[:, layer].permute(0, 3, 1, 2, 4)
     target.index_put_((block_ids, offsets), _indexable(as_stored(kv, pool.dtype)))
 
 
 def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tensor:
-    """K and V of one sequence, copied out of its blocks: (2, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
-    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, 2, heads, block_size, head_dim)
+    """One sequence, copied out of its blocks: (planes, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
+    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, planes, heads, block_size, head_dim)
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
@@ -43,17 +44,28 @@ def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     q: (num_queries, num_heads, head_dim), the last `num_queries` positions of the sequence.
     kv: (2, num_kv_heads, seq_len, head_dim). Returns (num_queries, num_heads, head_dim).
     """
+    return attend_causally(q, kv[0], kv[1])
+
+
+def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Like `attend_sequence`, with values of any width.
+
+    keys: (num_kv_heads, seq_len, head_dim); values: (num_kv_heads, seq_len, value_dim), which may be a view of keys.
+    Returns (num_queries, num_heads, value_dim).
+    """
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, seq_len = kv.shape[1], kv.shape[2]
-    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device)
+    num_kv_heads, seq_len = keys.shape[:2]
+    group = num_heads // num_kv_heads
+    positions = torch.arange(seq_len - num_queries, seq_len, device=q.device).repeat(group)
     visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
-    grouped = q.view(num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    keys, values = kv.to(q.dtype)[:, :, None].expand(-1, -1, grouped.shape[1], -1, -1)
+    # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
+    grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
     # On a GPU torch chooses a memory-efficient kernel, which (2.11, float32, 65 tokens, a mask) gives the last query
     # the first one's result.
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
-    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+    return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _indexable(x: Tensor) -> Tensor:

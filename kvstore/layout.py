@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from common.errors import ConfigError, UnsupportedModelError
 
 KvKind = Literal["full", "window", "latent", "state"]
+SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("latent", 1))  # kind and planes of a pool's one group
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 MAX_DIMENSION = 1 << 16
 
@@ -86,6 +87,11 @@ def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
     return KvLayout((KvGroup("attention", "full", tuple(range(num_layers)), num_kv_heads, head_dim, dtype),))
 
 
+def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
+    """The layout of a model of whose tokens every layer keeps one vector (MLA): the latent and the rotated key."""
+    return KvLayout((KvGroup("attention", "latent", tuple(range(num_layers)), 1, width, dtype, num_planes=1),))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The KV of one rank among `size` that share a model's heads (tensor parallelism)."""
@@ -135,10 +141,11 @@ class PoolGeometry:
     def group(self) -> KvGroup:
         """The group that the pool holds."""
         groups = self.layout.groups
-        if len(groups) == 1 and groups[0].kind == "full" and groups[0].num_planes == 2:
+        if len(groups) == 1 and (groups[0].kind, groups[0].num_planes) in SERVED:
             return groups[0]
         raise UnsupportedModelError(
-            f"KV that is not one group of full attention with K and V is not supported yet: {self.layout}"
+            f"KV that is not one group of full attention with K and V, or of latents, is not supported yet: "
+            f"{self.layout}"
         )
 
     @property

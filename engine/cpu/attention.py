@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.cpu.batch import StepBatch
 from engine.cpu.kv_mirror import KVMirror, LayerViews, MirrorRow
-from engine.layers.attention import Attention
+from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from kernels.cpu_attention import (
     KEY_STEP,
@@ -79,7 +79,7 @@ Query = tuple[int, MirrorRow, int]  # which of the step's tokens, where its sequ
 
 
 class CpuAttention:
-    """The backend for pools in host memory."""
+    """The backend for pools of K and V in host memory."""
 
     def __init__(self, pool: Tensor, num_heads: int, rotary: Tensor) -> None:
         """rotary: see `rotary_table`."""
@@ -123,17 +123,15 @@ class CpuAttention:
             metadata.chunk_tokens, metadata.mirrored_tokens = torch.cat(spans), torch.tensor(mirrored)
         return metadata
 
-    def attend(self, block: Attention, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
+    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: CpuMetadata) -> Tensor:
         """See AttentionBackend."""
-        block.norm_and_rotate_(qkv, metadata.rotation)
-        layer, num_heads = block.layer, self._num_heads
-        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, self._kv_heads, self._head_dim)
+        layer, (q, kv) = block.layer, block.heads(qkv, metadata.rotation)
         if metadata.chunks:
             self._write_chunks(layer, kv, metadata)
         if metadata.groups:
             self._keep_decoded(layer, kv, metadata)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
-            return self._attend_group(layer, q, kv, metadata.groups[0]).flatten(1)
+            return block.outputs(self._attend_group(layer, q, kv, metadata.groups[0]))
         out = torch.empty(q.shape, dtype=q.dtype)
         for group in metadata.groups:
             assert group.tokens is not None  # else the group was the whole step
@@ -141,7 +139,7 @@ class CpuAttention:
         for chunk in metadata.chunks:
             tokens, gathered = slice(chunk.start, chunk.stop), self._gather(layer, chunk)
             out[tokens] = chunk_attention(q[tokens], gathered, chunk.seq_len, self._corner)
-        return out.flatten(1)
+        return block.outputs(out)
 
     def _group_of(self, queries: list[Query], batch: StepBatch, inputs: Tensor) -> DecodeGroup:
         arena = queries[0][1].arena

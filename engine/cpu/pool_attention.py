@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.cpu.batch import StepBatch
-from engine.layers.attention import Attention, AttentionBackend
+from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.rotary import Rotation
-from kernels.paged_attention import attend_sequence, gather_kv, write_kv
+from kernels.paged_attention import attend_causally, gather_kv, write_kv
 
 
 class BatchAttention(AttentionBackend, Protocol):
@@ -49,15 +49,12 @@ class PoolAttention:
             rows.append((batch.query_starts[index], batch.query_starts[index + 1], table, seq_len))
         return PoolMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], rows)
 
-    def attend(self, block: Attention, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
+    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
         """See AttentionBackend."""
-        block.norm_and_rotate_(qkv, metadata.rotation)
-        layer = block.layer
-        num_kv_heads = self._pool.shape[3]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        q, kv = qkv[:, :num_heads], qkv[:, num_heads:].view(-1, 2, num_kv_heads, qkv.shape[2])
-        write_kv(self._pool, layer, kv, metadata.block_ids, metadata.offsets)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, kv = block.heads(qkv, metadata.rotation)
+        write_kv(self._pool, block.layer, kv, metadata.block_ids, metadata.offsets)
+        attended = []
         for start, stop, table, seq_len in metadata.rows:
-            out[start:stop] = attend_sequence(q[start:stop], gather_kv(self._pool, layer, table, seq_len))
-        return out.flatten(1)
+            keys, values = block.context(gather_kv(self._pool, block.layer, table, seq_len))
+            attended.append(attend_causally(q[start:stop], keys, values))
+        return block.outputs(torch.cat(attended))

@@ -52,7 +52,10 @@ class ModelRunner:
         """group: of the ranks that have the other shards of the model."""
         model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
-        expected = (model_config.num_layers, 2, model_config.num_kv_heads, config.block_size, model_config.head_dim)
+        expected = (
+            model_config.num_layers, model_config.num_kv_planes, model_config.num_kv_heads, config.block_size,
+            model_config.head_dim,
+        )  # fmt: skip
         expected_dtype = kv_dtype(config, loaded.dtype)
         if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
             raise ConfigError(
@@ -172,7 +175,8 @@ class ModelRunner:
 
 
 def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> BatchAttention:
-    if kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # its products read K and V as they lie
+    has_k_and_v = loaded.model.config.num_kv_planes == 2
+    if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie
         return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)
     return PoolAttention(kv_pool, loaded.model.rotary)
 

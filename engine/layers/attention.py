@@ -5,6 +5,7 @@ What is between the two GEMMs needs the KV of earlier tokens, so an `AttentionBa
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -19,7 +20,35 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_
 
 
-class Attention(Block):
+class AttentionBlock(Block):
+    """A block with K and V in the pool, and how a backend gets from what the block gives it to attention and back.
+
+    layer: whose K and V these are, in the pool.
+    """
+
+    layer: int
+
+    @abstractmethod
+    def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Norm and rotate what `Step.attend` was given; it may be changed.
+
+        Returns queries (num_tokens, num_heads, head_dim) and what the pool keeps of each token (num_tokens, planes,
+        kv_heads, head_dim).
+        """
+
+    @abstractmethod
+    def context(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence from what the pool keeps of it.
+
+        kv: as `gather_kv` returns it. Returns (kv_heads, n, head_dim) and (kv_heads, n, value_dim).
+        """
+
+    @abstractmethod
+    def outputs(self, attended: Tensor) -> Tensor:
+        """The output projection's input (num_tokens, n) from heads (num_tokens, num_heads, value_dim)."""
+
+
+class Attention(AttentionBlock):
     """q, k and v are one GEMM.
 
     layer: whose K and V these are, in the pool. qk_norm: (heads + kv_heads, head_dim) or None.
@@ -58,6 +87,17 @@ class Attention(Block):
             qk.copy_(rms_norm(qk, self.qk_norm, self.eps))
         rotate_(qk, *rotation)
 
+    def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        self.norm_and_rotate_(qkv, rotation)
+        q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
+        return q, kv.view(-1, 2, self.num_kv_heads, qkv.shape[2])
+
+    def context(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return kv[0], kv[1]
+
+    def outputs(self, attended: Tensor) -> Tensor:
+        return attended.flatten(1)
+
     def linears(self) -> Iterator[LinearRef]:
         yield LinearRef(self, "qkv", "qkv")
         yield LinearRef(self, "output", "output")
@@ -70,9 +110,10 @@ class AttentionBackend(Protocol):
     reads it. Rotation is part of `attend`, so that a backend may fuse it with what it does to K and V.
     """
 
-    def attend(self, block: Attention, qkv: Tensor, metadata: Any) -> Tensor:
-        """Norm and rotate q and k as `block` has it, store K and V of its layer, attend causally.
+    def attend(self, block: AttentionBlock, qkv: Tensor, metadata: Any) -> Tensor:
+        """Norm and rotate q and k as `block` has it, store what the pool keeps of its layer, attend causally.
 
-        qkv: (num_tokens, heads + 2 kv_heads, head_dim), may be changed. Returns (num_tokens, heads * head_dim).
+        qkv: (num_tokens, heads + 2 kv_heads, head_dim), or as another block has it; may be changed. Returns the input
+        of the output projection (num_tokens, n).
         """
         ...

@@ -19,7 +19,7 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.layers.weights import Partition, WeightSource
 
 Attend = Callable[[Any, Tensor], Tensor]
-"""(attention block, qkv) -> the input of its output projection: `AttentionBackend.attend` with a step's metadata."""
+"""(attention block, q, k and v) -> the input of its output projection: `AttentionBackend.attend` with metadata."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
-"""Mixture of experts: y = sum over the k likeliest experts e of p_e MLP_e(x), p = softmax(W_router x). Plain torch.
+"""Mixture of experts: y = sum over the chosen experts e of p_e MLP_e(x), and those of shared experts. Plain torch.
 
+Which are chosen, and p, is `engine/layers/routing.py`'s.
 Each expert computes the tokens that chose it. Which those are is read on the host, so this is no block for a CUDA
 graph; and a token's result does not depend on the tokens beside it.
 """
@@ -18,7 +19,8 @@ from torch.nn import functional
 from engine.layers.block import Block, LinearRef, Step
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import take_gated
-from engine.layers.weights import WeightSource
+from engine.layers.routing import choose_experts
+from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
 from kernels.silu_mul import silu_mul
 
@@ -37,7 +39,8 @@ class Expert:
 class Moe(Block):
     """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
 
-    router: (num_experts, hidden); never quantized, it is small and every choice hangs on it.
+    router: (num_experts, hidden); never quantized, it is small and every choice hangs on it. choice_bias: float32
+    (num_experts,) or None. shared: all shared experts as one, or None.
     """
 
     def __init__(
@@ -49,14 +52,24 @@ class Moe(Block):
         self.eps = config.rms_norm_eps
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
+        if moe.float32_router and self.router.device.type != "meta":
+            self.router = self.router.float()
+        self.choice_bias: Tensor | None = None
+        if moe.has_choice_bias:
+            self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
+        self.rule = moe
         self.num_chosen = moe.num_experts_per_token
-        self.normalizes = moe.normalizes_weights
         gate, up, down = projections
         self.experts = []
         for index in range(moe.num_experts):
             expert = f"{name}.experts.{index}"
             names = (f"{expert}.{gate}", f"{expert}.{up}", f"{expert}.{down}")
             self.experts.append(Expert(*take_gated(weights, names, config.hidden_size, moe.intermediate_size)))
+        self.shared: Expert | None = None
+        if moe.num_shared_experts:
+            names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
+            inner = moe.num_shared_experts * moe.intermediate_size
+            self.shared = Expert(*take_gated(weights, names, config.hidden_size, inner))
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         shares, chosen = self.route(x)
@@ -65,22 +78,25 @@ class Moe(Block):
             tokens, choices = torch.where(chosen == index)
             y = self.experts[index](x[tokens])
             out.index_add_(0, tokens, y * shares[tokens, choices, None])  # float32, as shares are
+        if self.shared is not None:
+            out += self.shared(x)
         return out.to(x.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares, float32, and indices of each token's experts: (num_tokens, num_chosen) each."""
-        probabilities = functional.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
-        shares, chosen = probabilities.topk(self.num_chosen, dim=-1)
-        if self.normalizes:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        return shares, chosen
+        logits = functional.linear(x.to(self.router.dtype), self.router)
+        return choose_experts(logits, self.rule, self.choice_bias)
 
     def linears(self) -> Iterator[LinearRef]:
         for index, expert in enumerate(self.experts):
             yield LinearRef(expert, "gate_up", f"experts.{index}.gate_up")
             yield LinearRef(expert, "down", f"experts.{index}.down")
+        if self.shared is not None:
+            yield LinearRef(self.shared, "gate_up", "shared.gate_up")
+            yield LinearRef(self.shared, "down", "shared.down")
 
     def copy(self) -> Self:
         block = super().copy()
         block.experts = [copy.copy(expert) for expert in self.experts]
+        block.shared = copy.copy(self.shared)
         return block

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.models.rope import RopeConfig
+from engine.models.rope import RopeConfig, yarn_mscale
 
 
 class Rotation(NamedTuple):
@@ -52,8 +52,7 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.kind == "llama3":
         return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":
-        default = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-        scale = default if rope.attention_factor is None else rope.attention_factor
+        scale = yarn_mscale(rope.factor) if rope.attention_factor is None else rope.attention_factor
         return _yarn(plain, rope, head_dim), scale
     return plain, 1.0
 

@@ -12,6 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+CHOICE_BIAS = "e_score_correction_bias"
+"""How names end whose weights are float32 whatever the model computes in: all choices of experts hang on them."""
+
 
 class Partition(Enum):
     """Which part of a weight (out, in) each rank of a tensor-parallel model holds.

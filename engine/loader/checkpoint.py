@@ -14,16 +14,22 @@ Shape = tuple[int, ...]
 
 
 def check_weights(
-    needed: Mapping[str, Shape], found: Mapping[str, Shape], tied: bool, quantized: Sequence[str] = ()
+    needed: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    tied: bool,
+    quantized: Sequence[str] = (),
+    unused: tuple[str, ...] = (),
 ) -> None:
     """Raise ConfigError that names missing, unexpected and wrongly shaped weights.
 
-    quantized: what is wrong with quantized ones, a line each.
+    quantized: what is wrong with quantized ones, a line each. unused: see ModelConfig.
     """
     ignored = {"lm_head.weight"} if tied else set()
     missing = [name for name in needed if name not in found]
     unexpected = [
-        name for name in found if name not in needed and name not in ignored and not name.endswith(IGNORED_SUFFIXES)
+        name
+        for name in found
+        if not (name in needed or name in ignored or name.startswith(unused) or name.endswith(IGNORED_SUFFIXES))
     ]
     wrong = [
         f"{name} is {list(found[name])}, not {list(shape)}"

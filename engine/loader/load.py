@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
@@ -36,6 +36,7 @@ from engine.models.config import (
     config_from_gguf,
     config_from_hf,
     read_hf_config,
+    with_latent,
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.model import Model, OnBlock
@@ -148,7 +149,7 @@ def load_model(
             quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
             model = _build_plain(source, engine_config, quant_mode, device, on_progress)
     identity = {
-        "config": source.config,
+        "config": _as_cached(source.config),
         "dtype": DTYPE_NAMES[dtype],
         "quant_mode": quant_mode,
         **source.identity,
@@ -160,6 +161,13 @@ def load_model(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
+
+
+def _as_cached(config: ModelConfig) -> ModelConfig:
+    """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
+    if config.latent is None or config.latent.form == "naive":
+        return config
+    return replace(config, latent=replace(config.latent, form="latent"))
 
 
 def _build_shard(
@@ -238,12 +246,14 @@ def _checked_skeleton(source: _Source, device: torch.device) -> Model:
 
     Raises ConfigError, and UnsupportedModelError for blocks that the device has no kernels for.
     """
-    needed, tied = ShapeRecorder(), source.config.tie_word_embeddings
+    needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
     skeleton = source.family.build(source.config, needed)
+    if device.type == "cuda" and source.config.latent is not None:
+        raise UnsupportedModelError("latent attention (MLA) has no GPU kernels yet: use --device cpu")
     if isinstance(source.weights, PackedWeights):
-        source.weights.check(needed.shapes, tied)
+        source.weights.check(needed.shapes, tied, unused)
     elif source.shapes is not None:
-        check_weights(needed.shapes, source.shapes, tied)
+        check_weights(needed.shapes, source.shapes, tied, unused=unused)
     return skeleton
 
 
@@ -257,6 +267,8 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
     config = family.adapt_config(config_from_hf(raw), raw)
+    if config.latent is not None:
+        config = with_latent(config, replace(config.latent, form=engine_config.mla))
     quantization = quantization_from_hf(raw)
     if engine_config.load_format == "dummy":
         if quantization is not None:

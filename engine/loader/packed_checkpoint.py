@@ -44,7 +44,7 @@ class PackedWeights:
         self._packed: dict[str, _Packed] = {}
         self._idle_biases: list[str] = []
 
-    def check(self, needed: Mapping[str, Shape], tied: bool) -> None:
+    def check(self, needed: Mapping[str, Shape], tied: bool, unused: tuple[str, ...] = ()) -> None:
         """Find the scheme of each quantized weight. Raises ConfigError that names all that does not fit."""
         found = self._tensors.shapes
         problems = []
@@ -66,7 +66,7 @@ class PackedWeights:
             for part in understood:
                 found.pop(f"{module}.{part}", None)
             found[name] = shape
-        check_weights(needed, found, tied, problems)
+        check_weights(needed, found, tied, problems, unused)
 
     def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
         """The first scheme that the tensors fit, or None and why they fit none."""

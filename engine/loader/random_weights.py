@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.layers.weights import Partition
+from engine.layers.weights import CHOICE_BIAS, Partition
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.models.rope import RopeConfig
@@ -61,4 +61,4 @@ class RandomWeights:
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         weight = torch.empty(shape, dtype=self._draw_dtype, device=self._draw_device)
         weight.normal_(0.0, self._std, generator=self._generator)
-        return weight.to(device=self._device, dtype=self._dtype)
+        return weight.to(device=self._device, dtype=torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype)

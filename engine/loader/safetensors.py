@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import Partition
+from engine.layers.weights import CHOICE_BIAS, Partition
 from engine.loader.checkpoint import Shape
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -49,7 +49,8 @@ class SafetensorsWeights:
         if type_name not in PLAIN_TYPES:
             raise ConfigError(f"{name} holds {type_name} numbers, but config.json says nothing of quantization there")
         # `copy=True`: a tensor that already has the right type would keep the file mapped and be read lazily.
-        return self._open(name).to(device=self.device, dtype=self.dtype, copy=True)
+        dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self.dtype
+        return self._open(name).to(device=self.device, dtype=dtype, copy=True)
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored, on the device."""

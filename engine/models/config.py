@@ -10,16 +10,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.models.rope import RopeConfig, rope_from_gguf, rope_from_hf
+
+ScoreKind = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
-    dense_layers: those with a plain MLP instead.
+    dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
+    the ones it chooses. The rest is the rule by which it chooses, see `engine.layers.routing`.
     """
 
     num_experts: int
@@ -27,13 +30,41 @@ class MoeConfig:
     intermediate_size: int
     normalizes_weights: bool = True
     dense_layers: tuple[int, ...] = ()
+    num_shared_experts: int = 0
+    score: ScoreKind = "softmax"
+    has_choice_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_top: int = 1
+    weight_factor: float = 1.0
+    float32_router: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention, see `engine.layers.latent_attention`.
+
+    q_lora_rank: None: queries are not compressed. mscale: its square is a factor on scores. rope_interleave: the
+    checkpoint's rotary dimensions are pairs. form: what the pool keeps, and when it is expanded.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    mscale: float = 1.0
+    rope_interleave: bool = True
+    form: str = "absorbed"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of a decoder with grouped-query attention, and gated MLPs or experts.
+    """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
-    Of a rank of a tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
+    num_kv_heads, head_dim: as the pool has them (`with_latent`). unused_weights: beginnings of names that a
+    checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads, intermediate sizes and
+    vocabulary are that rank's (`shard`).
     """
 
     architecture: str
@@ -53,9 +84,21 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    unused_weights: tuple[str, ...] = ()
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated dimensions of a head."""
+        return self.head_dim if self.latent is None else self.latent.rope_head_dim
+
+    @property
+    def num_kv_planes(self) -> int:
+        """2, K and V; of latents 1."""
+        return 2 if self.latent is None or self.latent.form == "naive" else 1
 
     @property
     def q_size(self) -> int:
@@ -129,20 +172,20 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
-    num_heads = _positive(raw, "num_attention_heads")
-    hidden_size = _positive(raw, "hidden_size")
+    num_heads = positive(raw, "num_attention_heads")
+    hidden_size = positive(raw, "hidden_size")
     eos = raw.get("eos_token_id")
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    max_position = _positive(raw, "max_position_embeddings")
+    max_position = positive(raw, "max_position_embeddings")
     config = ModelConfig(
         architecture=architecture_of(raw),
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=positive(raw, "vocab_size"),
         hidden_size=hidden_size,
-        num_layers=_positive(raw, "num_hidden_layers"),
+        num_layers=positive(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
         head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=positive(raw, "intermediate_size"),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=rope_from_hf(raw, max_position),
         max_position_embeddings=max_position,
@@ -155,10 +198,23 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
+def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
+    """The config with latent attention, and with heads as the pool keeps them in that form. Raises ConfigError."""
+    qk_dim = latent.nope_head_dim + latent.rope_head_dim
+    if latent.rope_head_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim {latent.rope_head_dim} is odd, rotary embedding needs pairs")
+    if latent.v_head_dim > qk_dim:
+        raise ConfigError(f"values of {latent.v_head_dim} (v_head_dim) are wider than keys of {qk_dim}")
+    if latent.form == "naive":
+        return replace(config, latent=latent, num_kv_heads=config.num_heads, head_dim=qk_dim)
+    return replace(config, latent=latent, num_kv_heads=1, head_dim=latent.kv_lora_rank + latent.rope_head_dim)
+
+
 def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
     """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
-    count = "num_experts" if "num_experts" in raw else "num_local_experts"  # as files and newer transformers write it
-    moe = MoeConfig(_positive(raw, count), _positive(raw, "num_experts_per_tok"), _positive(raw, intermediate_size))
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # as files and newer transformers write it
+    count = next((name for name in names if name in raw), names[0])
+    moe = MoeConfig(positive(raw, count), positive(raw, "num_experts_per_tok"), positive(raw, intermediate_size))
     if moe.num_experts_per_token > moe.num_experts:
         raise ConfigError(f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_experts}")
     return moe
@@ -241,7 +297,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> int:
+def positive(raw: Mapping[str, Any], key: str) -> int:
+    """The field. Raises ConfigError with its name."""
     value = raw.get(key)
     if not isinstance(value, int) or value <= 0:
         raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")

@@ -46,7 +46,7 @@ OnBlock = Callable[[Block], None]
 
 @dataclass(slots=True)
 class Model:
-    """rotary: (max_position_embeddings, 2, head_dim), see `rotary_table`."""
+    """rotary: (max_position_embeddings, 2, rope_dim), see `rotary_table`."""
 
     config: ModelConfig
     embedding: Tensor  # (vocab, hidden)
@@ -84,7 +84,7 @@ def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock
     on_cpu = embedding.device.type == "cpu"
     rotary = rotary_table(
         config.rope,
-        config.head_dim,
+        config.rope_dim,
         config.max_position_embeddings,
         torch.float32 if on_cpu else embedding.dtype,
         embedding.device,

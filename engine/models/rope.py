@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -36,13 +37,14 @@ def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
         raise UnsupportedModelError(f"rope scaling {kind!r} is not supported (known: {', '.join(ROPE_KINDS)})")
     if float(raw.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModelError("partial rotary embedding is not supported")
-    if values.get("mscale") or values.get("mscale_all_dim"):
-        raise UnsupportedModelError("yarn with mscale is not supported")
-    attention_factor = values.get("attention_factor")
+    factor, attention_factor = float(values.get("factor") or 1.0), values.get("attention_factor")
+    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     return RopeConfig(
         theta=float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         kind=cast(RopeKind, kind),
-        factor=float(values.get("factor") or 1.0),
+        factor=factor,
         low_freq_factor=float(values.get("low_freq_factor") or 1.0),
         high_freq_factor=float(values.get("high_freq_factor") or 4.0),
         original_max_position=int(values.get("original_max_position_embeddings") or max_position),
@@ -51,6 +53,11 @@ def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
         attention_factor=None if attention_factor is None else float(attention_factor),
         truncate=bool(values.get("truncate", True)),
     )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """What yarn multiplies queries and keys by for a context `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:

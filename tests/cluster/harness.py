@@ -6,6 +6,7 @@ Every process is started in its own session and ended by its id, also when a tes
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,10 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
+
+from common.model_files import resolve_model
+from common.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from tests.engine.tiny_models import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
@@ -33,6 +40,15 @@ def free_ports(count: int) -> list[int]:
         for probe in sockets:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in sockets]
+
+
+def save_with_tokenizer(tiny: TinyModel, folder: Path) -> Path:
+    """Write the model with the bytes of dry-run as tokens and another end of sequence."""
+    tiny.save(folder)
+    tokenizer = load_tokenizer(resolve_model("dry-run"))
+    (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.token_text(258)}))
+    return folder
 
 
 @dataclass

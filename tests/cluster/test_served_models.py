@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
 from engine import LLM, SamplingParams
-from tests.cluster.harness import Cluster, running_cluster
+from tests.cluster.harness import Cluster, running_cluster, save_with_tokenizer
 from tests.engine.tiny_models import TinyModel
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -27,11 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save_tiny_model(folder: Path) -> Path:
     """Write a random Llama with the bytes of dry-run as tokens and another end of sequence."""
-    TinyModel("Llama", {"vocab_size": 320, "max_position_embeddings": 512}).save(folder)
-    tokenizer = load_tokenizer(resolve_model("dry-run"))
-    (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.token_text(258)}))
-    return folder
+    return save_with_tokenizer(TinyModel("Llama", {"vocab_size": 320, "max_position_embeddings": 512}), folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.engine.tiny_models import TinyModel
+from tests.engine.tiny_models import CHOICE_BIAS, TinyModel
 
 VOCAB_SIZE = 224
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
@@ -252,7 +252,7 @@ def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1)
     with torch.no_grad():
         for name, parameter in checkpoint_weights(model):
             module, _, last = name.rpartition(".")
-            is_map = last == "weight" and module.endswith(("_proj", "lm_head", "embed_tokens"))
+            is_map = last == "weight" and module.endswith(("_proj", "_with_mqa", "lm_head", "embed_tokens"))
             if not is_map or module.endswith(form.kept_plain):
                 tensors[name] = parameter.clone()
                 continue
@@ -269,6 +269,7 @@ def write(form: Format, path: Path, tiny: TinyModel = TINY, num_shards: int = 1)
 
 def checkpoint_weights(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters as checkpoints name them: transformers holds all experts of a layer in two tensors."""
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(CHOICE_BIAS))
     for name, parameter in model.named_parameters():
         module, _, last = name.rpartition(".")
         if not module.endswith(".experts"):

@@ -65,7 +65,7 @@ def test_packed_checkpoints_may_have_experts(tmp_path: Path) -> None:
     assert loaded.quant_mode == "gptq-4bit"
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
 def test_random_weights_need_the_config_alone(name: str, tmp_path: Path) -> None:
     saved = TINY_MODELS[name].save(tmp_path / "saved")
     (tmp_path / "config").mkdir()

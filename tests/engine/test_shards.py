@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.attention import Attention
+from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block, Step
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, ShapeRecorder
 from engine.loader.random_weights import RandomWeights
 from engine.loader.sharded import ShardedWeights
-from engine.models.config import ModelConfig, MoeConfig
+from engine.models.config import LatentConfig, ModelConfig, MoeConfig, with_latent
 from engine.models.families import family_of
 from engine.models.model import Model
 from engine.models.rope import RopeConfig
+from kernels.paged_attention import attend_causally
 from kvstore.layout import Shard
 
 NUM_TOKENS = 5
@@ -31,7 +32,17 @@ CONFIGS = {
         architecture="Qwen3ForCausalLM", qk_norm=True, attention_bias=True, attention_output_bias=True, **BASE
     ),
     "experts": ModelConfig(architecture="Qwen3MoeForCausalLM", moe=MoeConfig(4, 2, 16), **BASE),
-}
+    **{
+        form: with_latent(
+            ModelConfig(
+                architecture="DeepseekV3ForCausalLM", attention_bias=True, attention_output_bias=True,
+                moe=MoeConfig(4, 2, 16, num_shared_experts=3, score="sigmoid", has_choice_bias=True), **BASE,
+            ),
+            LatentConfig(q_rank, 16, 6, 4, 8, mscale=1.3, form=form),
+        )
+        for form, q_rank in (("absorbed", 12), ("latent", None), ("naive", 12))
+    },
+}  # fmt: skip
 
 
 class Drawn:
@@ -61,15 +72,12 @@ def build(config: ModelConfig, rank: int, size: int) -> Model:
 
 
 def output(block: Block, model: Model) -> Tensor:
-    """Of random inputs; every token attends to itself alone, with its group's K and V."""
-    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
+    """Of random inputs, which are one sequence."""
     positions = torch.arange(NUM_TOKENS)
 
-    def attend(block: Attention, qkv: Tensor) -> Tensor:
-        block.norm_and_rotate_(qkv, Rotation.of(model.rotary, positions))
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-        return (v + q * k).flatten(1)
+    def attend(block: AttentionBlock, qkv: Tensor) -> Tensor:
+        q, kv = block.heads(qkv, Rotation.of(model.rotary, positions))
+        return block.outputs(attend_causally(q, *block.context(kv.permute(1, 2, 0, 3))))
 
     x = torch.randn(NUM_TOKENS, 32, generator=torch.Generator().manual_seed(1))
     return block(x, Step(positions, attend))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 VOCAB_SIZE = 211
 EOS = 3
+CHOICE_BIAS = "e_score_correction_bias"  # the one buffer that checkpoints hold
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -42,6 +43,9 @@ class TinyModel:
             for name, parameter in model.named_parameters():
                 center = 1.0 if name.endswith("norm.weight") else 0.0
                 parameter.normal_(center, 0.15)  # biases and norms too: at their defaults they would test nothing
+            for name, buffer in model.named_buffers():
+                if name.endswith(CHOICE_BIAS):
+                    buffer.normal_(0.0, 0.15)
         return model
 
     def save(self, path: Path) -> Path:
@@ -57,6 +61,12 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 LLAMA3_ROPE = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+DEEPSEEK = {
+    "num_key_value_heads": 6, "rms_norm_eps": 1e-6, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK_ROPE = rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.9, original_max_position_embeddings=64)
 QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
@@ -74,6 +84,22 @@ TINY_MODELS = {
     "qwen3-moe": TinyModel("Qwen3Moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": TinyModel(
         "Qwen3Moe", {**QWEN3_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    ),
+    "deepseek-v2-lite": TinyModel("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_ROPE}),
+    "deepseek-v2": TinyModel(
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3": TinyModel(
+        "DeepseekV3", {**DEEPSEEK, **DEEPSEEK_ROPE, "q_lora_rank": 24, "n_group": 4, "topk_group": 2}
     ),
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }

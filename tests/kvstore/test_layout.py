@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
-from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard, full_attention
+from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
 
 FULL = KvGroup("attention", "full", (0, 1, 2), 4, 8, "bfloat16")
 WINDOW = replace(FULL, name="local", kind="window", window=512, layers=(3, 4))
@@ -31,6 +31,14 @@ def test_the_geometry_is_layout_times_blocks_times_shard() -> None:
     half = replace(geometry, shard=Shard(1, 2))
     assert (half.block_shape, half.heads) == ((3, 2, 2, 16, 8), range(2, 4))
     assert half.block_bytes * 2 == geometry.block_bytes
+
+
+def test_every_rank_has_all_latents() -> None:
+    whole = PoolGeometry(latent_attention(27, 576, "bfloat16"), 10, 64, "f")
+    assert whole.block_shape == (27, 1, 1, 64, 576)
+    assert whole.block_bytes == 64 * LATENT.bytes_per_token
+    ranks = [replace(whole, shard=Shard(rank, 4)) for rank in range(4)]
+    assert {(rank.block_shape, rank.content_name) for rank in ranks} == {(whole.block_shape, whole.content_name)}
 
 
 def test_the_content_name_says_which_bytes_a_key_stands_for() -> None:
@@ -70,7 +78,16 @@ def test_impossible_shards(shard: Shard, num_heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "groups", [(WINDOW,), (LATENT,), (STATE,), (FULL, WINDOW), (replace(FULL, num_planes=1),), ()]
+    "groups",
+    [
+        (WINDOW,),
+        (STATE,),
+        (FULL, WINDOW),
+        (FULL, LATENT),
+        (replace(FULL, num_planes=1),),
+        (replace(LATENT, num_planes=2),),
+        (),
+    ],
 )
 def test_what_no_pool_serves_can_be_declared_and_is_refused(groups: tuple[KvGroup, ...]) -> None:
     layout = KvLayout(groups)

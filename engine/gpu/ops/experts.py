@@ -26,7 +26,10 @@ class StackedExperts:
     """
 
     def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts that are not plain."""
+        """Raise UnsupportedModelError for experts that are not plain, or chosen otherwise than the kernel does."""
+        rule = block.rule
+        if rule.score != "softmax" or rule.num_groups > 1 or block.shared is not None or rule.weight_factor != 1.0:
+            raise UnsupportedModelError("this choice of experts has no GPU kernel yet: use --device cpu")
         self.gate_up = _stacked([expert.gate_up for expert in block.experts])
         self.down = _stacked([expert.down for expert in block.experts])
 
@@ -46,7 +49,7 @@ def moe(block: Moe, experts: StackedExperts, router: Callable[[Tensor], Tensor])
     num_experts, top_k = experts.gate_up.shape[0], block.num_chosen
 
     def body(x: Tensor, step: object) -> Tensor:
-        shares, chosen = route_softmax(router(x), top_k, block.normalizes)
+        shares, chosen = route_softmax(router(x), top_k, block.rule.normalizes_weights)
         num_pairs = chosen.numel()
         row = PAIR.find(pairs=num_pairs)
         if row is not None:

@@ -40,7 +40,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["llama", "deepseek-v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp(request.param))

@@ -16,7 +16,7 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
-from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.client import Blocks, KvClient, host_client
@@ -34,6 +34,7 @@ from worker.device_pool import AttachedPool, DevicePool
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # peers' pools are not
 LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
+LATENTS = 0  # as a number of heads: one vector a token instead, in one plane
 RANKS = [
     (heads, writers, readers)
     for heads in (1, 2, 3, 4, 8)
@@ -44,12 +45,16 @@ RANKS = [
 
 
 def geometry_of(heads: int, shard: Shard, num_blocks: int = 6) -> PoolGeometry:
-    return PoolGeometry(full_attention(LAYERS, heads, HEAD_DIM, "bfloat16"), num_blocks, BLOCK_SIZE, "f", shard)
+    if heads == LATENTS:
+        layout = latent_attention(LAYERS, HEAD_DIM, "bfloat16")
+    else:
+        layout = full_attention(LAYERS, heads, HEAD_DIM, "bfloat16")
+    return PoolGeometry(layout, num_blocks, BLOCK_SIZE, "f", shard)
 
 
 def whole_blocks(heads: int, num_blocks: int = 6) -> torch.Tensor:
     """What a pool of all heads holds; every element is another one."""
-    shape = (num_blocks, LAYERS, 2, heads, BLOCK_SIZE, HEAD_DIM)
+    shape = (num_blocks, *geometry_of(heads, Shard()).block_shape)
     return torch.arange(int(np.prod(shape)), dtype=torch.int16).view(shape)
 
 
@@ -88,6 +93,13 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
 def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
     for rank in range(size):
         assert split_heads(geometry_of(heads, Shard(rank, size)), size) == (ShardPart(rank, None),)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_latents_are_whole_blocks_of_any_rank(writers: int, readers: int) -> None:
+    parts = [split_heads(geometry_of(LATENTS, Shard(rank, readers)), writers) for rank in range(readers)]
+    assert parts == [(ShardPart(rank % writers, None),) for rank in range(readers)]
 
 
 def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
@@ -171,7 +183,8 @@ def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 @pytest.mark.parametrize(
-    ("heads", "writers", "readers"), [(4, 2, 1), (4, 1, 2), (8, 2, 4), (2, 4, 1), (2, 1, 4), (2, 2, 2)]
+    ("heads", "writers", "readers"),
+    [(4, 2, 1), (4, 1, 2), (8, 2, 4), (2, 4, 1), (2, 1, 4), (2, 2, 2), (LATENTS, 3, 1), (LATENTS, 1, 2)],
 )
 async def test_pools_of_other_ranks_arrive(
     tmp_path: Path, transport: str, heads: int, writers: int, readers: int, monkeypatch: pytest.MonkeyPatch
