@@ -1,17 +1,15 @@
 """Decode attention over latents (MLA) in the paged pool on a GPU: one query per sequence, all heads share the keys.
 
-    out_h = softmax(q_h K^T / sqrt(width)) L      K = [L | R]: latents of `rank` numbers and rotated keys of the rest
+    out_h = softmax(scale q_h K^T) L      K = [L | R]: latents of `rank` numbers and rotated keys of the rest
 
 In the absorbed form a key's first `rank` numbers are its value, too, so each is read once for scores and output. The
 heads, padded to 16, are the M of `tl.dot`. The grid, splits and what combines them are those of
 `kernels/gpu/paged_decode.py`.
 
-Reference: softmax(q K^T / sqrt(width)) of the keys, times their first `rank` numbers.
+Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
@@ -88,9 +86,17 @@ def _latent_decode_kernel(
         tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=(members < GROUP) & (heads < NUM_HEADS))
 
 
+def check_latents(pool: Tensor, rank: int, width: int) -> None:
+    """Raise ValueError for a pool of something else, or for sizes that the kernels do not take."""
+    if pool.shape[2:4] != (1, 1) or pool.shape[5] != width or not rank < width:
+        raise ValueError(f"a pool of latents of {width} numbers is needed, blocks are {list(pool.shape[2:])}")
+    if rank & (rank - 1) or (width - rank) & (width - rank - 1):
+        raise ValueError(f"latents of {rank} and {width - rank} numbers: powers of two are needed")
+
+
 def latent_decode(
-    q: Tensor, pool: Tensor, rank: int, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    config: DecodeConfig = LATENT_DECODE, splits: int | None = None,
+    q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, lengths: Tensor,
+    workspace: DecodeWorkspace, config: DecodeConfig = LATENT_DECODE, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row, see `paged_decode`, whose captured use and inputs are the same.
 
@@ -100,12 +106,7 @@ def latent_decode(
     """
     num_rows, num_heads, width = q.shape
     block_size = pool.shape[4]
-    if pool.shape[2:4] != (1, 1) or pool.shape[5] != width or not rank < width:
-        raise ValueError(
-            f"a pool of latents of {width} numbers is needed, this one has blocks of {list(pool.shape[2:])}"
-        )
-    if rank & (rank - 1) or (width - rank) & (width - rank - 1):
-        raise ValueError(f"latents of {rank} and {width - rank} numbers: powers of two are needed")
+    check_latents(pool, rank, width)
     out = torch.empty(num_rows, num_heads * rank, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
@@ -118,7 +119,7 @@ def latent_decode(
     _latent_decode_kernel[(num_groups, num_rows, count)](
         q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
         layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
-        LOG2_E / math.sqrt(width),
+        LOG2_E * scale,
         NUM_HEADS=num_heads, GROUP=group, PADDED=padded_group(group), RANK=rank, ROTATED=width - rank,
         BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
         OVERLAPS=overlaps, num_warps=config.num_warps * (1 if group <= 16 else 2), launch_pdl=overlaps,

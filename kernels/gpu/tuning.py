@@ -308,5 +308,6 @@ GROUPED: Table[TileConfig] = Table(
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
 )
 
-# `latent_decode`: keys of 576 numbers, of 16 heads or more. Not measured on a GPU yet.
+# `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. Not measured on a GPU yet.
 LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=1)
+LATENT_PREFILL = PrefillConfig(32, 8, 2)

@@ -36,6 +36,8 @@ from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
+from kernels.gpu.latent_prefill import latent_prefill
+from kernels.gpu.latent_rope import rotate_and_write_latents
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -156,8 +158,14 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, width, dtype=torch.bfloat16, device=META)
     q = torch.empty(rows, num_heads, width, dtype=torch.bfloat16, device=META)
     workspace = DecodeWorkspace(rows, num_heads, 1, rank, META)
-    latent_decode(q, pool, rank, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace)
-    check(compiled, "_latent_decode_kernel")
+    latent_decode(q, pool, rank, 0.1, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace)
+    latent_prefill(q, pool, rank, 0.1, 0, ints(rows, MAX_BLOCKS), ints(9, 4))
+    heads = torch.empty(rows, num_heads, 192, dtype=torch.bfloat16, device=META)
+    latents, table = (torch.empty(rows, n, dtype=torch.bfloat16, device=META) for n in (width, 128))
+    rotate_and_write_latents(
+        heads, latents, latents[0, :rank], 1e-6, table.view(-1, 2, 64), ints(rows), ints(rows), q, pool, 0
+    )
+    check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:
