@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
 
@@ -38,6 +39,7 @@ class WorkerConfig:
     log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
 
     def __post_init__(self) -> None:
+        check_cluster_token(self.cluster_token)
         if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0 or self.stall_seconds <= 0:
             raise ConfigError("--kv-lease-seconds and --stall-seconds must be positive")
         if self.kv_staging_gb <= 0:
