@@ -40,8 +40,11 @@ SECRET = "cluster-token=0123456789abcdef0123456789abcdef\n"
 Document = dict[str, Any]
 
 
-def build(variant: str, namespace: str = "mini-infer") -> str:
-    """The documents of a variant in a namespace, as kubectl prints them; with a secret, as a user would write it."""
+def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] | None = None) -> str:
+    """The documents of a variant in a namespace, as kubectl prints them; with a secret, as a user would write it.
+
+    settings: what the user's overlay sets in the ConfigMap.
+    """
     overlay, *components = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as folder:
         k8s = Path(folder, "k8s")
@@ -56,6 +59,9 @@ def build(variant: str, namespace: str = "mini-infer") -> str:
         }
         if overlay.startswith("gpu"):  # for the pods that components bring
             kustomization["images"] = [{"name": "mini-infer", "newTag": "cuda"}]
+        if settings:
+            literals = [f"{key}={value}" for key, value in settings.items()]
+            kustomization["configMapGenerator"] = [{"name": "mini-infer", "behavior": "merge", "literals": literals}]
         (own / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         command = ["kubectl", "kustomize", str(own)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ, LC_ALL="C"))
