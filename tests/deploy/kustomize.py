@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import functools
 import os
@@ -17,7 +18,6 @@ import yaml
 from tests.deploy.settings import VARIABLES
 
 ROOT = Path(__file__).parents[2]
-OVERLAYS = ("base", "small", "gpu", "gpu-multinode")
 COMPONENTS = tuple(sorted(path.parent.name for path in (ROOT / "k8s" / "components").glob("*/kustomization.yaml")))
 ALTERNATIVES = {  # not to be put on top of an overlay
     "leader-worker-set": "is part of gpu-multinode, which takes the StatefulSets away",
@@ -32,10 +32,11 @@ COMBINED = {
     "gpu-groups": ("gpu-multinode", "monitoring", "network-policy"),
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = (
-    {name: (name,) for name in OVERLAYS}
+    {"base": ("base", "secret"), "small": ("small",), "gpu": ("gpu",), "gpu-multinode": ("gpu-multinode",)}
     | {name: ("small", name) for name in COMPONENTS if name not in ALTERNATIVES}
     | COMBINED
 )
+EXAMPLE = "example"  # the base alone: no service starts with its token
 SECRET = "cluster-token=0123456789abcdef0123456789abcdef\n"
 Document = dict[str, Any]
 
@@ -45,7 +46,7 @@ def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] 
 
     settings: what the user's overlay sets in the ConfigMap.
     """
-    overlay, *components = VARIANTS[variant]
+    overlay, *components = ("base",) if variant == EXAMPLE else VARIANTS[variant]
     with tempfile.TemporaryDirectory() as folder:
         k8s = Path(folder, "k8s")
         shutil.copytree(ROOT / "k8s", k8s)
@@ -137,8 +138,7 @@ class Rendered:
             if reference.get("optional"):
                 return "from-a-secret"
             secret = self.of_kind("Secret")[reference["name"]]
-            assert reference["key"] in secret["data"]
-            return f"{reference['name']}/{reference['key']}"
+            return base64.b64decode(secret["data"][reference["key"]] or "").decode()
         return _expanded(entry["value"], env)
 
 

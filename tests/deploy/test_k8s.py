@@ -10,8 +10,18 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from common.errors import ConfigError
 from tests.deploy.custom_resources import SPECS
-from tests.deploy.kustomize import ALTERNATIVES, COMPONENTS, ROOT, VARIANTS, Rendered, pod_template, unknown_variables
+from tests.deploy.kustomize import (
+    ALTERNATIVES,
+    COMPONENTS,
+    EXAMPLE,
+    ROOT,
+    VARIANTS,
+    Rendered,
+    pod_template,
+    unknown_variables,
+)
 from tests.deploy.settings import parse
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
@@ -103,13 +113,17 @@ def test_names_of_settings_and_secrets_change_with_their_values(rendered):
             assert re.fullmatch(r"mini-infer-[a-z0-9]{10}", name)
 
 
-def test_overlays_bring_a_secret_of_ones_own_and_the_base_alone_only_the_example():
+def test_every_overlay_brings_a_secret_of_ones_own_and_nothing_starts_with_the_examples():
     def token(variant):
         (secret,) = Rendered(variant).of_kind("Secret").values()
         return secret["data"]["cluster-token"]
 
-    assert len({token(name) for name in VARIANTS if name != "base"}) == 1
-    assert token("base") != token("small")
+    assert len({token(name) for name in VARIANTS}) == 1
+    assert token("small") != token(EXAMPLE)
+    rendered = Rendered(EXAMPLE)
+    for _, container in rendered.services():
+        with pytest.raises(ConfigError, match="the cluster token is the example's"):
+            parse(rendered.arguments(container), rendered.environment(container))
     assert (ROOT / "k8s" / "components" / "secret" / ".gitignore").read_text() == "secret.env\n"
 
 
