@@ -19,10 +19,7 @@ from tests.deploy.settings import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 COMPONENTS = tuple(sorted(path.parent.name for path in (ROOT / "k8s" / "components").glob("*/kustomization.yaml")))
-ALTERNATIVES = {  # not to be put on top of an overlay
-    "leader-worker-set": "is part of gpu-multinode, which takes the StatefulSets away",
-    "secret": "is part of every overlay",
-}
+NOT_ON_SMALL = ("secret", "tensor-parallel", "leader-worker-set")  # parts of overlays
 COMBINED = {
     "everything": (
         "small", "node-agent", "model-cache", "monitoring", "autoscaling", "network-policy", "priority", "ingress",
@@ -30,10 +27,11 @@ COMBINED = {
     "one-pod": ("small", "shared-pod", "model-cache", "monitoring", "network-policy", "priority", "gateway"),
     "gpu-node": ("gpu", "node-agent", "model-cache", "monitoring", "autoscaling-keda", "priority"),
     "gpu-groups": ("gpu-multinode", "monitoring", "network-policy"),
+    "gpu-groups-cached": ("gpu", "node-agent", "model-cache", "priority", "tensor-parallel", "leader-worker-set"),
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = (
     {"base": ("base", "secret"), "small": ("small",), "gpu": ("gpu",), "gpu-multinode": ("gpu-multinode",)}
-    | {name: ("small", name) for name in COMPONENTS if name not in ALTERNATIVES}
+    | {name: ("small", name) for name in COMPONENTS if name not in NOT_ON_SMALL}
     | COMBINED
 )
 EXAMPLE = "example"  # the base alone: no service starts with its token

@@ -107,9 +107,9 @@ def test_the_small_overlay_asks_for_what_it_says():
 
 
 def test_workers_with_gpus_get_what_kernels_and_ranks_need():
-    for variant, count in (("gpu", 1), ("gpu-multinode", 8)):
+    for variant, count in (("gpu", 1), ("gpu-multinode", 8), ("gpu-groups-cached", 8)):
         rendered = Rendered(variant)
-        workers = [(name, c) for name, c in rendered.services() if name != "router"]
+        workers = [(name, c) for name, c in rendered.services() if "service" in c["args"][0]]
         assert len(workers) == 2
         for name, container in workers:
             settings = parse(rendered.arguments(container), rendered.environment(container))
@@ -154,7 +154,7 @@ def test_workers_of_one_pod_tell_each_other_apart():
 
 
 def test_the_model_that_is_downloaded_is_the_one_that_is_served():
-    for variant in ("model-cache", "everything", "one-pod", "gpu-node"):
+    for variant in ("model-cache", "everything", "one-pod", "gpu-node", "gpu-groups-cached"):
         rendered = Rendered(variant)
         (download,) = rendered.pod("model-download")["containers"]
         _, hub_id, folder = download["args"]
