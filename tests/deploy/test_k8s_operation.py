@@ -106,6 +106,25 @@ def test_the_small_overlay_asks_for_what_it_says():
     assert f"{cpus.normalize()} CPUs and {memory / 2**30} GiB asked for" in said
 
 
+def test_limits_have_room_for_what_is_measured(rendered):
+    """On a CPU, a worker takes 0.7 GB when it is ready; a decode worker's dense copy of KV has at most twice the size of
+    its blocks; the host tier is charged to the worker that writes it."""
+    gib, tier = Decimal(2**30), Decimal(0)
+    settings = {c["name"]: parse(rendered.arguments(c), rendered.environment(c)) for _, c in rendered.services()}
+    if "kv-agent" in settings:
+        tier = Decimal(settings["kv-agent"]["host_tier_gb"]) * gib
+        (agent,) = rendered.pod("kv-agent")["containers"]
+        assert quantity(agent["resources"]["requests"]["memory"]) > tier
+    for name, container in rendered.services():
+        blocks = Decimal(settings[container["name"]].get("kv_cache_gb", 0)) * 10**9
+        if blocks:
+            copies = 3 if container["args"][0] == "decode_service" else 1
+            resources = container["resources"]
+            needed = Decimal("0.7") * 10**9 + blocks * copies
+            assert quantity(resources["requests"]["memory"]) > needed * Decimal("0.95"), name
+            assert quantity(resources["limits"]["memory"]) > needed + tier, name
+
+
 def test_workers_with_gpus_get_what_kernels_and_ranks_need():
     for variant, count in (("gpu", 1), ("gpu-multinode", 8), ("gpu-groups-cached", 8)):
         rendered = Rendered(variant)

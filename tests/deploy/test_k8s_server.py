@@ -118,6 +118,8 @@ def test_pod_security_admits_every_pod(plane, variant):
     needs_host = "kv-agent" in rendered.workloads
     assert levels == {"privileged" if needs_host else "restricted"}
     plane.kubectl(*APPLY, stdin=yaml.safe_dump(own))
+    if not plane.has_controllers:  # one of which makes it
+        plane.kubectl("create", "serviceaccount", "default", f"-n={namespace}")
     plane.wait_until("the namespace has its account", lambda: plane.get("sa", f"-n={namespace}")["items"])
     for name, workload in rendered.workloads.items():
         plane.kubectl("create", "--dry-run=server", "--filename=-", stdin=pod_of(name, workload, namespace))
