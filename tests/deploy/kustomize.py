@@ -46,11 +46,7 @@ def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] 
     """
     overlay, *components = ("base",) if variant == EXAMPLE else VARIANTS[variant]
     with tempfile.TemporaryDirectory() as folder:
-        k8s = Path(folder, "k8s")
-        shutil.copytree(ROOT / "k8s", k8s)
-        (k8s / "components" / "secret" / "secret.env").write_text(SECRET)
-        own = Path(folder, "own")
-        own.mkdir()
+        copy_with_secret(Path(folder))
         kustomization: Document = {
             "namespace": namespace,
             "resources": [f"../k8s/{overlay}"],
@@ -61,9 +57,23 @@ def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] 
         if settings:
             literals = [f"{key}={value}" for key, value in settings.items()]
             kustomization["configMapGenerator"] = [{"name": "mini-infer", "behavior": "merge", "literals": literals}]
-        (own / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        command = ["kubectl", "kustomize", str(own)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ, LC_ALL="C"))
+        return build_own(Path(folder), yaml.safe_dump(kustomization))
+
+
+def copy_with_secret(folder: Path) -> None:
+    """A copy of k8s/ in `folder`, with the secret that a user makes."""
+    k8s = folder / "k8s"
+    shutil.copytree(ROOT / "k8s", k8s)
+    (k8s / "components" / "secret" / "secret.env").write_text(SECRET)
+
+
+def build_own(folder: Path, kustomization: str) -> str:
+    """What kubectl makes of a user's overlay beside k8s/ in `folder`. Raises RuntimeError with what it says."""
+    own = folder / "own"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(kustomization)
+    command = ["kubectl", "kustomize", str(own)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ, LC_ALL="C"))
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout

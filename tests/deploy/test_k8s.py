@@ -18,9 +18,11 @@ from tests.deploy.kustomize import (
     ROOT,
     VARIANTS,
     Rendered,
+    build_own,
+    copy_with_secret,
     pod_template,
     unknown_variables,
-)
+)  # fmt: skip
 from tests.deploy.settings import parse
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
@@ -200,6 +202,34 @@ def test_readme_lists_every_component():
     text = (ROOT / "docs" / "operating.md").read_text()
     for name in (*COMPONENTS, "small", "gpu", "gpu-multinode"):
         assert f"`{name}`" in text or f"k8s/{name}" in text, name
+
+
+def test_the_overlay_in_the_documentation_does_what_it_says(tmp_path):
+    text = (ROOT / "docs" / "operating.md").read_text()
+    (example,) = re.findall(r"```yaml\n(# production/kustomization.yaml.*?)```", text, re.S)
+    copy_with_secret(tmp_path)
+    documents = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(build_own(tmp_path, example))}
+    for role, count in (("prefill", 4), ("decode", 8)):
+        found = documents["StatefulSet", role]
+        assert found["metadata"]["namespace"] == "chat"
+        assert found["spec"]["replicas"] == count
+        pod = found["spec"]["template"]["spec"]
+        images = {container["image"] for container in (*pod["containers"], *pod["initContainers"])}
+        assert images == {"registry.example.org/mini-infer:1.2.3-cuda"}
+    (config,) = [document for (kind, _), document in documents.items() if kind == "ConfigMap"]
+    assert config["data"]["MINI_INFER_MAX_NUM_SEQS"] == "128"
+
+
+def test_without_a_secret_of_ones_own_kubectl_says_which_file_is_missing(tmp_path):
+    copy_with_secret(tmp_path)
+    (tmp_path / "k8s" / "components" / "secret" / "secret.env").unlink()
+    for overlay in ("small", "gpu", "gpu-multinode"):
+        folder = tmp_path / overlay
+        folder.mkdir()
+        (tmp_path / "k8s").rename(folder / "k8s")
+        with pytest.raises(RuntimeError, match=r"secret\.env: no such file"):
+            build_own(folder, yaml.safe_dump({"resources": [f"../k8s/{overlay}"]}))
+        (folder / "k8s").rename(tmp_path / "k8s")
 
 
 def test_only_documents_lie_in_the_folders():
