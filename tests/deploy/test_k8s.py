@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from common.errors import ConfigError
+from router.http.middleware import OPEN_PATHS
 from tests.deploy.custom_resources import SPECS
 from tests.deploy.kustomize import (
     COMPONENTS,
@@ -173,6 +174,8 @@ def test_probes_name_ports_that_exist(rendered):
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             definition = container[probe]
             assert (definition["httpGet"] if name == "router" else definition["grpc"])["port"] in ports
+            if name == "router":  # what answers without the API key
+                assert definition["httpGet"]["path"].encode() in OPEN_PATHS
 
 
 def test_volumes_are_mounted_and_mounts_have_volumes(rendered):

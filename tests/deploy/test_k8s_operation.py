@@ -7,6 +7,7 @@ from decimal import Decimal
 import pytest
 
 from router.config import RouterConfig
+from router.http.body import MAX_BODY_BYTES
 from tests.deploy.kustomize import ROOT, VARIANTS, Rendered
 from tests.deploy.settings import parse
 
@@ -50,6 +51,7 @@ def test_gateways_wait_as_long_as_requests_may_take(rendered):
         notes = {key.rpartition("/")[2]: value for key, value in ingress["metadata"]["annotations"].items()}
         assert min(int(notes["proxy-read-timeout"]), int(notes["proxy-send-timeout"])) > REQUEST_SECONDS
         assert notes["proxy-buffering"] == "off"
+        assert notes["proxy-body-size"] == f"{MAX_BODY_BYTES >> 20}m"
         (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
         assert path["backend"]["service"] == {"name": "router", "port": {"name": "http"}}
     for route in rendered.of_kind("HTTPRoute").values():
