@@ -12,6 +12,7 @@ from tests.deploy.kustomize import ROOT, VARIANTS, Rendered
 from tests.deploy.settings import parse
 
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl builds overlays")
+PACKAGES = ("router", "prefill_service", "decode_service", "kvstore", "common")
 REQUEST_SECONDS = RouterConfig(decode="a:1").request_timeout_seconds
 UNITS = {"": Decimal(1), "s": Decimal(1), "m": Decimal("0.001"), "Mi": Decimal(2**20), "Gi": Decimal(2**30)}
 
@@ -97,6 +98,19 @@ def test_one_image_of_one_kind(rendered):
     images = {container["image"] for _, container in rendered.containers()}
     assert len(images) == 1
     assert images <= {"mini-infer:cpu", "mini-infer:cuda"}
+
+
+def test_containers_start_the_image_as_it_is_made(rendered):
+    image = (ROOT / "Dockerfile").read_text()
+    assert 'ENTRYPOINT ["python", "-m"]' in image
+    assert "useradd --uid 10001 " in image
+    for name, container in rendered.containers():
+        user = container["securityContext"].get("runAsUser", rendered.pod(name)["securityContext"].get("runAsUser"))
+        if container["name"] == "own-sockets":
+            assert (user, container["command"][0]) == (0, "sh")
+        else:
+            assert (user, container["args"][0].partition(".")[0] in PACKAGES) == (10001, True)
+            assert "command" not in container
 
 
 def test_the_small_overlay_asks_for_what_it_says():
