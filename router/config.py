@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS
@@ -42,6 +43,7 @@ class RouterConfig:
     worker_wait_seconds: float = setting(
         30.0, "requests and open streams wait for this long when the last decode worker has gone"
     )
+    drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     max_retries: int = setting(2, "moves of one choice to another worker without a new token in between")
     log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
@@ -53,8 +55,12 @@ class RouterConfig:
             raise ConfigError("--ttft-objective-ms and --itl-objective-ms must not be negative")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
-        if min(self.max_retries, self.worker_wait_seconds, self.local_prefill_tokens) < 0:
-            raise ConfigError("--max-retries, --worker-wait-seconds, --local-prefill-tokens must not be negative")
+        if min(self.max_retries, self.worker_wait_seconds, self.local_prefill_tokens, self.drain_grace_seconds) < 0:
+            raise ConfigError(
+                "--max-retries, --worker-wait-seconds, --local-prefill-tokens, --drain-grace-seconds "
+                "must not be negative"
+            )
+        check_cluster_token(self.cluster_token)
         if min(self.max_wait_seconds, self.request_timeout_seconds, self.worker_timeout_seconds) <= 0:
             raise ConfigError("--max-wait-, --request-timeout- and --worker-timeout-seconds must be positive")
         if self.models and (self.model or self.served_model_name):

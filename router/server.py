@@ -25,7 +25,6 @@ from router.http.app import create_app
 from router.http.protocol import BoundedProtocol, bounded_protocol
 from router.served_model import LoadedModel, ServedModel, serve_models
 
-SHUTDOWN_GRACE_SECONDS = 30
 MAX_CONNECTIONS_WAITING = 1024
 NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
 KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
@@ -114,7 +113,7 @@ async def _serve(
             proxy_headers=False,  # the peer is the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
             timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
+            timeout_graceful_shutdown=round(config.drain_grace_seconds),
         )
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS
@@ -43,6 +44,7 @@ class WorkerConfig:
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:
+        check_cluster_token(self.cluster_token)
         if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0:
             raise ConfigError("--kv-lease-seconds must be positive, --drain-grace-seconds not negative")
         if self.stall_seconds <= 0 or self.start_stall_seconds <= 0:

@@ -1,0 +1,124 @@
+"""Downloads from a hub on loopback that breaks off in the middle, and is out of reach."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HUB_ID = "org/tiny"
+COMMIT = "a" * 40
+FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(range(256)) * 100_000}
+CUT_AT = 11_000_000  # bytes of the weights that arrive; huggingface_hub writes pieces of 10 MB
+
+
+class Hub(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.is_breaking = False
+        self.asked: list[tuple[str, str | None]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith(f"/api/models/{HUB_ID}/revision/"):
+            siblings = [{"rfilename": name} for name in FILES]
+            self.send(200, json.dumps({"id": HUB_ID, "sha": COMMIT, "siblings": siblings}).encode(), with_body, {})
+        elif path == f"/api/models/{HUB_ID}/tree/{COMMIT}":
+            tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": "b" * 40} for name in FILES]
+            self.send(200, json.dumps(tree).encode(), with_body, {})
+        elif (name := path.rpartition("/")[2]) in FILES and "/resolve/" in path:
+            data, headers, status = FILES[name], {}, 200
+            if with_body:
+                self.server.asked.append((name, self.headers.get("Range")))
+            if wanted := self.headers.get("Range"):
+                start = int(wanted.removeprefix("bytes=").partition("-")[0])
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+                data, status = data[start:], 206
+            headers |= {"ETag": f'"{hashlib.sha256(FILES[name]).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            self.send(status, data, with_body, headers, cut=name == "model.safetensors")
+        else:
+            self.send(404, b"{}", with_body, {})
+
+    def send(self, status: int, data: bytes, with_body: bool, headers: dict, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body and cut and self.server.is_breaking:
+            self.wfile.write(data[: 0 if "Content-Range" in headers else CUT_AT])
+            self.close_connection = True
+        elif with_body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = Hub()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def download(endpoint: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder.parents[1] / "home"),
+        "HF_HUB_ETAG_TIMEOUT": "2",
+    }
+    command = [sys.executable, "-m", "common.download", HUB_ID, str(folder)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_an_interrupted_download_keeps_what_it_has_and_the_folder_appears_when_it_is_whole(hub, tmp_path):
+    folder = tmp_path / "models" / "tiny"
+    hub.is_breaking = True
+    first = download(hub.url, folder)
+    assert first.returncode == 1, first.stderr
+    assert "cannot download org/tiny" in first.stderr
+    assert ("model.safetensors", "bytes=10485760-") in hub.asked  # went on within the file, for a while
+    assert not folder.exists()
+    hub.is_breaking, hub.asked = False, []
+    second = download(hub.url, folder)
+    assert second.returncode == 0, second.stderr
+    assert hub.asked == [("model.safetensors", None)]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+    assert list(folder.parent.iterdir()) == [folder]
+    assert "is there" in download("http://127.0.0.1:9", folder).stdout  # asks nobody
+
+
+def test_what_an_interrupted_download_left_is_not_taken_for_a_model_without_the_hub(hub, tmp_path):
+    folder = tmp_path / "models" / "tiny"
+    partial = folder.with_name("tiny.partial")
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_bytes(FILES["config.json"])
+    result = download("http://127.0.0.1:9", folder)
+    assert result.returncode == 1
+    assert "cannot download org/tiny" in result.stderr
+    assert not folder.exists()
