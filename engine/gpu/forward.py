@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
+from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
+from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.models.model import Model
 from kernels.gpu.kv_splits import DecodeWorkspace
+from kernels.gpu.latent_decode import latent_decode
+from kernels.gpu.latent_rope import rotate_and_write_latents
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
 
@@ -61,20 +65,23 @@ class FusedForward:
         config = model.config
         self._rotary = model.rotary
         self._pool = pool
-        self._workspace = DecodeWorkspace(
-            max_rows, config.num_heads, config.num_kv_heads, config.head_dim, pool.device
-        )
+        # Of attention's output, which is absorbed latents where a model has those.
+        head_dim = config.head_dim if config.latent is None else config.latent.kv_lora_rank
+        self._workspace = DecodeWorkspace(max_rows, config.num_heads, config.num_kv_heads, head_dim, pool.device)
         self._forwards = GpuForwards(model, group)
         self.attention = attention
-        self.attention_width = config.num_heads * config.head_dim
+        self.attention_width = config.num_heads * head_dim
         self.dtype = model.embedding.dtype
-        self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
+        self._paged: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
+        self._latents = None if config.latent is None else PagedLatents(config.num_heads, config.latent)
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm."""
         forward = self._forwards.choose(inputs.token_ids.shape[0], inputs.prefill is None)
-        return forward.hidden(GpuStep(inputs.token_ids, partial(self._attend, inputs)))
+        return forward.hidden(
+            GpuStep(inputs.token_ids, partial(self._attend, inputs), partial(self._attend_latents, inputs))
+        )
 
     def _attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See `Attend`."""
@@ -98,3 +105,31 @@ class FusedForward:
         attention = self._paged if isinstance(inputs.prefill, PagedPlan) else self.attention
         attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
         return out
+
+    def _attend_latents(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
+        """See `AttendLatents`."""
+        assert self._latents is not None, "the model's config has latents, as its blocks do"
+        num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
+        absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
+        rotate_and_write_latents(
+            q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, inputs.slots, absorbed,
+            self._pool, block.layer,
+        )  # fmt: skip
+        q_nope = q[..., : block.nope_dim].transpose(0, 1)
+        torch.bmm(q_nope, block.w_uk, out=absorbed[..., :rank].transpose(0, 1))
+        num_decode, attended = inputs.lengths.shape[0], inputs.attended
+        if attended is None:
+            attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
+        if num_decode:
+            attended[:num_decode] = latent_decode(
+                absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, inputs.decode_tables,
+                inputs.lengths, self._workspace,
+            )  # fmt: skip
+        if inputs.prefill is not None:
+            self._latents.prefill(
+                absorbed[num_decode:], self._pool, block.layer, inputs.prefill, attended[num_decode:]
+            )
+        out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
+        by_head = attended.view(num_tokens, num_heads, rank).transpose(0, 1)
+        torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out.transpose(0, 1))
+        return out.flatten(1)

@@ -10,7 +10,7 @@ from functools import cache
 
 from common.errors import UnsupportedModelError
 from engine.gpu.group import DeviceGroup
-from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, has_experts
+from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
@@ -28,9 +28,9 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
         """group: of the ranks that have the other shards of the model."""
         self._lowered = cache(self._lower)
-        if has_experts(model):
+        if is_plain_alone(model):
             if group is not None:
-                raise UnsupportedModelError("mixtures of experts run on one GPU so far: leave --tp out")
+                raise UnsupportedModelError("experts and latent attention run on one GPU so far: leave --tp out")
             self._max_quantized_rows = 0
             self._forms: list[Form] = [PlainForm(model)]
             return

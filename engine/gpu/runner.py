@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
+from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, DecodeOutput, decode_step, draft_step
@@ -71,9 +73,13 @@ class GpuRunner:
         self._rows = RowTable(self._max_rows, self._buckets)
         max_blocks = -(-max_model_len // config.block_size)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device)
-        attention = open_attention(
-            gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
-        )
+        attention: PrefillAttention
+        if model_config.latent is not None:
+            attention = PagedLatents(model_config.num_heads, model_config.latent)
+        else:
+            attention = open_attention(
+                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
+            )
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group)
         packed = (5 if self._takes_drafts else 3), self._max_rows
         self._packed = torch.zeros(packed, dtype=torch.int32, device=loaded.device)

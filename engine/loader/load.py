@@ -248,8 +248,9 @@ def _checked_skeleton(source: _Source, device: torch.device) -> Model:
     """
     needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
     skeleton = source.family.build(source.config, needed)
-    if device.type == "cuda" and source.config.latent is not None:
-        raise UnsupportedModelError("latent attention (MLA) has no GPU kernels yet: use --device cpu")
+    latent = source.config.latent
+    if device.type == "cuda" and latent is not None and latent.form != "absorbed":
+        raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
     if isinstance(source.weights, PackedWeights):
         source.weights.check(needed.shapes, tied, unused)
     elif source.shapes is not None:

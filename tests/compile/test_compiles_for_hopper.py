@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from common.model_files import resolve_model
+from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs
@@ -77,9 +79,13 @@ def model_of(name: str, quant_mode: str, num_layers: int) -> Model:
 
 def forward_over(model: Model, kv_dtype: torch.dtype) -> FusedForward:
     config = model.config
-    shape = (NUM_BLOCKS, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
+    if config.latent is not None:
+        attention = PagedLatents(config.num_heads, config.latent)
+    num_planes = 2 if config.latent is None else 1
+    shape = (NUM_BLOCKS, config.num_layers, num_planes, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     pool = torch.empty(shape, dtype=kv_dtype, device=META)
-    return FusedForward(model, pool, MAX_ROWS, PagedAttention(config.num_heads, config.num_kv_heads))
+    return FusedForward(model, pool, MAX_ROWS, attention)
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -166,6 +172,15 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
         heads, latents, latents[0, :rank], 1e-6, table.view(-1, 2, 64), ints(rows), ints(rows), q, pool, 0
     )
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
+
+
+def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:
+    forward = forward_over(model_of("deepseek-v2-lite", "none", 2), torch.bfloat16)  # a dense layer, one with experts
+    for rows in DECODE_ROWS:
+        forward.hidden(decode_inputs(rows))
+    for lengths in PROMPTS:
+        forward.hidden(prompt_inputs(forward, lengths))
+    check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_latent_prefill_kernel", "_grouped_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:

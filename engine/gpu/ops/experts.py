@@ -6,6 +6,7 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
+from engine.models.config import MoeConfig
 from kernels.gpu.grouped_gemm import grouped_gemm, grouped_gemv, sort_pairs
 from kernels.gpu.moe_routing import route_softmax
 from kernels.gpu.tuning import GROUPED, PAIR
+
+Gemm = Callable[[Tensor], Tensor]
 
 
 class StackedExperts:
@@ -26,10 +30,7 @@ class StackedExperts:
     """
 
     def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts that are not plain, or chosen otherwise than the kernel does."""
-        rule = block.rule
-        if rule.score != "softmax" or rule.num_groups > 1 or block.shared is not None or rule.weight_factor != 1.0:
-            raise UnsupportedModelError("this choice of experts has no GPU kernel yet: use --device cpu")
+        """Raise UnsupportedModelError for experts that are not plain."""
         self.gate_up = _stacked([expert.gate_up for expert in block.experts])
         self.down = _stacked([expert.down for expert in block.experts])
 
@@ -44,12 +45,22 @@ def _stacked(layers: list[LinearLayer]) -> Tensor:
     return weights
 
 
-def moe(block: Moe, experts: StackedExperts, router: Callable[[Tensor], Tensor]) -> GpuBody:
-    """The block's output as partial sums, one for each of a token's experts. router: gives its logits."""
-    num_experts, top_k = experts.gate_up.shape[0], block.num_chosen
+def moe(block: Moe, experts: StackedExperts, router: Gemm, shared: Gemm | None) -> GpuBody:
+    """The block's output as partial sums: one for each of a token's experts, and one for the shared ones."""
+    num_experts, top_k, rule = experts.gate_up.shape[0], block.num_chosen, block.rule
+    is_plain = rule == replace(
+        MoeConfig(rule.num_experts, top_k, rule.intermediate_size, rule.normalizes_weights),
+        dense_layers=rule.dense_layers, num_shared_experts=rule.num_shared_experts, group_top=rule.group_top,
+    )  # fmt: skip
 
-    def body(x: Tensor, step: object) -> Tensor:
-        shares, chosen = route_softmax(router(x), top_k, block.rule.normalizes_weights)
+    def route(x: Tensor) -> tuple[Tensor, Tensor]:
+        if is_plain:
+            return route_softmax(router(x), top_k, rule.normalizes_weights)
+        shares, chosen = block.route(x)
+        return shares.contiguous(), chosen.to(torch.int32).contiguous()
+
+    def chosen_experts(x: Tensor) -> Tensor:
+        shares, chosen = route(x)
         num_pairs = chosen.numel()
         row = PAIR.find(pairs=num_pairs)
         if row is not None:
@@ -61,4 +72,6 @@ def moe(block: Moe, experts: StackedExperts, router: Callable[[Tensor], Tensor])
         inside = grouped_gemm(x, experts.gate_up, pairs, tile, top_k)
         return grouped_gemm(inside, experts.down, pairs, tile, top_k, shares)
 
-    return body
+    if shared is None:
+        return lambda x, step: chosen_experts(x)
+    return lambda x, step: torch.cat([chosen_experts(x), shared(x)[None]])

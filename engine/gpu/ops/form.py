@@ -14,6 +14,7 @@ from common.errors import UnsupportedModelError
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
 from engine.models.model import Model
@@ -41,12 +42,23 @@ class Attend(Protocol):
     def __call__(self, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor: ...
 
 
+class AttendLatents(Protocol):
+    """Norms and rotates, absorbs, stores latents, attends.
+
+    q: (num_tokens, num_heads, nope_dim + rope_dim); latents: (num_tokens, rank + rope_dim), not normed: rows of any
+    stride, only read. Returns (num_tokens, num_heads * v_dim).
+    """
+
+    def __call__(self, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class GpuStep:
     """The inputs of one forward pass. token_ids: (num_tokens,)."""
 
     token_ids: Tensor
     attend: Attend
+    attend_latents: AttendLatents
 
 
 GpuOp = Op[GpuStep]
@@ -72,6 +84,7 @@ def by_kind(
     attention: Callable[[Attention], Made],
     mlp: Callable[[Mlp], Made],
     moe: Callable[[Moe], Made] | None = None,
+    latents: Callable[[LatentAttention], Made] | None = None,
 ) -> Made:
     """What one of them makes of the block. Raises UnsupportedModelError for blocks of other kinds."""
     if isinstance(block, Attention):
@@ -80,11 +93,14 @@ def by_kind(
         return mlp(block)
     if isinstance(block, Moe) and moe is not None:
         return moe(block)
+    if isinstance(block, LatentAttention) and latents is not None:
+        return latents(block)
     raise UnsupportedModelError(f"{type(block).__name__} blocks have no such GPU kernels yet: use --device cpu")
 
 
-def has_experts(model: Model) -> bool:
-    return any(isinstance(block, Moe) for block in model.blocks)
+def is_plain_alone(model: Model) -> bool:
+    """Whether the model has blocks that `PlainForm` alone takes."""
+    return any(isinstance(block, Moe | LatentAttention) for block in model.blocks)
 
 
 def add_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:

@@ -5,6 +5,7 @@
     attention                                one kernel for decode rows, one for chunks of prompts
     SiLU(gate) * up                          one kernel, or part of the GEMM
     experts                                  routing, then two grouped GEMMs
+    latents                                  rotated and stored in one kernel, queries absorbed by batched GEMMs
 
 A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win
 (`kernels.gpu.tuning`), else cuBLAS, or the quantized layer's own.
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from engine.gpu.ops.experts import StackedExperts, moe
 from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, add_norm, by_kind, embed_then, final_norm
+from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
@@ -54,7 +57,8 @@ class PlainForm(Form):
                 block,
                 lambda block: attention(block, rows, workspace),
                 lambda block: mlp(block, rows, workspace),
-                lambda block: moe(block, self._experts[id(block)], gemm(Linear(block.router), rows, workspace)),
+                lambda block: experts(block, self._experts[id(block)], rows, workspace),
+                lambda block: latents(block, rows, workspace),
             )
             for block in self.model.blocks
         ]
@@ -78,6 +82,22 @@ def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> Gp
 def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     gated, down = gated_gemm(block.gate_up, num_rows, workspace), gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
+
+
+def experts(block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
+    router = gemm(Linear(block.router), num_rows, workspace)
+    if block.shared is None:
+        return moe(block, stacked, router, None)
+    gated = gated_gemm(block.shared.gate_up, num_rows, workspace)
+    down = gemm(block.shared.down, num_rows, workspace)
+    return moe(block, stacked, router, lambda x: down(gated(x)))
+
+
+def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
+    q_b = None if block.q_b is None else gemm(block.q_b, num_rows, workspace)
+    return latent_attention(
+        block, gemm(block.qkv_a, num_rows, workspace), q_b, gemm(block.output, num_rows, workspace)
+    )
 
 
 def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
