@@ -12,21 +12,30 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry
-
 from common.errors import ConfigError
-from common.metrics import CONTENT_TYPE, render
+from common.metrics import CONTENT_TYPE
+
+IDLE_SECONDS = 10.0  # a connection that asks for nothing is closed
 
 
-def serve_scrapes(registry: CollectorRegistry, host: str, port: int) -> Callable[[], None]:
-    """Answer GET /metrics on a thread. Returns what ends it. Raises ConfigError when the port is taken."""
+def serve_scrapes(render: Callable[[], bytes], host: str, port: int) -> Callable[[], None]:
+    """Answer GET /metrics on threads, with what `render` returns there; after a TimeoutError of its with 503.
+
+    Returns what ends it. Raises ConfigError when the port is taken.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
         def do_GET(self) -> None:
             if self.path.partition("?")[0] not in ("/metrics", "/"):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
-            body = render(registry)
+            try:
+                body = render()
+            except TimeoutError:
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+                return
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))

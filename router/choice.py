@@ -220,6 +220,8 @@ class Choice:
             self.journal.kv_handle = None  # it has been read
             if leg.link.role == "prefill":
                 self._dispatcher.watch_kept(self)
+        if self.journal.first_times is None:
+            self.journal.first_times = leg.times
         self._dispatcher.explain.first_delta(self.journal, leg, now)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:

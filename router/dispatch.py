@@ -47,6 +47,7 @@ class Dispatcher:
         self.answers = AnswerLength()
         self.num_waiting = 0  # admitted, first token not seen yet
         self.num_running = 0
+        self.open_choices: set[Journal] = set()
         self._workers = workers
         self._random = random.Random()
         self._turn = 0
@@ -181,6 +182,7 @@ class Dispatcher:
 
     def opened(self, journal: Journal) -> None:
         self.num_waiting += 1
+        self.open_choices.add(journal)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def first_token(self, journal: Journal, now: float) -> None:
@@ -198,6 +200,7 @@ class Dispatcher:
             if link is not None:
                 link.release(journal.kv_handle)
         now = time.monotonic()
+        self.open_choices.remove(journal)
         self.metrics.choice_ended(journal, now)
         self.explain.ended(journal, now)
 

@@ -27,9 +27,9 @@ def url() -> Iterator[str]:
     metrics = MetricSet({"model_name": "m"})
     metrics.counter("vllm:generation_tokens").inc(3)
     [port] = free_ports(1)
-    close = serve_scrapes(metrics.registry, "127.0.0.1", port)
+    close = serve_scrapes(metrics.render, "127.0.0.1", port)
     with pytest.raises(ConfigError, match=f"port {port} is taken"):
-        serve_scrapes(metrics.registry, "127.0.0.1", port)
+        serve_scrapes(metrics.render, "127.0.0.1", port)
     yield f"http://127.0.0.1:{port}"
     close()
 
@@ -43,3 +43,15 @@ def test_every_scraper_gets_the_documented_names(accept: str, url: str) -> None:
 
 def test_other_paths_are_not_found(url: str) -> None:
     assert httpx.get(f"{url}/favicon.ico").status_code == 404
+
+
+def test_a_service_that_is_too_busy_to_answer_says_so() -> None:
+    def too_busy() -> bytes:
+        raise TimeoutError
+
+    [port] = free_ports(1)
+    close = serve_scrapes(too_busy, "127.0.0.1", port)
+    try:
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 503
+    finally:
+        close()

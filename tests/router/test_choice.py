@@ -124,7 +124,7 @@ class Router:
             )
             text = ChoiceText(DRY_RUN, StopRules(stops=stops), False)
             choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
-        request, sink = GenerationRequest("r", choices), Listener()
+        request, sink = GenerationRequest("r", choices, self.metrics), Listener()
         request.start(sink)
         return request, sink
 
