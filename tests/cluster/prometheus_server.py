@@ -64,6 +64,13 @@ class Prometheus:
             time.sleep(0.05)
         raise RuntimeError(f"prometheus is not ready:\n{self._log.read_text()[-2000:]}")
 
+    def wait_scraped(self, num_targets: int) -> None:
+        """Until so many targets are up; the first scrapes come five seconds after the start."""
+        deadline = time.monotonic() + 30.0
+        while len(self.query("up == 1")) != num_targets:
+            assert time.monotonic() < deadline, f"not all targets are up: {self.query('up')}"
+            time.sleep(0.1)
+
     def query(self, expression: str) -> list[Sample]:
         reply = self._http.get("/api/v1/query", params={"query": expression}).json()
         assert reply["status"] == "success", f"{expression}: {reply}"

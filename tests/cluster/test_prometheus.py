@@ -20,7 +20,7 @@ import yaml
 
 from common.metrics import AGENT_SPECS, ROUTER_SPECS, START_TIME, WORKER_SPECS
 from tests.cluster.background_load import BackgroundLoad
-from tests.cluster.harness import ROOT, Cluster, free_ports, running_cluster
+from tests.cluster.harness import ROOT, Cluster, Service, free_ports, running_cluster
 from tests.cluster.prometheus_server import INSTALLED, Prometheus, faster_rules
 
 pytestmark = [
@@ -39,10 +39,10 @@ QUERIES = {
     for target in panel.get("targets", [])
 }
 SCHEMES = ("compose", "kubernetes")
-SERVICES = ("prefill-0", "decode-0", "decode-1", "agent", "router")
+SERVICES = ("prefill-0", "decode-0", "decode-1", "agent", "router", "router-1")
 RATE_INTERVAL, RANGE = "8s", "60s"
 NUM_CLIENTS = 160
-PATIENCE_SECONDS = 40.0
+QUIET_SECONDS, PATIENCE_SECONDS = 4.0, 40.0
 
 # What the twelve panels of vLLM's dashboard (examples/observability/prometheus_grafana) ask for, by metric and label.
 _OF_MODEL = '{model_name="dry-run"}'
@@ -75,17 +75,19 @@ class Observed:
     """What was seen by each of SCHEMES; `quiet`: before load and faults."""
 
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    values_while_quiet: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     fired_while_quiet: dict[str, set[str]] = field(default_factory=dict)
     fired: dict[str, set[str]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
 
 def compose_scrapes(ports: dict[str, int]) -> list[dict[str, Any]]:
-    """The Compose file's jobs, at this cluster's ports; services that it lacks are left out."""
+    """The Compose file's jobs, at this cluster's ports, with its second router and without what it lacks."""
     jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     for job in jobs:
         [group] = job["static_configs"]
         names = [target.partition(":")[0] for target in group["targets"]]
+        names += ["router-1"] * ("router" in names)
         group["targets"] = [f"127.0.0.1:{ports[name]}" for name in names if name in ports]
     return jobs
 
@@ -138,10 +140,13 @@ class Scenario:
             time.sleep(0.2)
 
     def run(self, ports: dict[str, int]) -> None:
-        time.sleep(4.0)
+        for server in self.servers.values():
+            server.wait_scraped(len(SERVICES))
+        time.sleep(QUIET_SECONDS)
+        self.look_at_panels(self.seen.values_while_quiet)
         self.seen.fired_while_quiet = {name: server.fired() for name, server in self.servers.items()}
         self.overload()
-        self.look_at_panels()
+        self.look_at_panels(self.seen.values)
         self.seen.texts = {name: httpx.get(f"http://127.0.0.1:{port}/metrics").text for name, port in ports.items()}
         self.restart_services()
         self.lose_workers()
@@ -150,42 +155,58 @@ class Scenario:
 
     def overload(self) -> None:
         self.load.level = NUM_CLIENTS
-        self.wait_for("RequestsRefused", "SlowFirstToken", "KvCacheFull")
+        self.wait_for("RequestsRefused", "KvCacheFull")
 
-    def look_at_panels(self) -> None:
+    def look_at_panels(self, into: dict[tuple[str, str], list[float]]) -> None:
         for scheme, server in self.servers.items():
             given = variables(server)
             for expression in {*QUERIES.values(), *VLLM}:
                 samples = server.query(filled_in(expression, given))
-                self.seen.values[scheme, expression] = [float(sample["value"][1]) for sample in samples]
+                into[scheme, expression] = [float(sample["value"][1]) for sample in samples]
 
     def restart_services(self) -> None:
         """A reader that cannot map its peer's pool any more, and an agent that comes and goes."""
         services, self.load.level = self.cluster.services, 4  # starting takes the cores
         (self.cluster.folder / "run" / "prefill-0.kv.sock").unlink()
         services["decode-1"].kill()
-        time.sleep(2.5)
+        for _ in range(2):
+            self.restart_agent()
         self.cluster.start_service("decode-1")
-        for is_last in (False, False, True):
-            if is_last:  # workers that start later would connect to it again
-                self.cluster.wait_ready(3)
-            services["agent"].kill()
-            self.cluster.start_service("agent")
-            time.sleep(2.5)
+        self.cluster.wait_ready(3)
+        self.restart_agent()  # the last time, with all workers connected to the one before
         self.load.level = NUM_CLIENTS
         self.wait_for("ServiceDown", "RestartLoop", "KvTransferFailures")
+
+    def restart_agent(self) -> None:
+        self.cluster.services["agent"].kill()
+        self.cluster.start_service("agent")
+        time.sleep(2.5)  # until it has been scraped
 
     def lose_workers(self) -> None:
         services = self.cluster.services
         services["prefill-0"].kill()
-        self.wait_for("NoPrefillWorker", "WorkerOutOfService", "HostTierUnused", "IndexWrong")
+        self.wait_for("NoPrefillWorker", "WorkerOutOfService", "HostTierUnused", "IndexWrong", "SlowFirstToken")
         for name in ("decode-0", "decode-1"):
             services[name].kill()
         self.wait_for("NoDecodeWorker", "RequestsFailing", "RequestsMigrating")
 
     def lose_routers(self) -> None:
-        self.cluster.services["router"].kill()
+        for name in ("router", "router-1"):
+            self.cluster.services[name].kill()
         self.wait_for("NoRouter")
+
+
+def start_second_router(cluster: Cluster, metrics_port: int) -> None:
+    """As the first one, at other ports. The load does not ask it."""
+    [port] = free_ports(1)
+    others = {"--port": port, "--metrics-port": metrics_port}
+    names = [flag.partition("=")[0] for flag in cluster.services["router"].argv]
+    argv = [
+        f"{name}={others[name]}" if name in others else flag
+        for name, flag in zip(names, cluster.services["router"].argv, strict=True)
+    ]
+    cluster.services["router-1"] = Service("router-1", argv, cluster.folder / "router-1.log")
+    cluster.start_service("router-1")
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +216,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     own = {name: (f"--metrics-port={port}",) for name, port in ports.items()}
     role_args = {
         **own,
+        "agent": (*own["agent"], "--host-tier-gb=0.0006"),  # too little to make up for small pools: see IndexWrong
         "prefill": ("--max-num-batched-tokens=128",),
         "decode": ("--kv-transport=shm", "--num-speculative-tokens=2", "--ngram-min=1"),
     }
@@ -207,6 +229,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
         rules, scrapes = faster_rules(RULES), (compose_scrapes(ports), kubernetes_scrapes(ports))
         servers: dict[str, Prometheus] = {}
         load = BackgroundLoad(cluster.url, NUM_CLIENTS)
+        start_second_router(cluster, ports["router-1"])
         try:
             for name, port, configs in zip(SCHEMES, numbers[len(SERVICES) :], scrapes, strict=True):
                 servers[name] = Prometheus(folder / name, port, configs, rules)
@@ -234,6 +257,15 @@ def test_every_panel_has_data(observed: Observed, scheme: str) -> None:
         if not any(math.isfinite(value) for value in observed.values[scheme, expression])
     ]
     assert empty == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_routers_do_not_multiply_workers(observed: Observed, scheme: str) -> None:
+    def shown(panel: str) -> list[float]:
+        return observed.values_while_quiet[scheme, QUERIES[f"mini-infer, {panel}, A"]]
+
+    assert (shown("Decode workers"), shown("Prefill workers")) == ([2.0], [1.0])
+    assert sorted(shown("Workers by state")) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
