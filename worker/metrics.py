@@ -58,8 +58,9 @@ class WorkerMetrics:
     def observe(self, report: StepReport) -> None:
         for name, counter in self._counters.items():
             total = getattr(report, name)
-            counter.inc(total - self._totals[name])
-            self._totals[name] = total
+            if total != self._totals[name]:  # few change in a step
+                counter.inc(total - self._totals[name])
+                self._totals[name] = total
         load = report.load
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
