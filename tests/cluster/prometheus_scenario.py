@@ -37,7 +37,8 @@ class Observed:
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     values_while_quiet: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     fired_while_quiet: dict[str, set[str]] = field(default_factory=dict)
-    fired: dict[str, set[str]] = field(default_factory=dict)
+    fired: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # labels, without those of Prometheus' own
+    summaries: dict[str, set[str]] = field(default_factory=dict)  # of alerts that were firing at some time
     texts: dict[str, str] = field(default_factory=dict)
 
 
@@ -99,8 +100,10 @@ class Scenario:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(set(alerts) <= server.fired() for server in self.servers.values()):
             if time.monotonic() > deadline:
-                return
+                break
             time.sleep(0.2)
+        for name, server in self.servers.items():
+            self.seen.summaries.setdefault(name, set()).update(server.summaries())
 
     def run(self, ports: dict[str, int]) -> None:
         for server in self.servers.values():
@@ -114,7 +117,7 @@ class Scenario:
         self.restart_services()
         self.lose_workers()
         self.lose_routers()
-        self.seen.fired = {name: server.fired() for name, server in self.servers.items()}
+        self.seen.fired = {name: server.firings() for name, server in self.servers.items()}
 
     def overload(self) -> None:
         self.load.level = NUM_CLIENTS
@@ -190,8 +193,8 @@ def observe(folder: Path, expressions: Collection[str]) -> Observed:
     ) as cluster:
         rules, scrapes = faster_rules(RULES), (compose_scrapes(ports), kubernetes_scrapes(ports))
         servers: dict[str, Prometheus] = {}
-        load = BackgroundLoad(cluster.url, NUM_CLIENTS)
         start_second_router(cluster, ports["router-1"])
+        load = BackgroundLoad(cluster.url, NUM_CLIENTS)
         try:
             for name, port, configs in zip(SCHEMES, numbers[len(SERVICES) :], scrapes, strict=True):
                 servers[name] = Prometheus(folder / name, port, configs, rules)

@@ -83,10 +83,18 @@ class Prometheus:
         found: list[str] = reply["data"]
         return found
 
+    def firings(self) -> list[dict[str, str]]:
+        """Labels of all alerts that have been firing at any time."""
+        return [sample["metric"] for sample in self.query('count_over_time(ALERTS{alertstate="firing"}[10m])')]
+
     def fired(self) -> set[str]:
-        """Alerts that have been firing at any time."""
-        samples = self.query('count by (alertname) (count_over_time(ALERTS{alertstate="firing"}[10m]))')
-        return {sample["metric"]["alertname"] for sample in samples}
+        """Their names."""
+        return {labels["alertname"] for labels in self.firings()}
+
+    def summaries(self) -> set[str]:
+        """What alerts that are firing now tell people."""
+        alerts = self._http.get("/api/v1/alerts").json()["data"]["alerts"]
+        return {alert["annotations"]["summary"] for alert in alerts if alert["state"] == "firing"}
 
     def stop(self) -> None:
         self._http.close()

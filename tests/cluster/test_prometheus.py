@@ -99,7 +99,19 @@ def test_no_alert_fires_while_nothing_happens(observed: Observed, scheme: str) -
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires(observed: Observed, scheme: str, alert: str) -> None:
-    assert alert in observed.fired[scheme]
+    assert alert in {labels["alertname"] for labels in observed.fired[scheme]}
+
+
+@pytest.mark.parametrize(("scheme", "namespace"), [("compose", None), ("kubernetes", "inference")])
+def test_alerts_say_whose_they_are(observed: Observed, scheme: str, namespace: str | None) -> None:
+    firings = observed.fired[scheme]
+    assert {labels.get("namespace") for labels in firings} == {namespace}
+    down = {labels.get("worker") or labels["role"] for labels in firings if labels["alertname"] == "ServiceDown"}
+    assert {"prefill-0", "decode-1"} <= down <= {"prefill-0", "decode-0", "decode-1", "agent", "router"}
+    assert observed.summaries[scheme]
+    for summary in observed.summaries[scheme]:
+        assert "<no value>" not in summary
+        assert "error" not in summary
 
 
 @pytest.mark.parametrize(
