@@ -68,5 +68,5 @@ def _variable(name: str) -> builders.QueryVariable:
         .multi(True)
         .include_all(True)
         .all_value(".*")
-        .current(dashboard.VariableOption(text="All", value="$__all"))
+        .current(dashboard.VariableOption(text=["All"], value=["$__all"]))
     )
