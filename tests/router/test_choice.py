@@ -472,3 +472,27 @@ async def test_whatever_workers_do_every_choice_ends_once_and_no_token_is_lost_o
         if number not in chaos.closed:
             assert not sink.errors
             assert sorted(sink.ends()) == [(choice.index, "length", None) for choice in choices]
+
+
+async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> None:
+    router = Router(decode=1)
+    request, _ = router.request()
+    worker = router.decode[0]
+
+    def scraped() -> list[float]:
+        router.metrics.read(router.workers, router.dispatcher.open_choices)
+        lines = router.metrics.render().decode().splitlines()
+        wanted = ("vllm:generation_tokens_total{", 'mini_infer_open_choices{model_name="dry-run",state="running"')
+        return [float(line.split()[-1]) for name in wanted for line in lines if line.startswith(name)]
+
+    assert scraped() == [0, 0]
+    worker.says("abc", times=pb.RequestTimes(queue_seconds=0.5, prefill_seconds=2.0))
+    assert scraped() == [3, 1]
+    assert scraped() == [3, 1]
+    worker.says("de", finish_reason=pb.FINISH_REASON_LENGTH)
+    assert scraped() == [5, 0]
+    request.close()
+    text = router.metrics.render().decode()
+    assert 'vllm:request_queue_time_seconds_sum{model_name="dry-run"} 0.5' in text
+    assert 'vllm:request_prefill_time_seconds_sum{model_name="dry-run"} 2.0' in text
+    assert 'vllm:request_max_num_generation_tokens_sum{model_name="dry-run"} 5.0' in text
