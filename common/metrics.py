@@ -63,7 +63,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -
 # A series comes from one kind of service (decision 0185), so that sums over all services are right: requests are the
 # router's, steps and blocks the workers', host memory the agent's.
 ROUTER_SPECS: tuple[MetricSpec, ...] = (
-    _counter("vllm:prompt_tokens", "Prompt tokens of admitted choices"),
+    _counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
     _counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),
     _counter("vllm:request_success", "Choices that ended, by how", "finished_reason"),
     _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),

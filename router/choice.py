@@ -275,6 +275,8 @@ class Choice:
         if isinstance(error, DeadlineExceededError):
             self.journal.note(time.monotonic(), "deadline exceeded")
             outcome = "length" if self.journal.has_started else "error"
+        elif isinstance(error, OverloadedError) and not self.journal.has_started:
+            outcome = "refused"  # the client is told to come again
         self._close(outcome)
         self._request.on_failure(self, error)
 

@@ -183,12 +183,12 @@ class Dispatcher:
     def opened(self, journal: Journal) -> None:
         self.num_waiting += 1
         self.open_choices.add(journal)
-        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
         self.num_running += 1
         self.metrics.time_to_first_token.observe(now - journal.arrival)
+        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def closed(self, journal: Journal) -> None:
         if journal.has_started:

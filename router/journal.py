@@ -37,7 +37,7 @@ class Journal:
     first_times: pb.RequestTimes | None = None  # what the worker measured that computed the prompt first
     last_token_time: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
-    outcome: str = "abort"  # how it ended: stop, length, error; abort until something else is known
+    outcome: str = "abort"  # how it ended: stop, length, refused, error; abort until something is known
 
     def note(self, now: float, what: str) -> None:
         self.events.append((now, what))

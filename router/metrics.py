@@ -11,7 +11,7 @@ from kvstore.pool.index import IndexState
 from router.cluster.model_workers import ModelWorkers
 from router.journal import Journal
 
-FINISHED_REASONS = ("stop", "length", "abort", "error")
+FINISHED_REASONS = ("stop", "length", "abort", "refused", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
 ROLES = ("prefill", "decode")
 REFUSED_STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
@@ -57,6 +57,8 @@ class RouterMetrics:
         """Observe everything that is known at the end of a choice."""
         num_output = len(journal.output_token_ids)
         self._ended[journal.outcome].inc()
+        if journal.outcome == "refused":
+            return  # in no time and without an answer: it would make latencies look better under overload
         self._num_tokens_of_ended += num_output
         self._prompt_length.observe(len(journal.prompt_token_ids))
         self._output_length.observe(num_output)

@@ -59,7 +59,7 @@ def requests() -> Section:
         lines("Time between tokens", "Between two outputs of one choice, as the router sees them.", "s",
               quantiles(ITL)),
         lines("End-to-end latency", "Arrival to end. Grows with the length of answers.", "s", quantiles(E2E)),
-        lines("Tokens per second", "Prompt tokens of admitted choices, and tokens generated.", "short",
+        lines("Tokens per second", "Prompt tokens, when their first token comes, and tokens generated.", "short",
               {"prompt": rate("vllm:prompt_tokens"), "generated": rate("vllm:generation_tokens")}),
         lines("Ended and refused per second", "Choices by finish reason, and requests refused by HTTP status: 429 is "
               "a full queue, 503 no worker.", "reqps",

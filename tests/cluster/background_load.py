@@ -9,7 +9,7 @@ from collections import Counter
 
 import httpx
 
-PAUSE_SECONDS = 0.5  # of a client that was refused
+PAUSE_SECONDS = 1.0  # of a client that was refused
 
 
 class BackgroundLoad:

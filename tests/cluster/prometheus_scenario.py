@@ -26,7 +26,7 @@ DASHBOARDS = [json.loads(path.read_text()) for path in sorted((MONITORING / "gra
 SCHEMES = ("compose", "kubernetes")
 SERVICES = ("prefill-0", "decode-0", "decode-1", "agent", "router", "router-1")
 RATE_INTERVAL, RANGE = "8s", "60s"
-NUM_CLIENTS = 160
+NUM_CLIENTS = 220
 QUIET_SECONDS, PATIENCE_SECONDS = 4.0, 40.0
 
 
@@ -37,6 +37,7 @@ class Observed:
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     values_while_quiet: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     fired_while_quiet: dict[str, set[str]] = field(default_factory=dict)
+    fired_in_overload: dict[str, set[str]] = field(default_factory=dict)
     fired: dict[str, list[dict[str, str]]] = field(default_factory=dict)  # labels, without those of Prometheus' own
     summaries: dict[str, set[str]] = field(default_factory=dict)  # of alerts that were firing at some time
     texts: dict[str, str] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class Scenario:
         self.seen.fired_while_quiet = {name: server.fired() for name, server in self.servers.items()}
         self.overload()
         self.look_at_panels(self.seen.values)
+        self.seen.fired_in_overload = {name: server.fired() for name, server in self.servers.items()}
         self.seen.texts = {name: httpx.get(f"http://127.0.0.1:{port}/metrics").text for name, port in ports.items()}
         self.restart_services()
         self.lose_workers()
@@ -187,7 +189,7 @@ def observe(folder: Path, expressions: Collection[str]) -> Observed:
         "decode": ("--kv-transport=shm", "--num-speculative-tokens=2", "--ngram-min=1"),
     }
     engine_args = ("--model=dry-run", "--num-gpu-blocks=192", "--num-threads=1", "--max-num-seqs=16")
-    router_args = (*own["router"], "--max-queue=96", "--worker-wait-seconds=1")
+    router_args = (*own["router"], "--max-queue=160", "--worker-wait-seconds=1")
     with running_cluster(
         1, 2, engine_args=engine_args, role_args=role_args, router_args=router_args, with_agent=True
     ) as cluster:

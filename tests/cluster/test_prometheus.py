@@ -97,6 +97,11 @@ def test_no_alert_fires_while_nothing_happens(observed: Observed, scheme: str) -
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_overload_alone_fires_what_is_about_load(observed: Observed, scheme: str) -> None:
+    assert observed.fired_in_overload[scheme] <= {"RequestsRefused", "SlowFirstToken", "KvCacheFull", "IndexWrong"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires(observed: Observed, scheme: str, alert: str) -> None:
     assert alert in {labels["alertname"] for labels in observed.fired[scheme]}

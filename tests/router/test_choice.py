@@ -496,3 +496,16 @@ async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> No
     assert 'vllm:request_queue_time_seconds_sum{model_name="dry-run"} 0.5' in text
     assert 'vllm:request_prefill_time_seconds_sum{model_name="dry-run"} 2.0' in text
     assert 'vllm:request_max_num_generation_tokens_sum{model_name="dry-run"} 5.0' in text
+
+
+async def test_a_choice_that_no_worker_takes_is_refused_and_counts_in_no_latency() -> None:
+    router = Router(decode=1, max_retries=0)
+    request, sink = router.request()
+    router.decode[0].fails(pb.FAILURE_CODE_RESOURCE_EXHAUSTED)
+    assert [type(error) for error in sink.errors] == [OverloadedError]
+    request.close()
+    text = router.metrics.render().decode()
+    assert 'vllm:request_success_total{finished_reason="refused",model_name="dry-run"} 1.0' in text
+    assert 'vllm:request_success_total{finished_reason="error",model_name="dry-run"} 0.0' in text
+    assert 'vllm:e2e_request_latency_seconds_count{model_name="dry-run"} 0.0' in text
+    assert 'vllm:prompt_tokens_total{model_name="dry-run"} 0.0' in text
