@@ -52,7 +52,7 @@ class BackgroundLoad:
     async def _ask(self, client: httpx.AsyncClient, rng: random.Random) -> int | str:
         beginning = f"{rng.randrange(24)} " + "the shared beginning of many prompts " * rng.choice([2, 5])
         body = {
-            "prompt": beginning + "x" * rng.randrange(60), "max_tokens": rng.choice([300, 600]), "ignore_eos": True,
+            "prompt": beginning + "x" * rng.randrange(60), "max_tokens": rng.choice([200, 400]), "ignore_eos": True,
             "temperature": 0.0, "allowed_token_ids": [97, 98, 99], "stream": True,
         }  # fmt: skip
         try:

@@ -108,7 +108,7 @@ class Scenario:
 
     def run(self, ports: dict[str, int]) -> None:
         for server in self.servers.values():
-            server.wait_scraped(len(SERVICES))
+            server.wait_for("up == 1", len(SERVICES))  # first scrapes come five seconds after the start
         time.sleep(QUIET_SECONDS)
         self.look_at_panels(self.seen.values_while_quiet)
         self.seen.fired_while_quiet = {name: server.fired() for name, server in self.servers.items()}
@@ -137,7 +137,7 @@ class Scenario:
         services, self.load.level = self.cluster.services, 4  # starting takes the cores
         (self.cluster.folder / "run" / "prefill-0.kv.sock").unlink()
         services["decode-1"].kill()
-        for _ in range(2):
+        for _ in range(4):
             self.restart_agent()
         self.cluster.start_service("decode-1")
         self.cluster.wait_ready(3)
@@ -147,8 +147,10 @@ class Scenario:
 
     def restart_agent(self) -> None:
         self.cluster.services["agent"].kill()
+        began = time.time()
         self.cluster.start_service("agent")
-        time.sleep(2.5)  # until it has been scraped
+        for server in self.servers.values():
+            server.wait_for(f'mini_infer_start_time_seconds{{role="agent"}} > {began}')
 
     def lose_workers(self) -> None:
         services = self.cluster.services

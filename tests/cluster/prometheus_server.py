@@ -64,11 +64,11 @@ class Prometheus:
             time.sleep(0.05)
         raise RuntimeError(f"prometheus is not ready:\n{self._log.read_text()[-2000:]}")
 
-    def wait_scraped(self, num_targets: int) -> None:
-        """Until so many targets are up; the first scrapes come five seconds after the start."""
+    def wait_for(self, expression: str, num_samples: int = 1) -> None:
+        """Until the expression has so many samples."""
         deadline = time.monotonic() + 30.0
-        while len(self.query("up == 1")) != num_targets:
-            assert time.monotonic() < deadline, f"not all targets are up: {self.query('up')}"
+        while len(self.query(expression)) != num_samples:
+            assert time.monotonic() < deadline, f"{expression} does not come: {self.query('up')}"
             time.sleep(0.1)
 
     def query(self, expression: str) -> list[Sample]:
