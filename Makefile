@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format protos test-compose test-k8s clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -46,6 +46,9 @@ check: setup     ## ruff, mypy strict, import-linter
 
 format: setup    ## apply ruff's fixes and formatting
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+dashboards: setup ## write Grafana's dashboards from monitoring/dashboards
+	@$(BIN)/python -m monitoring.dashboards
 
 protos: $(STAMP) $(STUBS)  ## generate the gRPC stubs
 

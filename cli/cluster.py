@@ -40,8 +40,8 @@ class ServeConfig:
     ep: int = setting(1, "GPUs of one worker, expert parallel")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
     metrics_port: int = setting(
-        0, "Prometheus port of the first worker; prefill workers, decode workers and the node agent take it and the "
-        "next ones, on loopback; 0: none (the router has /metrics on its own port)"
+        0, "Prometheus port of the first worker; prefill workers, decode workers, the node agent and the router take "
+        "it and the next ones; 0: none (the router has /metrics on its own port, too, where it may need the API key)"
     )  # fmt: skip
     exit_on_failure: bool = setting(
         False,
@@ -50,7 +50,7 @@ class ServeConfig:
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.metrics_port <= MAX_PORT - max(self.prefill, 1) - max(self.decode, 1):
+        if not 0 <= self.metrics_port <= MAX_PORT - max(self.prefill, 1) - max(self.decode, 1) - 1:
             raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
         if self.prefill < -1 or self.decode < -1 or self.decode == 0:
             raise ConfigError(
@@ -107,10 +107,10 @@ class ClusterConfig:
 
     @property
     def metrics_ports(self) -> dict[str, int]:
-        """Metrics port by service, except the router's, which serves them on its own. Empty: none."""
+        """Metrics port by service. Empty: none."""
         if not self.serve.metrics_port:
             return {}
-        names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent
+        names = [name for _, name, _ in self.workers] + ["agent"] * self.has_agent + ["router"]
         return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
@@ -169,7 +169,7 @@ def plan_cluster(
         stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
         status_socket = str(run_dir / f"{name}.status")
         add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, status_socket=status_socket, **stages)
-    router = config.router
+    router = dataclasses.replace(config.router, metrics_port=metrics_ports.get("router", 0))
     host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
     health = f"http://{host}:{router.port}/readyz"
     add("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)

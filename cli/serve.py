@@ -51,7 +51,7 @@ GROUPS: tuple[tuple[str, type[Any]], ...] = (
 SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
     AgentConfig: ("host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"),
     WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
-    RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "drain_grace_seconds"),
+    RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
     EngineConfig: ("host_tier_gb",),
 }
 QUANT_MODE_HELP = {

@@ -1,12 +1,13 @@
 """Every metric of the project: one list of names, kinds and label sets, and a small set to observe them with.
 
-Names that begin with `vllm:` are those that vLLM's dashboards query; `mini_infer_` ones exist only where a
-cluster is disaggregated. A program makes one `MetricSet` with its constant labels and asks it for the metrics that
-it fills; labels come from fixed sets, never from clients. Nothing here listens: `render` returns the text.
+Names that begin with `vllm:` are those that vLLM's dashboards query; `mini_infer_` ones exist only here. A program
+makes one `MetricSet` with its constant labels and asks it for the metrics that it fills; labels come from fixed
+sets, never from clients. Nothing here listens: `render` returns the text.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,54 +20,20 @@ from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
+from common.version import VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `render`
 
 _LATENCY = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _PER_REQUEST = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-)
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
+_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -93,8 +60,36 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -
     return MetricSpec(name, "histogram", help, labels, buckets)
 
 
-SPECS: tuple[MetricSpec, ...] = (
-    _gauge("vllm:num_requests_running", "Requests that generate tokens now"),
+# A series comes from one kind of service (decision 0185), so that sums over all services are right: requests are the
+# router's, steps and blocks the workers', host memory the agent's.
+ROUTER_SPECS: tuple[MetricSpec, ...] = (
+    _counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
+    _counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),
+    _counter("vllm:request_success", "Choices that ended, by how", "finished_reason"),
+    _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),
+    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a choice", _PER_TOKEN),
+    _histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _PER_TOKEN),
+    _histogram("vllm:e2e_request_latency_seconds", "Arrival to end", _PER_REQUEST),
+    _histogram("vllm:request_queue_time_seconds", "Waiting for the first step, on the worker", _PER_REQUEST),
+    _histogram("vllm:request_prefill_time_seconds", "First step to first token, on the worker", _PER_REQUEST),
+    _histogram("vllm:request_decode_time_seconds", "First token to last token", _PER_REQUEST),
+    _histogram("vllm:request_inference_time_seconds", "First step to last token", _PER_REQUEST),
+    _histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS),
+    _histogram("vllm:request_generation_tokens", "Output length of a choice", _TOKENS),
+    _histogram("vllm:request_max_num_generation_tokens", "Output length of a request's longest choice", _TOKENS),
+    _gauge("mini_infer_open_choices", "Choices before their first token (waiting) and after it (running)", "state"),
+    _counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
+    _counter("mini_infer_migrations", "Choices that went to another worker because theirs failed"),
+    _counter("mini_infer_moves", "Running choices handed over to another worker by the policy"),
+    _counter("mini_infer_placements", "Prompts by where they are computed and decoded", "placement"),
+    _gauge("mini_infer_workers", "Workers as this router sees them, by role and state", "role", "state"),
+    _gauge("mini_infer_index_blocks", "Block keys in this router's prefix index"),
+    _gauge("mini_infer_index_workers", "Workers by state of their part of the index", "state"),
+    _counter("mini_infer_index_expected_tokens", "Prompt tokens that the index expected in a cache"),
+    _counter("mini_infer_index_regret_tokens", "Of those, tokens that were not there"),
+)
+WORKER_SPECS: tuple[MetricSpec, ...] = (
+    _gauge("vllm:num_requests_running", "Requests that take part in steps"),
     _gauge("vllm:num_requests_waiting", "Requests that wait for their first step"),
     _gauge("vllm:num_requests_swapped", "Requests whose KV lies in host memory"),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1"),
@@ -103,49 +98,30 @@ SPECS: tuple[MetricSpec, ...] = (
     _counter("vllm:num_preemptions", "Requests taken out of the running batch"),
     _counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed by speculation"),
     _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
-    _counter("vllm:prompt_tokens", "Prompt tokens processed"),
-    _counter("vllm:generation_tokens", "Tokens generated"),
-    _counter("vllm:request_success", "Requests that ended, by how", "finished_reason"),
     _histogram("vllm:iteration_tokens_total", "Tokens in one engine step", _STEP_TOKENS),
-    _histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY),
-    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a request", _PER_TOKEN),
-    _histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", _PER_TOKEN),
-    _histogram("vllm:e2e_request_latency_seconds", "Arrival to end", _PER_REQUEST),
-    _histogram("vllm:request_queue_time_seconds", "Time waiting for the first step", _PER_REQUEST),
-    _histogram("vllm:request_inference_time_seconds", "First step to end", _PER_REQUEST),
-    _histogram("vllm:request_prefill_time_seconds", "First step to first token", _PER_REQUEST),
-    _histogram("vllm:request_decode_time_seconds", "First token to end", _PER_REQUEST),
-    _histogram("vllm:request_prompt_tokens", "Prompt length", _TOKENS),
-    _histogram("vllm:request_generation_tokens", "Output length", _TOKENS),
-    _counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
+    _histogram("mini_infer_step_seconds", "Duration of an engine step", _STEP_SECONDS),
+    _counter("mini_infer_step_tokens", "Tokens that steps computed: of prompts, or of outputs", "phase"),
+    _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
+    _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
+    _gauge("mini_infer_kv_loading", "Requests whose KV is being pulled"),
     _counter("mini_infer_kv_transfers", "KV pulls from peers", "transport"),
+    _counter("mini_infer_kv_transfer_bytes", "KV bytes pulled from peers", "transport"),
     _counter("mini_infer_kv_transfer_failures", "KV pulls that failed; the prompt was recomputed", "transport"),
     _histogram("mini_infer_kv_transfer_seconds", "Duration of a KV pull", _TRANSFER, "transport"),
     _counter("mini_infer_kv_prefetches", "Offers of a prompt's KV while the rest is computed", "outcome"),
     _counter("mini_infer_kv_prefetched_tokens", "Prompt tokens whose KV was pulled while the rest was computed"),
-    _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
-    _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
-    _gauge("mini_infer_host_tier_blocks", "Blocks in the host-memory tier"),
+    _counter("mini_infer_host_tier_hit_tokens", "Prompt tokens whose KV came back from the host tier"),
+    _counter("mini_infer_host_tier_stored_blocks", "Evicted blocks that the host tier took"),
     _gauge("mini_infer_draining", "1 while this worker drains"),
-    _counter("mini_infer_migrations", "Requests moved to another worker while open"),
-    _counter("mini_infer_placements", "Prompts by where they are computed and decoded", "placement"),
-    _counter("mini_infer_moves", "Running requests handed over to another worker by the policy"),
-    _counter("mini_infer_local_prefills", "Prompts sent to a decode worker to compute"),
-    _counter("mini_infer_requests_refused", "Requests refused, by HTTP status", "status"),
-    _gauge("mini_infer_workers", "Workers by role and state", "role", "state"),
-    _gauge("mini_infer_worker_queue", "Requests waiting on the workers of a role", "role"),
-    _gauge("mini_infer_index_blocks", "Block keys in the router's prefix index"),
-    _gauge("mini_infer_index_workers", "Workers by state of their part of the index", "state"),
-    _counter("mini_infer_index_expected_tokens", "Prompt tokens that the index expected in a cache"),
-    _counter("mini_infer_index_regret_tokens", "Of those, tokens that were not there"),
-    _counter("mini_infer_open_connections_refused", "Connections refused for their headers"),
 )
+AGENT_SPECS: tuple[MetricSpec, ...] = (
+    _gauge("mini_infer_host_tier_slots", "Block slots of the host tier by state", "state"),
+    _gauge("mini_infer_host_tier_bytes", "Memory of the host tier"),
+    _gauge("mini_infer_host_tier_clients", "Workers connected to the host tier"),
+)
+START_TIME = _gauge("mini_infer_start_time_seconds", "When this service started, Unix time", "version")
+SPECS = (*ROUTER_SPECS, *WORKER_SPECS, *AGENT_SPECS, START_TIME)
 _BY_NAME = {spec.name: spec for spec in SPECS}
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """All metrics in Prometheus' text format."""
-    return generate_latest(registry)
 
 
 class StepHistogram:
@@ -200,11 +176,6 @@ class MetricSet:
         self._made: dict[str, Gauge | Counter | Histogram] = shares._made if shares else {}
         self._step_families: dict[str, _StepFamily] = shares._step_families if shares else {}
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """A prometheus_client registry, for a process that has no HTTP server to add `render` to."""
-        return self._registry
-
     def gauge(self, name: str, **labels: str) -> Gauge:
         """The gauge `name`; `labels` must be those of its spec."""
         metric = self._child(name, "gauge", labels)
@@ -233,7 +204,7 @@ class MetricSet:
 
     def render(self) -> bytes:
         """All metrics asked for so far, in Prometheus' text format."""
-        return render(self._registry)
+        return generate_latest(self._registry)
 
     def _child(self, name: str, kind: str, labels: Mapping[str, str]) -> Gauge | Counter | Histogram:
         spec = _BY_NAME.get(name)
@@ -249,3 +220,8 @@ class MetricSet:
                 self._made[name] = Histogram(name, spec.help, names, registry=self._registry, buckets=spec.buckets)
         metric = self._made[name]
         return metric.labels(**self._labels, **labels) if self._labels or labels else metric
+
+
+def export_start_time(metrics: MetricSet) -> None:
+    """Say when this service started and in which version. Every service does: `up` alone has no role in it."""
+    metrics.gauge(START_TIME.name, version=VERSION).set(time.time())

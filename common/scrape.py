@@ -15,30 +15,38 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry
-
 from common.errors import ConfigError
-from common.metrics import CONTENT_TYPE, render
+from common.metrics import CONTENT_TYPE
+
+IDLE_SECONDS = 10.0  # a connection that asks for nothing is closed
 
 logger = logging.getLogger(__name__)
 
 
 def serve_scrapes(
-    registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]
+    render: Callable[[], bytes], host: str, port: int, is_ready: Callable[[], bool] | None = None
 ) -> Callable[[], None]:
-    """Answer /metrics and /readyz on a thread. Returns what ends it. Raises ConfigError when the port is taken."""
+    """Answer GET /metrics on threads, with what `render` returns there; after a TimeoutError of its with 503.
+
+    With `is_ready` also /readyz. Returns what ends it. Raises ConfigError when the port is taken.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_SECONDS
+
         def do_GET(self) -> None:
             match self.path.partition("?")[0]:
                 case "/metrics" | "/":
-                    self._answer(HTTPStatus.OK, render(registry))
-                case "/readyz" if is_ready():
-                    self._answer(HTTPStatus.OK, b"ready\n")
-                case "/readyz":
-                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
+                    try:
+                        self._answer(HTTPStatus.OK, render())
+                    except TimeoutError:
+                        self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too busy\n")
+                case "/readyz" if is_ready is not None:
+                    ready = is_ready()
+                    status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
+                    self._answer(status, b"ready\n" if ready else b"not ready\n")
                 case _:
-                    self._answer(HTTPStatus.NOT_FOUND, b"only /metrics and /readyz are here\n")
+                    self._answer(HTTPStatus.NOT_FOUND, b"not here\n")
 
         def _answer(self, status: HTTPStatus, body: bytes) -> None:
             self.send_response(status)

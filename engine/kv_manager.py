@@ -19,10 +19,12 @@ from kvstore.types import BlockId, BlockKey
 
 @dataclass(slots=True)
 class CacheStats:
-    """Prompt tokens looked up and found, since the start."""
+    """Prompt tokens looked up and found, and the host tier's part, since the start."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    host_stored_blocks: int = 0
 
 
 class KVManager:
@@ -106,6 +108,7 @@ class KVManager:
         blocks = self.pool.allocate(len(slots))
         step.copies_in.extend(zip(slots, blocks, strict=True))
         request.block_ids.extend(blocks)
+        self.stats.host_hit_tokens += len(slots) * self.block_size
         return len(slots) * self.block_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -196,6 +199,7 @@ class KVManager:
             if slots is not None:
                 step.copies_out.extend((block, slot) for (block, _), slot in zip(kept, slots, strict=True))
                 step.offload_slots.extend(slots)
+                self.stats.host_stored_blocks += len(slots)
                 return
             kept = kept[: len(kept) // 2]  # the tier is nearly all pinned: keep what fits
 

@@ -220,6 +220,8 @@ class Choice:
             self.journal.kv_handle = None  # it has been read
             if leg.link.role == "prefill":
                 self._dispatcher.watch_kept(self)
+        if self.journal.first_times is None:
+            self.journal.first_times = leg.times
         self._dispatcher.explain.first_delta(self.journal, leg, now)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
@@ -273,6 +275,8 @@ class Choice:
         if isinstance(error, DeadlineExceededError):
             self.journal.note(time.monotonic(), "deadline exceeded")
             outcome = "length" if self.journal.has_started else "error"
+        elif isinstance(error, OverloadedError) and not self.journal.has_started:
+            outcome = "refused"  # the client is told to come again
         self._close(outcome)
         self._request.on_failure(self, error)
 

@@ -47,6 +47,7 @@ class Dispatcher:
         self.answers = AnswerLength()
         self.num_waiting = 0  # admitted, first token not seen yet
         self.num_running = 0
+        self.open_choices: set[Journal] = set()
         self._workers = workers
         self._random = random.Random()
         self._turn = 0
@@ -181,12 +182,13 @@ class Dispatcher:
 
     def opened(self, journal: Journal) -> None:
         self.num_waiting += 1
-        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
+        self.open_choices.add(journal)
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
         self.num_running += 1
         self.metrics.time_to_first_token.observe(now - journal.arrival)
+        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def closed(self, journal: Journal) -> None:
         if journal.has_started:
@@ -198,6 +200,7 @@ class Dispatcher:
             if link is not None:
                 link.release(journal.kv_handle)
         now = time.monotonic()
+        self.open_choices.remove(journal)
         self.metrics.choice_ended(journal, now)
         self.explain.ended(journal, now)
 

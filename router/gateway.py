@@ -77,6 +77,12 @@ class Gateway:
             raise ModelNotFoundError(f"no model {str(name)[:64]!r}; this server has {known}")
         return model
 
+    def metrics_text(self) -> bytes:
+        """The metrics of all models, for a scrape."""
+        for model in self.base_models:
+            model.metrics.read(model.workers, model.dispatcher.open_choices)
+        return self.models[0].metrics.render()
+
     def refused(self, scope: MutableMapping[str, Any], status: int) -> None:
         """Count a request that was refused; before its model is known, for the first one."""
         model: ServedModel = scope.get(SERVED_MODEL, self.models[0])
@@ -157,7 +163,7 @@ class Gateway:
                 )
                 text = ChoiceText(model.tokenizer, rules, continues, has_logprobs, skip_special)
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
-        return GenerationRequest(request_id, choices)
+        return GenerationRequest(request_id, choices, model.metrics)
 
     def _options(
         self,

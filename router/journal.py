@@ -34,9 +34,10 @@ class Journal:
     num_failures_in_row: int = 0  # without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
+    first_times: pb.RequestTimes | None = None  # what the worker measured that computed the prompt first
     last_token_time: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
-    outcome: str = "abort"  # how it ended: stop, length, error; abort until something else is known
+    outcome: str = "abort"  # how it ended: stop, length, refused, error; abort until something is known
 
     def note(self, now: float, what: str) -> None:
         self.events.append((now, what))

@@ -15,6 +15,7 @@ from protos import types_pb2 as pb
 from router.api.results import Usage
 from router.api.text import Update
 from router.choice import Choice, State
+from router.metrics import RouterMetrics
 
 
 class Sink(Protocol):
@@ -30,9 +31,10 @@ class Sink(Protocol):
 class GenerationRequest:
     """`start` it once, `close` it always."""
 
-    def __init__(self, request_id: str, choices: list[Choice]) -> None:
+    def __init__(self, request_id: str, choices: list[Choice], metrics: RouterMetrics) -> None:
         self.request_id = request_id
         self.choices = choices
+        self._metrics = metrics
         self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # of the prompts that are computed
         self._sink: Sink
 
@@ -45,6 +47,8 @@ class GenerationRequest:
     def close(self) -> None:
         """Cancel what is still open, and let go of everything: these objects hold each other."""
         self._cancel()
+        if self.choices:
+            self._metrics.request_ended(max(len(choice.journal.output_token_ids) for choice in self.choices))
         self.choices.clear()
         del self._sink
 

@@ -63,7 +63,7 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
             raise ConfigError(f"two models are called {min(clash)!r}: workers announce their model by that name")
         taken |= names
         workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
-        metrics = RouterMetrics(name, models[0].metrics if models else None)
+        metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
         dispatcher = Dispatcher(config, workers, metrics, ExplainLog(metrics))
         models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
     return models

@@ -10,6 +10,7 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import Callable
 
 import uvicorn
 import uvloop
@@ -18,13 +19,15 @@ from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import RateLimit, report_end, setup_logging
 from common.model_files import resolve_model
+from common.scrape import serve_scrapes
 from common.text.tokenizer import load_tokenizer
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app
 from router.http.protocol import BoundedProtocol, bounded_protocol
-from router.served_model import LoadedModel, ServedModel, serve_models
+from router.served_model import LoadedModel, serve_models
 
+SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape
 MAX_CONNECTIONS_WAITING = 1024
 NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
 KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
@@ -61,12 +64,13 @@ def main(argv: list[str] | None = None) -> int:
         protocol = bounded_protocol(http)
         allow_descriptors(protocol.slots.max_open + NUM_OTHER_DESCRIPTORS)
         models = serve_models(config, [load(*named) for named in config.named_models()])
+        gateway = Gateway(config, models, protocol.limits)
         listener = _listen(config.host, config.port)
+        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(gateway, protocol, listener))
     except ConfigError as error:
         report_end("router", error)
         return 1
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, protocol, models, listener))
 
 
 def load(name: str, model: str) -> LoadedModel:
@@ -96,14 +100,13 @@ def allow_descriptors(count: int) -> None:
 
 
 async def _serve(
-    config: RouterConfig,
+    gateway: Gateway,
     protocol: type[BoundedProtocol],
-    models: list[ServedModel],
     listener: socket.socket,
 ) -> int:
     server = Server(
         uvicorn.Config(
-            create_app(Gateway(config, models, protocol.limits)),
+            create_app(gateway),
             http=protocol,
             ws="none",
             access_log=False,
@@ -113,7 +116,7 @@ async def _serve(
             proxy_headers=False,  # the peer is the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
             timeout_keep_alive=round(protocol.limits.idle_connection_seconds),
-            timeout_graceful_shutdown=round(config.drain_grace_seconds),
+            timeout_graceful_shutdown=round(gateway.config.drain_grace_seconds),
         )
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -125,8 +128,30 @@ async def _serve(
     # uvicorn takes these signals to shut down, then raises them again: let that find a handler, and exit with 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    await server.serve(sockets=[listener])
+    close_metrics = _serve_metrics(gateway, asyncio.get_running_loop())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        close_metrics()
     return 0 if server.started else 1
+
+
+def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """Open the metrics port, if there is to be one; returns what closes it. Raises ConfigError when it is taken.
+
+    The text is made on `loop`, as for the main port's /metrics: nothing else may read the router's state.
+    """
+    config = gateway.config
+    if not config.metrics_port:
+        return lambda: None
+
+    async def text() -> bytes:
+        return gateway.metrics_text()
+
+    def render() -> bytes:
+        return asyncio.run_coroutine_threadsafe(text(), loop).result(SCRAPE_SECONDS)
+
+    return serve_scrapes(render, config.host, config.metrics_port)
 
 
 def _share_one_heap() -> None:

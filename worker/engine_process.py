@@ -224,6 +224,7 @@ class EngineProcess:
         report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
         stats = scheduler.kv.stats
         report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
+        report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
         self._link.send(report)
         self._report = StepReport()
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import Counter
-
-from common.metrics import MetricSet
+from common.metrics import MetricSet, export_start_time
 from common.scrape import serve_scrapes
-from engine.request import FinishReason
 from worker.front import WorkerFront
-from worker.messages import Delta, Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
 
-FINISHED_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.PREFILLED)
 BLOCK_STATES = ("free", "cached", "used")
 NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
 
@@ -22,11 +18,15 @@ class WorkerMetrics:
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
-        self._set = metrics = MetricSet({"model_name": front.info.model})
+        info = front.info
+        self._set = metrics = MetricSet({"model_name": info.model, "role": info.role, "worker": info.worker_id})
+        export_start_time(metrics)
         self._counters = {
             "preemptions": metrics.counter("vllm:num_preemptions"),
             "prefix_queries": metrics.counter("vllm:prefix_cache_queries"),
             "prefix_hits": metrics.counter("vllm:prefix_cache_hits"),
+            "host_hit_tokens": metrics.counter("mini_infer_host_tier_hit_tokens"),
+            "host_stored_blocks": metrics.counter("mini_infer_host_tier_stored_blocks"),
             "draft_tokens": metrics.counter("vllm:spec_decode_num_draft_tokens"),
             "accepted_tokens": metrics.counter("vllm:spec_decode_num_accepted_tokens"),
         }
@@ -35,36 +35,34 @@ class WorkerMetrics:
             "num_running": metrics.gauge("vllm:num_requests_running"),
             "num_waiting": metrics.gauge("vllm:num_requests_waiting"),
             "num_swapped": metrics.gauge("vllm:num_requests_swapped"),
+            "num_loading": metrics.gauge("mini_infer_kv_loading"),
             "num_leases": metrics.gauge("mini_infer_kv_leases"),
         }
         self._usage = metrics.gauge("vllm:kv_cache_usage_perc")
         self._blocks = {state: metrics.gauge("mini_infer_kv_blocks", state=state) for state in BLOCK_STATES}
         self._draining = metrics.gauge("mini_infer_draining")
-        self._prompt_tokens = metrics.counter("vllm:prompt_tokens")
-        self._generation_tokens = metrics.counter("vllm:generation_tokens")
-        self._step_tokens = metrics.histogram("vllm:iteration_tokens_total")
-        self._queue = metrics.histogram("vllm:request_queue_time_seconds")
-        self._prefill = metrics.histogram("vllm:request_prefill_time_seconds")
-        self._ended: dict[FinishReason | None, Counter] = {
-            reason: metrics.counter("vllm:request_success", finished_reason=reason.value)
-            for reason in FINISHED_REASONS
-        }
+        self._prefill_tokens = metrics.counter("mini_infer_step_tokens", phase="prefill")
+        self._decode_tokens = metrics.counter("mini_infer_step_tokens", phase="decode")
+        self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
+        self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
         self._prefetches = {
             outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
         }
         self._prefetched_tokens = metrics.counter("mini_infer_kv_prefetched_tokens")
-        for transport in front.info.transports:  # at 0: a rate begins with the first pull
+        for transport in info.transports:  # at 0: a rate begins with the first pull
             metrics.counter("mini_infer_kv_transfers", transport=transport)
             metrics.counter("mini_infer_kv_transfer_bytes", transport=transport)
-        for transport in (*front.info.transports, NO_TRANSPORT):
+            metrics.histogram("mini_infer_kv_transfer_seconds", transport=transport)
+        for transport in (*info.transports, NO_TRANSPORT):
             metrics.counter("mini_infer_kv_transfer_failures", transport=transport)
         front.add_listener(self.observe)
 
     def observe(self, report: StepReport) -> None:
         for name, counter in self._counters.items():
             total = getattr(report, name)
-            counter.inc(total - self._totals[name])
-            self._totals[name] = total
+            if total != self._totals[name]:  # few change in a step
+                counter.inc(total - self._totals[name])
+                self._totals[name] = total
         load = report.load
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
@@ -73,11 +71,8 @@ class WorkerMetrics:
             self._blocks[state].set(count)
         self._usage.set((total - free - cached) / total)
         self._draining.set(self._front.drain.is_active)
-        self._prompt_tokens.inc(load.step_prefill_tokens)
-        if load.step_prefill_tokens or load.step_decode_tokens:
-            self._step_tokens.observe(load.step_prefill_tokens + load.step_decode_tokens)
-        for delta in report.deltas:
-            self._observe_delta(delta)
+        if load.step_seconds:
+            self._observe_step(load)
         for pull in report.pulls:
             self._observe_pull(pull)
         for prefetched in report.prefetches:
@@ -85,15 +80,13 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int, is_ready: Callable[[], bool]) -> None:
         """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
-        serve_scrapes(self._set.registry, host, port, is_ready)
+        serve_scrapes(self._set.render, host, port, is_ready)
 
-    def _observe_delta(self, delta: Delta) -> None:
-        self._generation_tokens.inc(len(delta.token_ids))
-        if delta.times is not None:
-            self._queue.observe(delta.times.queue_seconds)
-            self._prefill.observe(delta.times.prefill_seconds)
-        if delta.finish_reason in self._ended:
-            self._ended[delta.finish_reason].inc()
+    def _observe_step(self, load: EngineLoad) -> None:
+        self._prefill_tokens.inc(load.step_prefill_tokens)
+        self._decode_tokens.inc(load.step_decode_tokens)
+        self._step_tokens.observe(load.step_prefill_tokens + load.step_decode_tokens)
+        self._step_seconds.observe(load.step_seconds)
 
     def _observe_pull(self, pull: Pull) -> None:
         label = pull.transport or NO_TRANSPORT

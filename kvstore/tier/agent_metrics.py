@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
-
+from common.metrics import MetricSet, export_start_time
 from common.scrape import serve_scrapes
 from kvstore.tier.agent import TierServer
 from kvstore.tier.regions import Regions
 
 
-class TierCollector(Collector):
-    """Totals over all regions; labels come from a fixed set."""
+class TierMetrics:
+    """Totals over all regions."""
 
     def __init__(self, regions: Regions, tier: TierServer) -> None:
         self._regions = regions
         self._tier = tier
+        self._set = MetricSet({"role": "agent"})
+        export_start_time(self._set)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        slots = GaugeMetricFamily("mini_infer_host_tier_slots", "Slots of the host tier by state", labels=["state"])
+    def render(self) -> bytes:
+        """The text for a scrape."""
         tiers = [region.tier for region in self._regions.all()]
-        slots.add_metric(["free"], sum(tier.num_free for tier in tiers))
-        slots.add_metric(["cached"], sum(tier.num_cached for tier in tiers))
-        slots.add_metric(["pinned"], sum(tier.num_pinned for tier in tiers))
-        yield slots
-        yield GaugeMetricFamily("mini_infer_host_tier_bytes", "Memory of all regions", self._regions.used_bytes)
-        yield GaugeMetricFamily("mini_infer_host_tier_clients", "Workers connected", self._tier.num_clients)
+        slots = {
+            "free": sum(tier.num_free for tier in tiers),
+            "cached": sum(tier.num_cached for tier in tiers),
+            "pinned": sum(tier.num_pinned for tier in tiers),
+        }
+        for state, count in slots.items():
+            self._set.gauge("mini_infer_host_tier_slots", state=state).set(count)
+        self._set.gauge("mini_infer_host_tier_bytes").set(self._regions.used_bytes)
+        self._set.gauge("mini_infer_host_tier_clients").set(self._tier.num_clients)
+        return self._set.render()
 
 
 def serve_metrics(
@@ -37,6 +40,4 @@ def serve_metrics(
     """Serve on `port` of `host` (0: not at all); returns what ends it. Raises ConfigError when it is taken."""
     if not port:
         return lambda: None
-    registry = CollectorRegistry()
-    registry.register(TierCollector(regions, tier))
-    return serve_scrapes(registry, host, port, is_ready)
+    return serve_scrapes(TierMetrics(regions, tier).render, host, port, is_ready)

@@ -192,9 +192,7 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response({"version": VERSION})
 
     async def metrics(_: Request) -> Response:
-        for model in gateway.base_models:
-            model.metrics.read_gauges(model.workers, model.dispatcher.num_running, model.dispatcher.num_waiting)
-        return Response(gateway.models[0].metrics.render(), headers={"content-type": CONTENT_TYPE})
+        return Response(gateway.metrics_text(), headers={"content-type": CONTENT_TYPE})
 
     routes.add("GET", "/healthz", healthz, "what is served by how many workers")
     routes.add("GET", "/livez", livez, "200 while the router runs")

@@ -244,9 +244,9 @@ def test_settings_that_the_cluster_makes_itself_are_no_flags_and_no_variables(fi
 def test_each_service_has_its_metrics_on_a_port_of_its_own():
     config, specs = plan("--prefill=2", "--metrics-port=9100")
     ports = {name: settings(spec).get("metrics_port") for name, spec in specs.items()}
-    assert ports == {"prefill-0": 9100, "prefill-1": 9101, "decode-0": 9102, "agent": 9103, "router": None}
+    assert ports == {"prefill-0": 9100, "prefill-1": 9101, "decode-0": 9102, "agent": 9103, "router": 9104}
     told = "metrics: http://127.0.0.1:8000/metrics, prefill-0 on :9100, prefill-1 on :9101, decode-0 on :9102, agent"
-    assert f"{told} on :9103\n" in ready_message(config, "m")
+    assert f"{told} on :9103, router on :9104\n" in ready_message(config, "m")
     assert "metrics" not in ready_message(plan()[0], "m")
     (port,) = free_ports(1)
     with pytest.raises(ConfigError, match=f"gives prefill-0 port {port}, which is the router's"):
@@ -263,7 +263,7 @@ def test_no_host_tier_is_no_agent():
     assert list(specs) == ["prefill-0", "decode-0", "router"]
     assert settings(specs["decode-0"])["agent_socket"] == ""
     assert settings(specs["decode-0"])["host_tier_gb"] == 0
-    assert list(config.metrics_ports) == ["prefill-0", "decode-0"]
+    assert list(config.metrics_ports) == ["prefill-0", "decode-0", "router"]
     with pytest.raises(ConfigError, match="must not be negative"):
         plan("--host-tier-gb=-1")
 

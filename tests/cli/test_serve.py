@@ -161,9 +161,11 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
         "--verbose", api_key="open-sesame",
     )  # fmt: skip
     try:
-        served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}")
+        served.wait_for(f"decode-0 on :{metrics_port}, agent on :{metrics_port + 1}, router on")
         assert served.complete()
-        for index, name in enumerate(("vllm:generation_tokens", "mini_infer_host_tier_slots")):
+        for index, name in enumerate(
+            ("vllm:num_requests_running", "mini_infer_host_tier_slots", "vllm:generation_tokens")
+        ):
             assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
 
         processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}

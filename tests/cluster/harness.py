@@ -171,6 +171,7 @@ def running_cluster(
 ) -> Iterator[Cluster]:
     """Start everything, wait until it is ready, and end everything.
 
+    role_args: flags by role, or by the name of a service.
     models: workers that serve another --model than that of `engine_args`, by name.
     """
     with tempfile.TemporaryDirectory(prefix="mini-infer-test-") as name:
@@ -190,14 +191,15 @@ def running_cluster(
         socket_path = run_dir / "agent.sock"
         if with_agent:
             agent_args = [f"--socket={socket_path}", "--host-tier-gb=0.25"]
-            add("agent", ["-m", "kvstore", "--port=0", *agent_args])
+            add("agent", ["-m", "kvstore", "--port=0", *agent_args, *role_args.get("agent", ())])
         for worker, port in zip(names, ports, strict=True):
             role = worker.split("-")[0]
             argv = ["-m", f"{role}_service", f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
             if with_agent:
                 argv.append(f"--agent-socket={socket_path}")
             other = [f"--model={models[worker]}"] if worker in models else []
-            add(worker, [*argv, *engine_args, *other, *worker_args, *role_args.get(role, ())])
+            own = (*role_args.get(role, ()), *role_args.get(worker, ()))
+            add(worker, [*argv, *engine_args, *other, *worker_args, *own])
         addresses = dict(zip(names, (f"127.0.0.1:{port}" for port in ports), strict=True))
         served = ",".join(dict.fromkeys([model, *models.values()]))
         argv = ["-m", "router", f"--port={router_port}", f"--models={served}" if models else f"--model={model}"]

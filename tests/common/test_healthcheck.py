@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from cli.ports import free_ports
 from common import healthcheck, rpc
@@ -56,7 +55,7 @@ async def test_http(reply, ready):
 async def test_grpc_and_http_follow_the_service():
     server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
     [port] = free_ports(1)
-    close = serve_scrapes(CollectorRegistry(), "127.0.0.1", port, server.is_ready)
+    close = serve_scrapes(bytes, "127.0.0.1", port, server.is_ready)
     url = f"http://127.0.0.1:{port}/readyz"
     assert not await is_ready(url)
     await server.start()

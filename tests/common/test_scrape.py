@@ -29,9 +29,9 @@ def url() -> Iterator[str]:
     metrics = MetricSet({"model_name": "m"})
     metrics.counter("vllm:generation_tokens").inc(3)
     [port] = free_ports(1)
-    close = serve_scrapes(metrics.registry, "127.0.0.1", port, lambda: True)
+    close = serve_scrapes(metrics.render, "127.0.0.1", port)
     with pytest.raises(ConfigError, match=f"port {port} is taken"):
-        serve_scrapes(metrics.registry, "127.0.0.1", port, lambda: True)
+        serve_scrapes(metrics.render, "127.0.0.1", port)
     yield f"http://127.0.0.1:{port}"
     close()
 
@@ -55,3 +55,15 @@ def test_a_client_that_leaves_is_not_worth_a_line(url: str, capfd: pytest.Captur
 
 def test_other_paths_are_not_found(url: str) -> None:
     assert httpx.get(f"{url}/favicon.ico").status_code == 404
+
+
+def test_a_service_that_is_too_busy_to_answer_says_so() -> None:
+    def too_busy() -> bytes:
+        raise TimeoutError
+
+    [port] = free_ports(1)
+    close = serve_scrapes(too_busy, "127.0.0.1", port)
+    try:
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 503
+    finally:
+        close()

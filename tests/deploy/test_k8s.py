@@ -95,8 +95,7 @@ def test_each_service_understands_its_flags_and_variables(rendered):
         assert settings["host"] == "0.0.0.0"
         assert settings["cluster_token"]
         assert settings["port"] == ports["http" if name == "router" else "grpc"]
-        if "metrics_port" in settings:
-            assert settings["metrics_port"] == ports["metrics"]
+        assert settings["metrics_port"] == ports["metrics"]
         if "worker_id" in settings:
             assert settings["worker_id"]
             assert settings["advertise_host"] == "from-the-pod"

@@ -190,6 +190,9 @@ def test_host_tier_gives_evicted_prefixes_back() -> None:
     assert again.num_cached_tokens == 16
     assert runner.num_computed_tokens == 2
     assert again.output_token_ids == expected_tokens(first, 2)
+    stats = engine.scheduler.kv.stats
+    assert (stats.hit_tokens, stats.host_hit_tokens) == (16, 12)  # one block of four was still in the pool
+    assert stats.host_stored_blocks >= 4
     assert_quiet(engine)
 
 

@@ -124,7 +124,7 @@ class Router:
             )
             text = ChoiceText(DRY_RUN, StopRules(stops=stops), False)
             choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
-        request, sink = GenerationRequest("r", choices), Listener()
+        request, sink = GenerationRequest("r", choices, self.metrics), Listener()
         request.start(sink)
         return request, sink
 
@@ -472,3 +472,40 @@ async def test_whatever_workers_do_every_choice_ends_once_and_no_token_is_lost_o
         if number not in chaos.closed:
             assert not sink.errors
             assert sorted(sink.ends()) == [(choice.index, "length", None) for choice in choices]
+
+
+async def test_a_scrape_counts_tokens_of_open_choices_and_no_token_twice() -> None:
+    router = Router(decode=1)
+    request, _ = router.request()
+    worker = router.decode[0]
+
+    def scraped() -> list[float]:
+        router.metrics.read(router.workers, router.dispatcher.open_choices)
+        lines = router.metrics.render().decode().splitlines()
+        wanted = ("vllm:generation_tokens_total{", 'mini_infer_open_choices{model_name="dry-run",state="running"')
+        return [float(line.split()[-1]) for name in wanted for line in lines if line.startswith(name)]
+
+    assert scraped() == [0, 0]
+    worker.says("abc", times=pb.RequestTimes(queue_seconds=0.5, prefill_seconds=2.0))
+    assert scraped() == [3, 1]
+    assert scraped() == [3, 1]
+    worker.says("de", finish_reason=pb.FINISH_REASON_LENGTH)
+    assert scraped() == [5, 0]
+    request.close()
+    text = router.metrics.render().decode()
+    assert 'vllm:request_queue_time_seconds_sum{model_name="dry-run"} 0.5' in text
+    assert 'vllm:request_prefill_time_seconds_sum{model_name="dry-run"} 2.0' in text
+    assert 'vllm:request_max_num_generation_tokens_sum{model_name="dry-run"} 5.0' in text
+
+
+async def test_a_choice_that_no_worker_takes_is_refused_and_counts_in_no_latency() -> None:
+    router = Router(decode=1, max_retries=0)
+    request, sink = router.request()
+    router.decode[0].fails(pb.FAILURE_CODE_RESOURCE_EXHAUSTED)
+    assert [type(error) for error in sink.errors] == [OverloadedError]
+    request.close()
+    text = router.metrics.render().decode()
+    assert 'vllm:request_success_total{finished_reason="refused",model_name="dry-run"} 1.0' in text
+    assert 'vllm:request_success_total{finished_reason="error",model_name="dry-run"} 0.0' in text
+    assert 'vllm:e2e_request_latency_seconds_count{model_name="dry-run"} 0.0' in text
+    assert 'vllm:prompt_tokens_total{model_name="dry-run"} 0.0' in text

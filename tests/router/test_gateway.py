@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from common.metrics import ROUTER_SPECS, START_TIME
 from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
@@ -303,13 +304,17 @@ async def test_metrics_carry_the_dashboards_names() -> None:
         await c.chat()
         text = (await c.http.get("/metrics")).text
         for name in (
-            "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prompt_tokens_total",
-            "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+            "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_queue_time_seconds_count",
+            "vllm:request_inference_time_seconds_count", "vllm:time_to_first_token_seconds_count",
             "vllm:inter_token_latency_seconds_count", "vllm:e2e_request_latency_seconds_count",
         ):  # fmt: skip
             assert f'{name}{{model_name="dry-run"}}' in text, name
         assert 'vllm:request_success_total{finished_reason="length",model_name="dry-run"} 1.0' in text
         assert 'vllm:generation_tokens_total{model_name="dry-run"} 8.0' in text
+        assert 'vllm:request_max_num_generation_tokens_sum{model_name="dry-run"} 8.0' in text
+        exported = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
+        exported -= {name for name in exported if name.endswith("_created")}
+        assert exported == {spec.name for spec in (*ROUTER_SPECS, START_TIME)}
 
 
 async def test_explain_shows_the_decision_and_a_time_line_that_sums_up() -> None:

@@ -128,9 +128,9 @@ async def test_a_full_queue_is_full_for_its_model_only() -> None:
         assert (await c.complete(model="smol")).status_code == 429
         assert (await c.complete(model="dry-run")).status_code == 200
         text = (await c.http.get("/metrics")).text
-        assert 'mini_infer_requests_refused_total{model_name="smol",status="429"} 1.0' in text
-        assert 'vllm:num_requests_waiting{model_name="smol"} 1.0' in text
-        assert 'vllm:num_requests_waiting{model_name="dry-run"} 0.0' in text
+        assert f'mini_infer_requests_refused_total{{model_name="{SMOL_FILES.name}",status="429"}} 1.0' in text
+        assert f'mini_infer_open_choices{{model_name="{SMOL_FILES.name}",state="waiting"}} 1.0' in text
+        assert 'mini_infer_open_choices{model_name="dry-run",state="waiting"} 0.0' in text
         waiting.cancel()
         await c.until(lambda: not c.gateway.models[1].dispatcher.num_waiting)
 
@@ -152,12 +152,12 @@ async def test_operators_see_each_model() -> None:
         text = (await c.http.get("/metrics")).text
         for line in (
             'vllm:generation_tokens_total{model_name="dry-run"} 3.0',
-            'vllm:generation_tokens_total{model_name="smol"} 4.0',
+            f'vllm:generation_tokens_total{{model_name="{SMOL_FILES.name}"}} 4.0',
             'vllm:inter_token_latency_seconds_count{model_name="dry-run"} 2.0',
-            'vllm:inter_token_latency_seconds_count{model_name="smol"} 3.0',
+            f'vllm:inter_token_latency_seconds_count{{model_name="{SMOL_FILES.name}"}} 3.0',
             'mini_infer_workers{model_name="dry-run",role="prefill",state="ready"} 0.0',
-            'mini_infer_workers{model_name="smol",role="prefill",state="ready"} 1.0',
-            'mini_infer_requests_refused_total{model_name="smol",status="429"} 0.0',
+            f'mini_infer_workers{{model_name="{SMOL_FILES.name}",role="prefill",state="ready"}} 1.0',
+            f'mini_infer_requests_refused_total{{model_name="{SMOL_FILES.name}",status="429"}} 0.0',
         ):
             assert line in text, line
         families = [line for line in text.splitlines() if line.startswith("# TYPE")]

@@ -159,8 +159,8 @@ def test_the_books_are_metrics(agent: Agent) -> None:
     assert tier.reserve(KEYS[:3]) is not None
     with urlopen(f"http://127.0.0.1:{agent.metrics_port}/metrics", timeout=5) as answer:
         text = answer.read().decode()
-    assert 'mini_infer_host_tier_slots{state="pinned"} 3.0' in text
-    assert "mini_infer_host_tier_clients 1.0" in text
+    assert 'mini_infer_host_tier_slots{role="agent",state="pinned"} 3.0' in text
+    assert 'mini_infer_host_tier_clients{role="agent"} 1.0' in text
     tier.close()
 
 

@@ -16,6 +16,7 @@ from router.api.render import RenderOptions
 from router.api.text import Update
 from router.http.chunk_writer import ChunkWriter
 from router.http.sse import EventStream
+from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
@@ -102,7 +103,7 @@ class Client:
 async def open_stream() -> AsyncIterator[tuple[EventStream, Client, asyncio.Task[None]]]:
     client = Client()
     renderer = CompletionRenderer(RenderOptions("r", "m", 0), DRY_RUN, 1, 1)
-    request = GenerationRequest("r", [])
+    request = GenerationRequest("r", [], RouterMetrics("m"))
     stream = EventStream(request, renderer, [], client)  # type: ignore[arg-type]
     stream._num_open = 1
     task = asyncio.create_task(stream.send({"type": "http"}, client.send))

@@ -1,0 +1,84 @@
+"""PromQL over this project's metrics: names from `common/metrics.py`, the dashboards' variables as label matchers.
+
+Never `job` or `instance`: what those say is up to who scrapes (decision 0185). A name that no service exports is a
+KeyError while the dashboards are built.
+"""
+
+from __future__ import annotations
+
+from common.metrics import AGENT_SPECS, ROUTER_SPECS, START_TIME, WORKER_SPECS, MetricSpec
+
+NAMESPACE = 'namespace=~"$namespace"'
+MODEL = f'{NAMESPACE}, model_name=~"$model"'
+START = START_TIME.name
+WORKER = f'{MODEL}, role=~"$role", worker=~"$worker"'
+_SELECTORS: dict[str, tuple[MetricSpec, str]] = {
+    START_TIME.name: (START_TIME, NAMESPACE),
+    **{spec.name: (spec, MODEL) for spec in ROUTER_SPECS},
+    **{spec.name: (spec, WORKER) for spec in WORKER_SPECS},
+    **{spec.name: (spec, NAMESPACE) for spec in AGENT_SPECS},
+}
+ONE_WORKER = "namespace, model_name, role, worker"  # labels of one worker, whatever Prometheus adds
+
+
+def series(metric: str, matchers: str = "") -> str:
+    """The series of a gauge or counter that the variables select, and `matchers` too."""
+    spec, selector = _SELECTORS[metric]
+    assert spec.kind != "histogram", f"{metric}: ask for its quantile, mean or buckets"
+    suffix = "_total" if spec.kind == "counter" else ""
+    return f"{metric}{suffix}{{{', '.join(filter(None, (selector, matchers)))}}}"
+
+
+def total(metric: str, by: str = "", matchers: str = "") -> str:
+    """Sum of a gauge that each service has for itself."""
+    return f"sum{_by(by)}({series(metric, matchers)})"
+
+
+def seen(metric: str, by: str = "", matchers: str = "") -> str:
+    """A router's gauge about what all routers see: they do not add up."""
+    return f"max{_by(by)}({series(metric, matchers)})"
+
+
+def rate(metric: str, by: str = "", matchers: str = "") -> str:
+    """A counter's increase per second."""
+    return f"sum{_by(by)}(rate({series(metric, matchers)}[$__rate_interval]))"
+
+
+def ratio(part: str, whole: str, by: str = "") -> str:
+    """One counter as a share of another. NaN while neither moves."""
+    return f"{rate(part, by)} / {rate(whole, by)}"
+
+
+def quantile(share: float, metric: str, by: str = "", matchers: str = "") -> str:
+    buckets = _buckets(metric, matchers)
+    return f"histogram_quantile({share}, sum{_by(by, 'le')}(rate({buckets}[$__rate_interval])))"
+
+
+def mean(metric: str, by: str = "") -> str:
+    rates = (
+        f"sum{_by(by)}(rate({_buckets(metric).replace('_bucket{', f'_{part}{{')}[$__rate_interval]))"
+        for part in ("sum", "count")
+    )
+    return " / ".join(rates)
+
+
+def uptime(by: str) -> str:
+    """Seconds since workers started."""
+    return f"max{_by(by)}(time() - {START}{{{WORKER}}})"
+
+
+def heat(metric: str) -> str:
+    """Observations per bucket in each step of the range."""
+    return f"sum by (le) (increase({_buckets(metric)}[$__rate_interval]))"
+
+
+def _buckets(metric: str, matchers: str = "") -> str:
+    spec, selector = _SELECTORS[metric]
+    assert spec.kind == "histogram", f"{metric} is no histogram"
+    return f"{metric}_bucket{{{', '.join(filter(None, (selector, matchers)))}}}"
+
+
+def _by(*labels: str) -> str:
+    """` by (...) `; nothing without labels."""
+    named = ", ".join(filter(None, labels))
+    return f" by ({named}) " if named else ""

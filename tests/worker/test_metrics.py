@@ -1,0 +1,71 @@
+"""A worker's metrics: what the engine process reports, under this worker's labels."""
+
+from __future__ import annotations
+
+import re
+
+from engine.request import RequestId
+from kvstore.pool.leases import LeaseTable
+from kvstore.types import Epoch
+from protos import types_pb2 as pb
+from worker.front import WorkerFront
+from worker.messages import EngineLoad, Prefetched, PrefetchOutcome, Pull, StepReport
+from worker.metrics import WorkerMetrics
+
+INFO = pb.WorkerInfo(model="m", role="decode", worker_id="d", transports=["shm", "tcp"])
+
+
+def make() -> WorkerMetrics:
+    return WorkerMetrics(WorkerFront(None, LeaseTable(Epoch(7)), INFO))  # type: ignore[arg-type]
+
+
+def value(metrics: WorkerMetrics, name: str, *labels: str) -> float:
+    """The one sample of that name with these labels, besides this worker's."""
+    wanted = {'model_name="m"', 'role="decode"', 'worker="d"', *labels}
+    lines = re.findall(rf"^{name}{{(.*)}} (\S+)$", metrics._set.render().decode(), re.MULTILINE)
+    [found] = [float(number) for text, number in lines if set(text.split(",")) == wanted]
+    return found
+
+
+def report(**fields: object) -> StepReport:
+    load = EngineLoad(
+        num_running=3, num_loading=2, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1, step_seconds=0.02,
+        step_prefill_tokens=7, step_decode_tokens=3,
+    )  # fmt: skip
+    return StepReport(load=load, **fields)  # type: ignore[arg-type]
+
+
+def test_a_step_is_observed_once() -> None:
+    metrics = make()
+    metrics.observe(report(preemptions=2, host_hit_tokens=32, host_stored_blocks=5))
+    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6))
+    metrics.observe(
+        StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, host_hit_tokens=32, host_stored_blocks=6)
+    )
+    assert value(metrics, "vllm:num_preemptions_total") == 3
+    assert value(metrics, "mini_infer_host_tier_hit_tokens_total") == 32
+    assert value(metrics, "mini_infer_step_tokens_total", 'phase="prefill"') == 14
+    assert value(metrics, "mini_infer_step_tokens_total", 'phase="decode"') == 6
+    assert value(metrics, "mini_infer_step_seconds_count") == 2  # the last report was of no step
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 20
+
+
+def test_gauges_are_those_of_the_last_report() -> None:
+    metrics = make()
+    metrics.observe(StepReport(load=EngineLoad(kv_blocks_total=10)))
+    metrics.observe(report())
+    assert value(metrics, "vllm:num_requests_running") == 3
+    assert value(metrics, "mini_infer_kv_loading") == 2
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.5
+    assert value(metrics, "mini_infer_kv_blocks", 'state="used"') == 5
+
+
+def test_transfers_of_all_kinds_are_counted_by_transport() -> None:
+    metrics = make()
+    pulls = [Pull(RequestId("a"), True, "", "shm", 100, 0.5), Pull(RequestId("b"), False, "no such peer")]
+    metrics.observe(report(pulls=pulls, prefetches=[Prefetched(PrefetchOutcome.PULLED, 64, "shm", 50, 0.1)]))
+    assert value(metrics, "mini_infer_kv_transfers_total", 'transport="shm"') == 2
+    assert value(metrics, "mini_infer_kv_transfer_bytes_total", 'transport="shm"') == 150
+    assert value(metrics, "mini_infer_kv_transfer_seconds_count", 'transport="tcp"') == 0
+    assert value(metrics, "mini_infer_kv_transfer_failures_total", 'transport="none"') == 1
+    assert value(metrics, "mini_infer_kv_prefetched_tokens_total") == 64
