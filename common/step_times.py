@@ -1,25 +1,36 @@
 """How long a worker's steps take, learned from steps that were measured. Pure: no clock.
 
-    seconds = base + row * decode rows            of a step that only decodes
-            + prompt + prompt_token * tokens      where it computes prompt tokens, too
+    seconds = base + row * decode rows + context * tokens of KV that they read    of a step that only decodes
+            + prompt + prompt_token * tokens + prompt_context * pairs             where it computes prompt tokens, too
 
-`prompt` is what such a step takes however few the tokens are: on a GPU the host starts its kernels one by one where
-decode steps are graphs. An engine bounds its prompt chunks by this, and a router predicts with it; both learn it for
-themselves.
+`pairs` counts each prompt token once for every token before it. `prompt` is what such a step takes however few the
+tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An engine bounds its prompt
+chunks by this, and a router predicts with it; both learn it for themselves.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FADE = 0.98  # what a step counts for after the next one of its kind
+INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
 NUM_SKIPPED = 2  # steps of a kind at the start, which compile kernels
 FAR = 4.0  # times what was expected: a longer step is an accident, after a shorter one all is learned anew
+NOTHING = 1e-9  # rounding errors, as a share
 MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
-MARGIN = 0.9  # of an objective: steps vary
+SPREAD = 1.1  # before it is measured
+WIDEST = 1.6  # more is no spread but another cost
+EXCEEDED = 0.002  # share of steps that may be longer: a 99th percentile of 100 gaps is their longest
+SPREAD_STEP = 0.02  # by which one longer step raises it
 GENTLE = 1.3  # times a step that only decodes: so much longer a step may be though no prompt is at risk
 MIN_GENTLE_TOKENS = 16  # fewer are not worth a step that computes prompts
 MIN_CHUNK_TOKENS = 64  # a prompt advances by so many in every step, whatever the objective says
+
+
+def num_pairs(start: float, num_tokens: float) -> float:
+    """Tokens before each of so many, summed; the first has `start` before it."""
+    return num_tokens * (start + num_tokens / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +39,39 @@ class StepCost:
 
     base: float = 0.0
     row: float = 0.0
+    context: float = 0.0
     prompt: float = 0.0
     prompt_token: float = 0.0
+    prompt_context: float = 0.0
+    spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
 
-    def seconds(self, num_rows: float, num_prompt_tokens: float = 0.0) -> float:
-        decode = self.base + self.row * num_rows if num_rows else 0.0
-        return decode + (self.prompt + self.prompt_token * num_prompt_tokens if num_prompt_tokens else 0.0)
+    def seconds(
+        self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0
+    ) -> float:
+        decode = self.base + self.row * num_rows + self.context * context if num_rows else 0.0
+        return decode + (self.prompt + self.work(num_prompt_tokens, pairs) if num_prompt_tokens else 0.0)
 
-    def prompt_tokens_within(self, seconds: float, num_rows: float) -> int:
-        """Most prompt tokens in a step of so many decode rows that ends in time; 0 also when that is not known."""
-        if not self.prompt_token:
-            return 0
-        return max(int((seconds - self.seconds(num_rows) - self.prompt) / self.prompt_token), 0)
+    def work(self, num_prompt_tokens: float, pairs: float) -> float:
+        """Seconds for prompt tokens alone, however many steps they are spread over."""
+        return self.prompt_token * num_prompt_tokens + self.prompt_context * pairs
 
-    def prompt_tokens_at_rate(self, tokens_per_second: float, num_rows: float) -> float:
-        """Fewest prompt tokens in each step that make so many a second; infinite when no step does."""
-        busy_share = tokens_per_second * self.prompt_token
-        if busy_share >= 1.0:
-            return float("inf")
-        return tokens_per_second * (self.seconds(num_rows) + self.prompt) / (1.0 - busy_share)
+    def tokens_in(self, work: float, start: float) -> float:
+        """Prompt tokens behind `start` others that take so many seconds of work; 0 also when that is not known."""
+        per_token = self.prompt_token + self.prompt_context * start
+        if work <= 0.0 or not per_token:
+            return 0.0
+        return 2 * work / (per_token + math.sqrt(per_token * per_token + 2 * self.prompt_context * work))
 
 
-def chunk_bounds(cost: StepCost, itl_objective: float, num_rows: float) -> tuple[int, int]:
-    """Prompt tokens beside so many decode rows: when no prompt is at risk, and at most.
+def work_bounds(cost: StepCost, itl_objective: float, decode_seconds: float) -> tuple[float, float]:
+    """Seconds of prompts' work beside decode rows that take so long: when no prompt is at risk, and at most.
 
     Where a step with any prompt tokens is long, it is to be as full as it may be: the two are equal.
     """
-    most = max(cost.prompt_tokens_within(MARGIN * itl_objective, num_rows), MIN_CHUNK_TOKENS)
-    gentle = cost.prompt_tokens_within(GENTLE * cost.seconds(num_rows), num_rows)
-    return (most if gentle < MIN_GENTLE_TOKENS else min(gentle, most)), most
+    least = MIN_CHUNK_TOKENS * cost.prompt_token
+    most = max(itl_objective / cost.spread - decode_seconds - cost.prompt, least)
+    gentle = (GENTLE - 1) * decode_seconds - cost.prompt
+    return (most if gentle < MIN_GENTLE_TOKENS * cost.prompt_token else min(gentle, most)), most
 
 
 class StepTimes:
@@ -64,58 +79,108 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self._decode = _Line(starts_flat=True)
-        self._prompts = _Line(starts_flat=False)
+        self._decode = _Plane(starts_flat=True)
+        self._prompts = _Plane(starts_flat=False)
+        self._spread = SPREAD
 
-    def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(
+        self, num_rows: int, num_prompt_tokens: int, seconds: float, context: float = 0.0, pairs: float = 0.0
+    ) -> None:
         """Learn from one step."""
-        if not 0.0 < seconds < float("inf") or not (num_rows or num_prompt_tokens):
+        if not 0.0 < seconds < math.inf or not (num_rows or num_prompt_tokens):
             return
         if not num_prompt_tokens:
-            self._decode.add(num_rows, seconds)
+            self._decode.add(num_rows, context, seconds)
         elif num_prompt_tokens >= MIN_PROMPT_TOKENS:
-            self._prompts.add(num_prompt_tokens, max(seconds - self.cost.seconds(num_rows), 0.1 * seconds))
-        self.cost = StepCost(*self._decode.base_and_slope(), *self._prompts.base_and_slope())
+            cost = self.cost
+            if num_rows and cost.prompt_token and cost.base:
+                self._widen(seconds / cost.seconds(num_rows, num_prompt_tokens, context, pairs))
+            decode = cost.seconds(num_rows, context=context)
+            self._prompts.add(num_prompt_tokens, pairs, max(seconds - decode, 0.1 * seconds))
+        self.cost = StepCost(*self._decode.parts, *self._prompts.parts, self._spread)
+
+    def _widen(self, ratio: float) -> None:
+        """Move the spread to where one step in 500 is beyond it."""
+        change = SPREAD_STEP * (1 - EXCEEDED if ratio > self._spread else -EXCEEDED)
+        self._spread = min(max(self._spread + change, 1.0), WIDEST)
 
 
-class _Line:
-    """A line through points, the newest of which count most. Neither part is negative."""
+class _Plane:
+    """base + a * x + b * z through points, the newest of which count most, each for its relative error.
+
+    No part is negative. Sizes that are nearly proportional, or hardly vary, do not tell a from b, nor either from the
+    base: in such directions the slopes stay near what they were.
+    """
 
     def __init__(self, starts_flat: bool) -> None:
-        """starts_flat: what it is before points differ: flat, or through the origin."""
+        """starts_flat: what it is before points differ: flat, or proportional to x."""
         self._starts_flat = starts_flat
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._slope: float | None = None
         self._num_added = 0
+        self._reset()
 
-    def add(self, x: float, y: float) -> None:
+    def _reset(self) -> None:
+        self._n = self._x = self._z = self._y = 0.0
+        self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
+        self._slopes: tuple[float, float] | None = None
+        self.parts = (0.0, 0.0, 0.0)  # base, a, b
+
+    def add(self, x: float, z: float, y: float) -> None:
         self._num_added += 1
         if self._num_added <= NUM_SKIPPED:
             return
+        expected = y
         if self._n:
-            expected = self._at(x)
+            base, a, b = self.parts
+            expected = base + a * x + b * z
             if FAR * y < expected:
-                self._n = self._x = self._y = self._xx = self._xy = 0.0
-                self._slope = None
-            y = min(y, FAR * expected)
-        self._n = FADE * self._n + 1.0
-        self._x = FADE * self._x + x
-        self._y = FADE * self._y + y
-        self._xx = FADE * self._xx + x * x
-        self._xy = FADE * self._xy + x * y
+                self._reset()
+                expected = y
+            else:
+                y = min(y, FAR * expected)
+        weight = 1.0 / (expected * expected)
+        self._n = FADE * self._n + weight
+        self._x = FADE * self._x + weight * x
+        self._y = FADE * self._y + weight * y
+        self._xx = FADE * self._xx + weight * x * x
+        self._xy = FADE * self._xy + weight * x * y
+        if z or self._z:
+            self._z = FADE * self._z + weight * z
+            self._xz = FADE * self._xz + weight * x * z
+            self._zz = FADE * self._zz + weight * z * z
+            self._zy = FADE * self._zy + weight * z * y
+        self._fit()
 
-    def _at(self, x: float) -> float:
-        base, slope = self.base_and_slope()
-        return base + slope * x
+    def _fit(self) -> None:
+        """Least squares with inertia, in units of the means: of x, z and y are 1."""
+        n = self._n
+        mean_x, mean_z, mean_y = self._x / n, self._z / n, self._y / n
+        least_a = 0.0 if self._starts_flat else 0.2  # prompts take time by the token, whatever a few points say
+        old_a, old_b = (0.0, 0.0) if self._starts_flat else (1.0, 0.0)
+        if self._slopes is not None:
+            old_a, old_b = self._slopes[0] * mean_x / mean_y, self._slopes[1] * mean_z / mean_y
+        left_x = _covariance(self._xx, n, mean_x, mean_x) + INERTIA
+        right_x = _covariance(self._xy, n, mean_x, mean_y) + INERTIA * old_a
+        if not mean_z:  # contexts are not known
+            a, b = min(max(right_x / left_x, least_a), 1.0), 0.0
+            self._slopes = a * mean_y / mean_x, self._slopes[1] if self._slopes is not None else 0.0
+        else:
+            xz = _covariance(self._xz, n, mean_x, mean_z)
+            left_z = _covariance(self._zz, n, mean_z, mean_z) + INERTIA
+            right_z = _covariance(self._zy, n, mean_z, mean_y) + INERTIA * old_b
+            determinant = left_x * left_z - xz * xz
+            a = (right_x * left_z - right_z * xz) / determinant
+            b = (right_z * left_x - right_x * xz) / determinant
+            if b < 0.0:
+                a, b = right_x / left_x, 0.0
+            if a < least_a:
+                a, b = least_a, max((right_z - least_a * xz) / left_z, 0.0)
+            if a + b > 1.0:
+                a, b = a / (a + b), b / (a + b)
+            self._slopes = a * mean_y / mean_x, b * mean_y / mean_z
+        base = 1.0 - a - b
+        self.parts = (base * mean_y if base > NOTHING else 0.0), *self._slopes
 
-    def base_and_slope(self) -> tuple[float, float]:
-        if not self._n:
-            return 0.0, 0.0
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        variance = self._xx / self._n - mean_x * mean_x
-        if variance > max(1.0, 0.01 * mean_x * mean_x):
-            self._slope = (self._xy / self._n - mean_x * mean_y) / variance
-        steepest = mean_y / mean_x
-        slope = self._slope if self._slope is not None else 0.0 if self._starts_flat else steepest
-        slope = min(max(slope, 0.0 if self._starts_flat else 0.2 * steepest), steepest)
-        return mean_y - slope * mean_x, slope
+
+def _covariance(sum_of_products: float, n: float, first: float, second: float) -> float:
+    value = sum_of_products / n / (first * second) - 1.0
+    return value if abs(value) > NOTHING else 0.0

@@ -17,6 +17,7 @@ from math import inf
 from typing import Protocol
 
 from common.errors import InvalidRequestError
+from common.step_times import num_pairs
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 from engine.scheduled_step import ScheduledStep
@@ -57,6 +58,8 @@ class StepStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # drafts included
     seconds: float = 0.0
+    num_context_tokens: int = 0  # of KV that decode rows read; this and the next are counted under objectives only
+    num_prompt_pairs: int = 0  # of a prompt token with each token before it
 
 
 class Engine:
@@ -98,10 +101,11 @@ class Engine:
         kv_source: object | None = None,
         num_source_tokens: int = 0,
         due: float = inf,
+        is_late: bool = False,
     ) -> Request:
         """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError.
 
-        due: time.monotonic() when its next token is due.
+        due: time.monotonic() when its next token is due. is_late: it will come too late, so that `due` only ranks.
         """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt must hold at least one token", "prompt")
@@ -124,6 +128,7 @@ class Engine:
             kv_source=kv_source,
             num_source_tokens=num_source_tokens,
             due=due,
+            is_late=is_late,
         )
         if len(request.output_token_ids) >= params.max_tokens:
             # No `param`: clients do not send output tokens, so this is never their mistake.
@@ -223,9 +228,14 @@ class Engine:
         began, self._last_end = max(began, self._last_end), now
         self.num_ended += 1
         num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
-        self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes, now - began)
-        if self.scheduler.prompt_budget is not None:
-            self.scheduler.prompt_budget.times.observe(num_decodes, plan.num_tokens - num_decodes, now - began)
+        num_prompts, seconds, budget = plan.num_tokens - num_decodes, now - began, self.scheduler.prompt_budget
+        if budget is None:
+            self.last_step = StepStats(num_prompts, num_decodes, seconds)
+            return
+        context = sum(row.stop for row in plan.rows if row.is_decode)
+        pairs = sum(round(num_pairs(row.start, row.num_tokens)) for row in plan.rows if not row.is_decode)
+        self.last_step = StepStats(num_prompts, num_decodes, seconds, context, pairs)
+        budget.times.observe(num_decodes, num_prompts, seconds, context, pairs)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         named = [

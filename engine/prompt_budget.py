@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from common.step_times import StepTimes, chunk_bounds
+from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
 from engine.config import EngineConfig
 
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
@@ -22,7 +22,8 @@ class WaitingPrompt:
     """A prompt that is not computed yet, or not all of it."""
 
     num_tokens: int  # left
-    due: float = inf  # when its first token is promised
+    due: float = inf  # when its first token is promised; in the past: as soon as can be
+    start: int = 0  # tokens before those
 
 
 class PromptBudget:
@@ -33,31 +34,45 @@ class PromptBudget:
         self.times = StepTimes()
         self.now = time.monotonic()
 
-    def num_tokens(self, num_decode_rows: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
+    def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
         """Prompt tokens in a step of so many decode rows, at most `most`.
 
-        prompts: in the order of service.
+        context: tokens of KV that these rows read. prompts: in the order of service.
         """
         if not num_decode_rows:
             return most
         cost = self.times.cost
         if not cost.prompt_token:
             return min(FIRST_TOKENS, most)
-        gentle, bound = chunk_bounds(cost, self._itl_objective, num_decode_rows)
-        if gentle < bound:
-            needed = cost.prompt_tokens_at_rate(self._needed_rate(prompts), num_decode_rows)
-            bound = int(min(max(gentle, needed), bound))
-        return min(bound, most)
+        decode_seconds = cost.seconds(num_decode_rows, context=context)
+        gentle, work = work_bounds(cost, self._itl_objective, decode_seconds)
+        if gentle < work:
+            needed = self._needed_work(cost, prompts, decode_seconds + cost.prompt)
+            work = min(max(gentle, needed), work)
+        return min(max(_tokens_in(cost, work, prompts), 1), most)
 
-    def _needed_rate(self, prompts: Sequence[WaitingPrompt]) -> float:
-        """Tokens a second that bring each first token in time; infinite when that is over."""
-        rate, num_tokens = 0.0, 0
+    def _needed_work(self, cost: StepCost, prompts: Sequence[WaitingPrompt], rest_of_step: float) -> float:
+        """Seconds of prompts' work in each step that bring each first token in time; infinite when that is over."""
+        needed, work = 0.0, 0.0
         for prompt in prompts:
-            num_tokens += prompt.num_tokens
-            if prompt.due <= self.now:
+            work += cost.work(prompt.num_tokens, num_pairs(prompt.start, prompt.num_tokens))
+            left = prompt.due - self.now - work
+            if left <= 0.0:
                 return inf
-            rate = max(rate, num_tokens / (prompt.due - self.now))
-        return rate
+            needed = max(needed, work * rest_of_step / left)
+        return needed
+
+
+def _tokens_in(cost: StepCost, work: float, prompts: Sequence[WaitingPrompt]) -> int:
+    """Tokens of these prompts, one after the other, that so many seconds of work suffice for."""
+    num_tokens = 0
+    for prompt in prompts:
+        own_work = cost.work(prompt.num_tokens, num_pairs(prompt.start, prompt.num_tokens))
+        if own_work > work:
+            return num_tokens + int(cost.tokens_in(work, prompt.start))
+        num_tokens += prompt.num_tokens
+        work -= own_work
+    return num_tokens
 
 
 def budget_for(config: EngineConfig) -> PromptBudget | None:

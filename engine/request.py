@@ -136,6 +136,7 @@ class Request:
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
     due: float = inf  # time.monotonic() when its next token is due; inf: no objective
+    is_late: bool = False  # that token misses its objective anyway; `due` is only a place in the queue
     rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
     adapter: str = ""  # its KV is shared only with requests that use the same one
     cache_salt: str = ""
@@ -232,3 +233,5 @@ class SchedulerLoad:
     num_swapped: int
     num_loading: int
     waiting_prefill_tokens: int
+    waiting_prefill_pairs: int  # of these tokens, each with every token before it; 0, as the next, without objectives
+    context_tokens: int  # of requests that decode

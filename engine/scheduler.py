@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from math import inf
 from operator import attrgetter
 
 from common.errors import ContextLengthError
+from common.step_times import num_pairs
 from engine.kv_manager import BlocksFreed, KVManager
 from engine.plan import ScheduledRow, StepResult
 from engine.policy import EngineView, GuardedPolicy, PriorityPolicy, SchedulingPolicy
@@ -135,7 +137,22 @@ class Scheduler:
             r.num_tokens - r.num_computed_tokens for r in self._running if r.num_tokens - r.num_computed_tokens > 1
         )
         num_loading = len(self._loading) + len(self._awaiting)
-        return SchedulerLoad(len(self._running), len(self._waiting), len(self._swapped), num_loading, gap)
+        pairs, context = self._contexts() if self.prompt_budget is not None else (0, 0)
+        return SchedulerLoad(
+            len(self._running), len(self._waiting), len(self._swapped), num_loading, gap, pairs, context
+        )
+
+    def _contexts(self) -> tuple[int, int]:
+        """Pairs of a prompt token that is not computed with each token before it; tokens of requests that decode."""
+        pairs, context = 0.0, 0
+        for request in self._running:
+            num_left = request.num_tokens - request.num_computed_tokens
+            if num_left > 1:
+                pairs += num_pairs(request.num_computed_tokens, num_left)
+            else:
+                context += request.num_tokens
+        pairs += sum(num_pairs(0, r.num_tokens) for r in self._waiting if r.kv_source is None)
+        return round(pairs), context
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -306,12 +323,16 @@ class Scheduler:
         if self.prompt_budget is None or not (prefills or self._waiting):
             return 0
         left = self._max_num_batched_tokens - len(decodes)
-        num_streams = sum(bool(r.output_token_ids or r.num_pending_tokens) for r in decodes)  # the rest are prompts
-        if not num_streams or left <= 0:
+        streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
+        if not streams or left <= 0:
             return 0
+        context = sum(request.num_tokens for request in streams)
         waiting = (request for request in self._waiting if request.kv_source is None)
-        prompts = [WaitingPrompt(r.num_tokens - r.num_computed_tokens, r.due) for r in (*prefills, *waiting)]
-        return left - self.prompt_budget.num_tokens(num_streams, prompts, left)
+        prompts = [
+            WaitingPrompt(r.num_tokens - r.num_computed_tokens, -inf if r.is_late else r.due, r.num_computed_tokens)
+            for r in (*prefills, *waiting)
+        ]
+        return left - self.prompt_budget.num_tokens(len(streams), context, prompts, left)
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`; returns the tokens that its row in this step had."""

@@ -138,6 +138,7 @@ class Choice:
         submit = self.journal.next_submit(now)
         submit.keep = state is State.DECODE
         submit.due_seconds = self._dispatcher.due_seconds(self.journal, chosen, now)
+        submit.is_late = chosen.is_late and not self.journal.has_started
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
         self.journal.note(now, f"{state.value} on {link.worker_id}")

@@ -18,9 +18,9 @@ from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.moves import KeptRequest, choose_moves
-from router.cluster.placement import TTFT_MARGIN, Objectives
 from router.cluster.policy import Decision, choose
 from router.cluster.prediction import EXPECTED_TOKENS, Candidate, RequestView
+from router.cluster.predictor import LATE, TTFT_MARGIN, Objectives
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
@@ -115,12 +115,15 @@ class Dispatcher:
     def due_seconds(self, journal: Journal, chosen: Candidate, now: float) -> float:
         """Seconds until the next token is due; 0: no objective.
 
-        A first token is due in twice the time that was predicted for it, if the objective allows so much.
+        A first token is due in twice the time that was predicted for it, if the objective allows so much. One that
+        comes too late anyway lets those go first that come in time, but not for ever.
         """
         if not self._objectives:
             return 0.0
         if journal.has_started:
             return MIN_DUE_SECONDS
+        if chosen.is_late:
+            return max(LATE * self._objectives.ttft - (now - journal.arrival), MIN_DUE_SECONDS)
         left = TTFT_MARGIN * (self._objectives.ttft or inf) - (now - journal.arrival)
         return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)
 

@@ -164,6 +164,7 @@ class EngineProcess:
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
                 due=now + submit.due_seconds if submit.due_seconds > 0 else inf,
+                is_late=submit.is_late,
             )
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
@@ -244,4 +245,8 @@ class EngineProcess:
             step_seconds=last.seconds,
             step_prefill_tokens=last.num_prefill_tokens,
             step_decode_tokens=last.num_decode_tokens,
+            step_context_tokens=last.num_context_tokens,
+            step_prompt_pairs=last.num_prompt_pairs,
+            waiting_prefill_pairs=load.waiting_prefill_pairs,
+            context_tokens=load.context_tokens,
         )

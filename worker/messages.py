@@ -51,6 +51,7 @@ class Submit(Message):
     deadline_seconds: float  # from now; 0: none
     handle: KvHandle | None
     due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
+    is_late: bool = False  # its first token misses the objective anyway: due is only its place in the queue
 
 
 class Cancel(Message):
@@ -229,6 +230,10 @@ class EngineLoad(Row):
     step_seconds: float = 0.0  # 0: no step ran since the last report
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
+    step_context_tokens: int = 0  # this and the next three are counted where the engine has an objective
+    step_prompt_pairs: int = 0
+    waiting_prefill_pairs: int = 0
+    context_tokens: int = 0
 
 
 class StepReport(Message):

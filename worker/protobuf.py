@@ -46,6 +46,7 @@ def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> S
         deadline_seconds=submit.deadline_seconds,
         handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
         due_seconds=submit.due_seconds,
+        is_late=submit.is_late,
     )
 
 

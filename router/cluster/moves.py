@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from common.step_times import MARGIN
 from kvstore.types import WorkerId
-from router.cluster.placement import Objectives, Predictor
 from router.cluster.prediction import Candidate, RequestView, WorkerView
+from router.cluster.predictor import Objectives, Predictor
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
 MIN_TOKENS_LEFT = 8  # a request about to end is not worth a pull
@@ -60,8 +59,10 @@ def choose_moves(
             break
         chosen, index = found
         moves.append(Move(request.choice_id, chosen))
-        views[index] = replace(views[index], num_rows=views[index].num_rows + 1)
-        source = replace(source, num_rows=max(source.num_rows - 1, 0))
+        target = views[index]
+        context = target.context_tokens + request.num_tokens
+        views[index] = replace(target, num_rows=target.num_rows + 1, context_tokens=context)
+        source = _without(source, request)
     return moves
 
 
@@ -79,7 +80,7 @@ def _best_target(
     best: tuple[Candidate, int] | None = None
     for index, target in enumerate(targets):
         itl = predict.gap_seconds(target, 1)
-        has_room = target.load < target.num_slots and not (objectives.itl and itl > MARGIN * objectives.itl)
+        has_room = target.load < target.num_slots and not (objectives.itl and itl > objectives.itl)
         if not (has_room or must_leave):
             continue
         terms = {
@@ -97,13 +98,18 @@ def _best_target(
 
 def _stay_seconds(predict: Predictor, source: WorkerView, request: KeptRequest) -> float:
     """What staying costs: its own tokens beside prompts, and what its row takes from other rows and from prompts."""
-    others = replace(source, num_rows=max(source.num_rows - 1, 0))
-    queue = predict.prompt_seconds(source, source.queued_prefill_tokens)
-    alone = predict.prompt_seconds(replace(source, num_rows=0), source.queued_prefill_tokens)
+    others = _without(source, request)
+    queue = predict.queue_seconds(source)
+    alone = predict.queue_seconds(replace(source, num_rows=0))
     delay_of_prompts = (queue - alone) / max(source.num_rows, 1)
     own = predict.decode_seconds(others, 1)
     own += predict.interruption_seconds(others, 1, share=queue / (queue + PATIENCE_SECONDS))
     return request.tokens_left * (own + predict.crowding_seconds(others)) + delay_of_prompts
+
+
+def _without(source: WorkerView, request: KeptRequest) -> WorkerView:
+    context = max(source.context_tokens - request.num_tokens, 0)
+    return replace(source, num_rows=max(source.num_rows - 1, 0), context_tokens=context)
 
 
 def _candidate(source: WorkerId, target: WorkerView, terms: dict[str, float], cost: float, itl: float) -> Candidate:

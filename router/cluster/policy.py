@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import UnavailableError
-from router.cluster.placement import Objectives, admissible, placements_for
+from router.cluster.placement import admissible, placements_for
 from router.cluster.prediction import Candidate, RequestView, WorkerView, candidates_for
+from router.cluster.predictor import Objectives
 
 NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers differ by that much
 
@@ -38,7 +39,11 @@ def choose(
         raise UnavailableError("no decode worker is available")
     if objectives and policy == "cost":
         candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
-        return Decision(cheapest(request, admissible(candidates)), tuple(candidates), policy)
+        chosen = cheapest(request, admissible(candidates))
+        if objectives.ttft and chosen.ttft_seconds > objectives.ttft:
+            candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives, is_late=True)
+            chosen = cheapest(request, admissible(candidates))
+        return Decision(chosen, tuple(candidates), policy)
     candidates = candidates_for(request, prefill, decode, local_prefill_tokens)
     return Decision(POLICIES[policy](request, candidates), tuple(candidates), policy)
 

@@ -41,8 +41,14 @@ class WorkerView:
     max_num_seqs: int = 64
     num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
     num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
+    context_tokens: int = 0  # of these requests
+    queued_prefill_pairs: float = 0.0  # of those prompt tokens, each with every token before it
+    deferred_prefill_tokens: int = 0  # of those, behind a new request that is in time
+    deferred_prefill_pairs: float = 0.0
     step: StepCost = UNMEASURED
     prompt_tokens_per_second: float = 0.0  # that come here to be computed, lately
+    prompt_pairs_per_second: float = 0.0
+    prompts_per_second: float = 0.0  # 0: not known
 
     @property
     def load(self) -> int:
@@ -76,6 +82,7 @@ class Candidate:
     ttft_seconds: float = 0.0  # predicted; this and the next two only with objectives
     itl_seconds: float = 0.0
     violation: float = 0.0  # by how much objectives would be missed, as a share of them
+    is_late: bool = False  # wherever it is computed, its first token comes too late: those in time go first
 
     @property
     def kind(self) -> str:

@@ -27,6 +27,8 @@ class WorkerRates:
     _last_prefill_end: float = 0.0
     step_times: StepTimes = field(default_factory=StepTimes)
     _arrived: float = 0.0  # prompt tokens, faded
+    _arrived_pairs: float = 0.0  # of these, each with every token before it
+    _num_arrived: float = 0.0  # prompts
     _last_arrival: float = 0.0
 
     def observe_times(self, num_prompt_tokens: int, times: pb.RequestTimes, now: float) -> None:
@@ -57,16 +59,26 @@ class WorkerRates:
         """Learn the duration of a step that only decoded."""
         if load.step_decode_tokens and not load.step_prefill_tokens and load.step_seconds > 0:
             self.step_seconds = _mix(self.step_seconds, load.step_seconds)
-        self.step_times.observe(load.step_decode_tokens, load.step_prefill_tokens, load.step_seconds)
+        self.step_times.observe(
+            load.step_decode_tokens,
+            load.step_prefill_tokens,
+            load.step_seconds,
+            load.step_context_tokens,
+            load.step_prompt_pairs,
+        )
 
-    def submitted(self, num_prompt_tokens: int, now: float) -> None:
+    def submitted(self, num_prompt_tokens: int, now: float, pairs: float = 0.0) -> None:
         """Count prompt tokens that go to the worker to be computed."""
-        self._arrived = self._arrived * self._kept_since(now) + num_prompt_tokens
+        kept = self._kept_since(now)
+        self._arrived = self._arrived * kept + num_prompt_tokens
+        self._arrived_pairs = self._arrived_pairs * kept + pairs
+        self._num_arrived = self._num_arrived * kept + (num_prompt_tokens > 0)
         self._last_arrival = now
 
-    def prompt_tokens_per_second(self, now: float) -> float:
-        """Prompt tokens a second that went there, over the last ARRIVAL_SECONDS or so."""
-        return self._arrived * self._kept_since(now) / ARRIVAL_SECONDS
+    def arrivals(self, now: float) -> tuple[float, float, float]:
+        """Prompt tokens a second that went there, over the last ARRIVAL_SECONDS or so, their pairs, and prompts."""
+        kept = self._kept_since(now) / ARRIVAL_SECONDS
+        return self._arrived * kept, self._arrived_pairs * kept, self._num_arrived * kept
 
     def _kept_since(self, now: float) -> float:
         return math.exp((self._last_arrival - now) / ARRIVAL_SECONDS)

@@ -12,8 +12,10 @@ import time
 from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
+from common.step_times import num_pairs
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
+from router.cluster.backlog import Backlog
 from router.cluster.breaker import Breaker
 from router.cluster.failures import WorkerLostError, error_of
 from router.cluster.index_feed import IndexFeed
@@ -49,9 +51,7 @@ class WorkerLink:
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
-        self._pending_tokens = 0
-        self._num_expected = 0  # choices that will come here when their leg elsewhere ends
-        self._num_rows = 0  # legs that decode here
+        self._backlog = Backlog()
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -80,7 +80,11 @@ class WorkerLink:
         return "suspended" if self.breaker.is_open(now) else "ready"
 
     def view(self) -> WorkerView:
-        load = self.load
+        load, backlog = self.load, self._backlog
+        now = time.monotonic()
+        arrived_tokens, arrived_pairs, num_arrived = self.rates.arrivals(now)
+        deferred_tokens, deferred_pairs = backlog.deferred(now)
+        decoding, context = (load.num_running, load.context_tokens) if self.role == "decode" else (0, 0)
         used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached
         kv_used_share = used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         max_num_seqs = self.info.max_num_seqs if self.info else 1
@@ -88,8 +92,8 @@ class WorkerLink:
         return WorkerView(
             worker_id=self.worker_id,
             num_running=max(load.num_running, len(self._legs) - load.num_waiting),
-            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + self._num_expected,
-            queued_prefill_tokens=max(load.waiting_prefill_tokens, self._pending_tokens),
+            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + backlog.num_expected,
+            queued_prefill_tokens=max(load.waiting_prefill_tokens, backlog.prompt_tokens),
             prefill_tokens_per_second=self.rates.prefill_tokens_per_second,
             pull_tokens_per_second=self.rates.pull_tokens_per_second,
             step_seconds=self.rates.step_seconds,
@@ -97,9 +101,15 @@ class WorkerLink:
             kv_used_share=kv_used_share,
             max_num_seqs=max_num_seqs,
             num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
-            num_rows=max(load.num_running if self.role == "decode" else 0, self._num_rows) + self._num_expected,
+            num_rows=max(decoding, backlog.num_rows) + backlog.num_expected,
+            context_tokens=max(context, backlog.context_tokens) + backlog.expected_tokens,
+            queued_prefill_pairs=max(load.waiting_prefill_pairs, backlog.prompt_pairs),
             step=self.rates.step_times.cost,
-            prompt_tokens_per_second=self.rates.prompt_tokens_per_second(time.monotonic()),
+            deferred_prefill_tokens=deferred_tokens,
+            deferred_prefill_pairs=deferred_pairs,
+            prompt_tokens_per_second=arrived_tokens,
+            prompt_pairs_per_second=arrived_pairs,
+            prompts_per_second=num_arrived,
         )
 
     def submit(
@@ -110,13 +120,17 @@ class WorkerLink:
             raise WorkerLostError(f"worker {self.address} is not connected")
         num_prompt_tokens = len(message.prompt_token_ids)
         decodes = self.role == "decode" or message.keep
-        leg = Leg(message.request_id, self, listener, num_prompt_tokens, pending_tokens, next_link, decodes)
+        now = time.monotonic()
+        late_until = now + message.due_seconds if message.is_late else 0.0
+        leg = Leg(
+            message.request_id, self, listener, num_prompt_tokens, pending_tokens, next_link, decodes, late_until
+        )
         self._legs[leg.leg_id] = leg
-        self._num_rows += decodes
-        self._pending_tokens += pending_tokens
-        self.rates.submitted(pending_tokens, time.monotonic())
+        self._backlog.add(leg)
+        pairs = num_pairs(num_prompt_tokens - pending_tokens, pending_tokens)
+        self.rates.submitted(pending_tokens, now, pairs)
         if next_link is not None:
-            next_link._num_expected += 1
+            next_link._backlog.expect(leg)
         self._connection.send(pb.Command(submit=message))
         return leg
 
@@ -125,7 +139,7 @@ class WorkerLink:
         if leg.leg_id not in self._legs or leg.next_link is not None or self._connection is None:
             return
         leg.next_link = next_link
-        next_link._num_expected += 1
+        next_link._backlog.expect(leg)
         self._connection.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> None:
@@ -203,6 +217,7 @@ class WorkerLink:
         if report.HasField("load"):
             if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
                 self.rates.observe_load(report.load)
+                self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
             self.load = report.load
         legs = self._legs
         for delta in report.deltas:
@@ -238,19 +253,13 @@ class WorkerLink:
 
     def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
         leg.times = delta.times
-        self._settle(leg)
+        self._backlog.settle(leg)
         self.rates.observe_times(leg.num_prompt_tokens, delta.times, self.last_sign)
         self.breaker.record_success()
-
-    def _settle(self, leg: Leg) -> None:
-        """Subtract the leg's tokens from those that count as queued here."""
-        self._pending_tokens -= leg.pending_tokens
-        leg.pending_tokens = 0
 
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
-        self._num_rows -= leg.decodes
-        self._settle(leg)
+        self._backlog.remove(leg)
         if leg.next_link is not None:
-            leg.next_link._num_expected -= 1
+            leg.next_link._backlog.unexpect(leg)

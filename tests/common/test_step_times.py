@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from common.step_times import MARGIN, MIN_CHUNK_TOKENS, StepCost, StepTimes, chunk_bounds
+from common.step_times import MIN_CHUNK_TOKENS, WIDEST, StepCost, StepTimes, num_pairs, work_bounds
 
 TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 
@@ -63,18 +63,78 @@ def test_it_follows_a_worker_that_has_become_slower() -> None:
     assert times.cost.seconds(8) == pytest.approx(2 * TRUE.seconds(8), rel=0.05)
 
 
+def test_contexts_are_told_from_rows_and_tokens() -> None:
+    """Long and short requests, as a GPU computes them; rows and contexts come in proportion first."""
+    true = StepCost(0.0043, 3e-6, 14e-9, 0.0005, 21.5e-6, 0.9e-9)
+    times, rng = StepTimes(), random.Random(1)
+
+    def measured_at(rows: int, context: int, tokens: int = 0, start: int = 0) -> None:
+        pairs = num_pairs(start, tokens)
+        factor = rng.uniform(0.97, 1.03)
+        times.observe(rows, tokens, factor * true.seconds(rows, tokens, context, pairs), context, pairs)
+
+    for _ in range(100):
+        rows = rng.randrange(1, 100)
+        measured_at(rows, 1000 * rows)
+        measured_at(rows, 1000 * rows, rng.randrange(64, 800))
+    short = times.cost.seconds(50, 500, 50_000, num_pairs(0, 500))
+    assert short == pytest.approx(true.seconds(50, 500, 50_000, num_pairs(0, 500)), rel=0.05)
+    for _ in range(600):
+        rows, length = rng.randrange(1, 40), rng.randrange(500, 20_000)
+        measured_at(rows, length * rows)
+        measured_at(rows, length * rows, rng.randrange(64, 800), rng.randrange(30_000))
+    for rows, context, tokens, start in ((8, 160_000, 0, 0), (100, 50_000, 0, 0), (10, 50_000, 500, 25_000)):
+        pairs = num_pairs(start, tokens)
+        expected = true.seconds(rows, tokens, context, pairs)
+        assert times.cost.seconds(rows, tokens, context, pairs) == pytest.approx(expected, rel=0.07)
+
+
+def test_proportional_sizes_stay_where_they_were() -> None:
+    """A thousand steps whose rows and contexts tell the same thing give no wild slopes."""
+    times, rng = StepTimes(), random.Random(1)
+    for _ in range(1000):
+        rows = rng.randrange(1, 60)
+        times.observe(rows, 0, rng.uniform(0.9, 1.1) * TRUE.seconds(rows), 1000 * rows)
+    cost = times.cost
+    assert cost.row + 1000 * cost.context == pytest.approx(TRUE.row, rel=0.25)
+    assert min(cost.base, cost.row, cost.context) >= 0
+    assert TRUE.seconds(30) / 1.5 < cost.seconds(30, context=60_000) < 2.5 * TRUE.seconds(30)
+
+
+def test_the_spread_is_what_few_steps_exceed() -> None:
+    for wide in (1.04, 1.25):
+        times, rng = StepTimes(), random.Random(1)
+        beyond = 0
+        for step in range(6000):
+            rows, tokens = rng.randrange(1, 100), rng.randrange(64, 800)
+            measured(times, rows, 0)
+            seconds = rng.uniform(2 - wide, wide) * TRUE.seconds(rows, tokens)
+            beyond += step > 2000 and seconds > times.cost.spread * times.cost.seconds(rows, tokens)
+            times.observe(rows, tokens, seconds)
+        assert beyond < 0.005 * 4000
+        assert 0.95 * wide < times.cost.spread < 1.2 * wide  # predictions err, too
+    for _ in range(1000):
+        times.observe(50, 500, rng.choice([1.0, 1.0, 3.0]) * TRUE.seconds(50, 500))
+    assert times.cost.spread <= WIDEST
+
+
 def test_chunks_end_in_time() -> None:
-    gentle, most = chunk_bounds(TRUE, 0.025, 50)
-    assert TRUE.seconds(50, most) <= MARGIN * 0.025 < TRUE.seconds(50, most + 1)
+    decode = TRUE.seconds(50)
+    gentle, most = work_bounds(TRUE, 0.025, decode)
+    assert TRUE.spread * (decode + TRUE.prompt + most) == pytest.approx(0.025)
     assert 0 < gentle < most
-    assert chunk_bounds(TRUE, 0.001, 50)[1] == MIN_CHUNK_TOKENS  # rows alone take longer: prompts go on slowly
+    least = MIN_CHUNK_TOKENS * TRUE.prompt_token
+    assert work_bounds(TRUE, 0.001, decode)[1] == least  # rows alone take longer: prompts go on slowly
     long = StepCost(base=0.004, prompt=0.01, prompt_token=20e-6)
-    gentle, most = chunk_bounds(long, 0.025, 50)
+    gentle, most = work_bounds(long, 0.025, long.seconds(50))
     assert gentle == most  # a step with any prompt is long, so it is to be full
-    assert chunk_bounds(StepCost(), 0.025, 1) == (MIN_CHUNK_TOKENS, MIN_CHUNK_TOKENS)
+    assert work_bounds(StepCost(), 0.0, 0.0) == (0.0, 0.0)
 
 
-def test_the_fewest_tokens_that_keep_a_rate() -> None:
-    num_tokens = TRUE.prompt_tokens_at_rate(10_000, 50)
-    assert num_tokens / TRUE.seconds(50, num_tokens) == pytest.approx(10_000)
-    assert TRUE.prompt_tokens_at_rate(60_000, 50) == float("inf")
+def test_tokens_for_so_much_work() -> None:
+    cost = StepCost(prompt_token=20e-6, prompt_context=1e-9)
+    for start in (0, 1000, 30_000):
+        num_tokens = cost.tokens_in(0.01, start)
+        assert cost.work(num_tokens, num_pairs(start, num_tokens)) == pytest.approx(0.01)
+    assert cost.tokens_in(0.01, 30_000) < cost.tokens_in(0.01, 0) < 500
+    assert StepCost().tokens_in(1.0, 0) == cost.tokens_in(-1.0, 0) == 0.0

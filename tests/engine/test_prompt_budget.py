@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import inf
 
 import pytest
 
-from common.step_times import StepCost
+from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
 from engine.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
@@ -33,16 +34,16 @@ def prompt(num_tokens: int, due_in: float = inf) -> WaitingPrompt:
 
 
 def test_without_decode_rows_or_measurements_nothing_is_bounded_by_time() -> None:
-    assert learned().num_tokens(0, [prompt(9000)], 8192) == 8192
-    assert PromptBudget(0.025).num_tokens(4, [prompt(9000)], 8192) == FIRST_TOKENS
-    assert PromptBudget(0.025).num_tokens(4, [prompt(9000)], 100) == 100
+    assert learned().num_tokens(0, 0, [prompt(9000)], 8192) == 8192
+    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 8192) == FIRST_TOKENS
+    assert PromptBudget(0.025).num_tokens(4, 0, [prompt(9000)], 100) == 100
 
 
 def test_prompts_with_slack_are_gentle_and_those_at_risk_take_what_the_objective_leaves() -> None:
     budget = learned()
-    gentle = budget.num_tokens(50, [prompt(1000)], 8192)
-    hurried = budget.num_tokens(50, [prompt(1000, due_in=0.06)], 8192)
-    late = budget.num_tokens(50, [prompt(1000, due_in=-1.0)], 8192)
+    gentle = budget.num_tokens(50, 0, [prompt(1000)], 8192)
+    hurried = budget.num_tokens(50, 0, [prompt(1000, due_in=0.06)], 8192)
+    late = budget.num_tokens(50, 0, [prompt(1000, due_in=-1.0)], 8192)
     assert 0 < gentle < hurried < late
     assert COST.seconds(50, gentle) < 1.35 * COST.seconds(50)
     assert COST.seconds(50, late) < 0.025
@@ -52,9 +53,31 @@ def test_prompts_with_slack_are_gentle_and_those_at_risk_take_what_the_objective
 
 def test_prompts_behind_others_count_what_is_before_them() -> None:
     budget = learned()
-    alone = budget.num_tokens(50, [prompt(500, due_in=0.1)], 8192)
-    behind = budget.num_tokens(50, [prompt(800), prompt(500, due_in=0.1)], 8192)
+    alone = budget.num_tokens(50, 0, [prompt(500, due_in=0.1)], 8192)
+    behind = budget.num_tokens(50, 0, [prompt(800), prompt(500, due_in=0.1)], 8192)
     assert behind > alone
+
+
+def test_long_contexts_leave_room_for_fewer_tokens() -> None:
+    true = StepCost(base=0.004, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=20e-6, prompt_context=0.9e-9)
+    budget, rng = PromptBudget(0.025), random.Random(1)
+    for _ in range(400):
+        rows, tokens = rng.randrange(1, 60), rng.randrange(64, 800)
+        context, start = rng.randrange(500, 9000), rng.randrange(30_000)
+        pairs = num_pairs(start, tokens)
+        budget.times.observe(rows, 0, true.seconds(rows, context=rows * context), rows * context)
+        seconds = true.seconds(rows, tokens, rows * context, pairs)
+        budget.times.observe(rows, tokens, seconds, rows * context, pairs)
+    budget.now = 100.0
+    sizes = []
+    for context, start in ((8_000, 0), (160_000, 0), (160_000, 20_000)):
+        late = WaitingPrompt(9000, due=99.0, start=start)
+        sizes.append(budget.num_tokens(8, context, [late], 8192))
+        seconds = true.seconds(8, sizes[-1], context, num_pairs(start, sizes[-1]))
+        assert 0.02 < seconds < 0.025
+    assert sizes[0] > sizes[1] + 50 > sizes[2] + 200
+    two = [WaitingPrompt(100, due=99.0, start=20_000), WaitingPrompt(9000, due=99.0)]
+    assert sizes[2] < budget.num_tokens(8, 160_000, two, 8192) < sizes[1]
 
 
 # -- in the scheduler ---------------------------------------------------------------------------------------------
@@ -67,7 +90,7 @@ class FixedBudget(PromptBudget):
         super().__init__(1.0)
         self._num_tokens = num_tokens
 
-    def num_tokens(self, num_decode_rows: int, prompts: object, most: int) -> int:
+    def num_tokens(self, num_decode_rows: int, context: int, prompts: object, most: int) -> int:
         return min(self._num_tokens, most) if num_decode_rows else most
 
 
@@ -154,6 +177,40 @@ def test_who_is_due_first_is_served_first_within_a_priority() -> None:
     while engine.has_work():
         ended += [output.request for output in engine.step() if output.finish_reason]
     assert [r for r in ended if r is not blocker] == [urgent, at_risk, slack, no_objective]
+
+
+class Seen(PromptBudget):
+    """Notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.asked: list[tuple[int, int, list[WaitingPrompt]]] = []
+
+    def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
+        self.asked.append((num_decode_rows, context, list(prompts)))
+        return min(4, most)
+
+
+def test_contexts_reach_the_budget_and_the_report() -> None:
+    budget = Seen()
+    engine, _ = make_engine(64, budget=32, prompt_budget=budget)
+    stream = engine.add_request(list(range(20)), LONG)
+    stepping(engine, stream)
+    engine.add_request(list(range(100, 130)), LONG, due=7.0, is_late=True)
+    engine.step()
+    assert engine.last_step.num_context_tokens == 21
+    engine.step()
+    load = engine.scheduler.load()
+    assert (load.waiting_prefill_tokens, load.context_tokens) == (22, 23)
+    assert load.waiting_prefill_pairs == sum(range(8, 30)) + 11  # half a pair more for each
+    assert engine.last_step.num_prompt_pairs == 4 * 4 + 8
+    assert budget.asked[-1] == (1, 22, [WaitingPrompt(26, -inf, 4)])  # late: as soon as can be
+    run_all(engine)
+    assert_quiet(engine)
+    without, _ = make_engine(64, budget=32)
+    without.add_request(list(range(20)), LONG)
+    without.step()
+    assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens == 0
 
 
 # -- handed over --------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Two workers, a load and the router's real policies, in simulated time: what placements are worth, in seconds.
 
 Policies, moves, admission of prompt tokens to a step and the learning of step costs are the project's own. A worker
-is a loop of steps whose duration is `TRUE_COST`, about what an H200 takes for 7B parameters in bfloat16.
+is a loop of steps whose duration is `TRUE_COST`, about what an H200 takes for 7B parameters in bfloat16: a decode row
+reads its KV, and a prompt token that of all tokens before it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.step_times import StepCost, StepTimes
+from common.step_times import StepCost, num_pairs
 from engine.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength
 from router.cluster.moves import KeptRequest, choose_moves
-from router.cluster.placement import TTFT_MARGIN, Objectives
 from router.cluster.policy import choose
 from router.cluster.prediction import RequestView, WorkerView
+from router.cluster.predictor import LATE, TTFT_MARGIN, Objectives
 from router.cluster.rates import WorkerRates
 
-TRUE_COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
+TRUE_COST = StepCost(base=0.0043, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=21.5e-6, prompt_context=0.9e-9)
 PULL_TOKENS_PER_SECOND = 200_000.0
 HAND_OVER_SECONDS = 0.003  # router and front, before a pull begins
 MAX_STEP_TOKENS = 8192
@@ -41,10 +42,11 @@ class Request:
     times: list[float] = field(default_factory=list)  # of its tokens
     due: float = math.inf
     computed: int = 0  # prompt tokens, on the worker where it is
+    last_chunk: int = 0  # of them: KV that a decode worker cannot have pulled before
     kind: str = ""
     next_worker: Worker | None = None  # where it goes with its next token
     began_here: float = 0.0
-    was_moved: bool = False
+    is_late: bool = False
 
     @property
     def gap_p99(self) -> float:
@@ -60,36 +62,45 @@ class Worker:
         self.prompts: list[Request] = []
         self.rows: list[Request] = []
         self.expected: set[Request] = set()  # they decode elsewhere, or their KV is on its way
-        self.rates, self.times = WorkerRates(), StepTimes()
+        self.rates = WorkerRates()
+        self.times = self.rates.step_times
         self._budget = PromptBudget(objectives.itl) if objectives.itl else None
         self._simulation = simulation
         self._is_running = False
         for number in range(1, 20):  # a warm-up
-            self._learn(4 * number, 0, TRUE_COST.seconds(4 * number))
-            self._learn(4, 50 * number, TRUE_COST.seconds(4, 50 * number))
+            self._learn(4 * number, 0, 1000 * number)
+            self._learn(4, 50 * number, 1000, num_pairs(0, 50 * number))
 
     def view(self, now: float) -> WorkerView:
-        num_rows = len(self.rows) + len(self.expected)
-        num_rows += sum(request.next_worker is None for request in self.prompts)
+        staying = [request for request in self.prompts if request.next_worker is None]
+        decoding = [*self.rows, *self.expected, *staying]
+        deferred = [r for r in self.prompts if r.is_late and not r.computed and r.due > now]
+        tokens, pairs, prompts = self.rates.arrivals(now)
         return WorkerView(
             self.worker_id,
             num_running=len(self.rows) + len(self.prompts),
             num_waiting=len(self.expected),
-            queued_prefill_tokens=sum(request.num_prompt for request in self.prompts),
+            queued_prefill_tokens=sum(request.num_prompt - request.computed for request in self.prompts),
             prefill_tokens_per_second=1 / self.times.cost.prompt_token if self.times.cost.prompt_token else 0.0,
             pull_tokens_per_second=PULL_TOKENS_PER_SECOND,
             step_seconds=self.times.cost.seconds(max(len(self.rows), 1)) if self.times.cost.base else 0.0,
             max_num_seqs=256,
             num_slots=256,
-            num_rows=num_rows,
+            num_rows=len(decoding),
+            context_tokens=sum(request.num_prompt + len(request.times) for request in decoding),
+            queued_prefill_pairs=sum(num_pairs(r.computed, r.num_prompt - r.computed) for r in self.prompts),
             step=self.times.cost,
-            prompt_tokens_per_second=self.rates.prompt_tokens_per_second(now),
+            deferred_prefill_tokens=sum(request.num_prompt for request in deferred),
+            deferred_prefill_pairs=sum(num_pairs(0, request.num_prompt) for request in deferred),
+            prompt_tokens_per_second=tokens,
+            prompt_pairs_per_second=pairs,
+            prompts_per_second=prompts,
         )
 
     def compute(self, request: Request) -> None:
         request.computed = 0
         self.prompts.append(request)
-        self.rates.submitted(request.num_prompt, self._simulation.now)
+        self.rates.submitted(request.num_prompt, self._simulation.now, num_pairs(0, request.num_prompt))
         self.wake()
 
     def wake(self) -> None:
@@ -97,32 +108,43 @@ class Worker:
             self._is_running = True
             self._begin_step()
 
-    def _learn(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def _learn(self, num_rows: int, num_tokens: int, context: int, pairs: float = 0.0, factor: float = 1.0) -> None:
+        seconds = self._simulation.seconds(num_rows, num_tokens, context, pairs) * factor
         for times in (self.times, *([self._budget.times] if self._budget else [])):
-            times.observe(num_rows, num_tokens, seconds)
+            times.observe(num_rows, num_tokens, seconds, context, pairs)
 
     def _begin_step(self) -> None:
         rows = self.rows[:256]
+        context = sum(request.num_prompt + len(request.times) for request in rows)
         left = MAX_STEP_TOKENS - len(rows)
+        self.prompts.sort(key=lambda request: (not request.computed, request.due))
         if self._budget:
             self._budget.now = self._simulation.now
-            waiting = [WaitingPrompt(r.num_prompt - r.computed, r.due) for r in self.prompts]
-            left = self._budget.num_tokens(len(rows), waiting, left)
-        num_most = left
-        ended = []
+            waiting = [
+                WaitingPrompt(r.num_prompt - r.computed, -math.inf if r.is_late else r.due, r.computed)
+                for r in self.prompts
+            ]
+            left = self._budget.num_tokens(len(rows), context, waiting, left)
+        num_most, pairs, ended = left, 0.0, []
         for request in self.prompts:
             num_new = min(request.num_prompt - request.computed, left)
+            if num_new == 0:
+                break
+            pairs += num_pairs(request.computed, num_new)
+            request.last_chunk = num_new
             request.computed += num_new
             left -= num_new
-            if num_new and request.computed == request.num_prompt:
+            if request.computed == request.num_prompt:
                 ended.append(request)
-        num_tokens = num_most - left
-        seconds = TRUE_COST.seconds(len(rows), num_tokens) * self._simulation.random.uniform(0.97, 1.06)
-        self._simulation.after(seconds, lambda: self._end_step(rows, ended, num_tokens, seconds))
+        size, factor = (len(rows), num_most - left, context, pairs), self._simulation.random.uniform(0.97, 1.06)
+        seconds = self._simulation.seconds(*size) * factor
+        self._simulation.after(seconds, lambda: self._end_step(rows, ended, size, factor))
 
-    def _end_step(self, rows: list[Request], ended: list[Request], num_tokens: int, seconds: float) -> None:
+    def _end_step(
+        self, rows: list[Request], ended: list[Request], size: tuple[int, int, int, float], factor: float
+    ) -> None:
         now = self._simulation.now
-        self._learn(len(rows), num_tokens, seconds)
+        self._learn(*size, factor)
         for request in ended:
             self.prompts.remove(request)
             self.rows.append(request)
@@ -142,7 +164,9 @@ class Worker:
 class Simulation:
     """One cluster under one load. `mode`: aggregated, static or adaptive."""
 
-    def __init__(self, mode: str, objectives: Objectives, seed: int = 0) -> None:
+    def __init__(self, mode: str, objectives: Objectives, seed: int = 0, mixed_seconds: float = 0.0) -> None:
+        """mixed_seconds: what a step with prompt tokens beside decode rows takes more than the sum of its parts."""
+        self._mixed_seconds = mixed_seconds
         self.now = 0.0
         self.random = random.Random(seed)
         self.done: list[Request] = []
@@ -155,6 +179,11 @@ class Simulation:
         roles = ("decode", "decode") if mode == "aggregated" else ("prefill", "decode")
         self.workers = {f"w{i}": Worker(f"w{i}", role, self, self._objectives) for i, role in enumerate(roles)}
         self._answers = AnswerLength()
+
+    def seconds(self, num_rows: int, num_tokens: int, context: int, pairs: float) -> float:
+        """Mean duration of such a step."""
+        mixed = self._mixed_seconds if num_rows and num_tokens else 0.0
+        return TRUE_COST.seconds(num_rows, num_tokens, context, pairs) + mixed
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
@@ -174,19 +203,23 @@ class Simulation:
         request.kind = chosen.kind
         if self._objectives.ttft:
             request.due = self.now + min(2 * chosen.ttft_seconds, TTFT_MARGIN * self._objectives.ttft)
+        if chosen.is_late:
+            request.due, request.is_late = self.now + LATE * self._objectives.ttft, True
         if chosen.prefill is not None:
             request.next_worker = self.workers[chosen.decode]
             request.next_worker.expected.add(request)
         self.workers[chosen.prefill or chosen.decode].compute(request)
 
     def pull(self, request: Request, worker: Worker) -> None:
+        num_late = request.num_prompt + len(request.times) if request.kind == "kept" else request.last_chunk
+
         def arrived() -> None:
             worker.expected.discard(request)
             request.next_worker = None
             worker.rows.append(request)
             worker.wake()
 
-        self.after(HAND_OVER_SECONDS + request.num_prompt / PULL_TOKENS_PER_SECOND, arrived)
+        self.after(HAND_OVER_SECONDS + num_late / PULL_TOKENS_PER_SECOND, arrived)
 
     def ended(self, request: Request) -> None:
         if request.next_worker is not None:
@@ -248,10 +281,16 @@ def outcome(simulation: Simulation, begin: float, end: float, objectives: Object
 
 
 def open_loop(
-    mode: str, objectives: Objectives, rate: float, lengths: Sequence[tuple[int, int]], seconds: float, seed: int = 1
+    mode: str,
+    objectives: Objectives,
+    rate: float,
+    lengths: Sequence[tuple[int, int]],
+    seconds: float,
+    seed: int = 1,
+    mixed_seconds: float = 0.0,
 ) -> Outcome:
     """Poisson arrivals of requests with (prompt, output) tokens drawn from `lengths`."""
-    simulation = Simulation(mode, objectives, seed)
+    simulation = Simulation(mode, objectives, seed, mixed_seconds)
     rng, time = random.Random(seed), 0.0
     for number in itertools.count():
         time += rng.expovariate(rate)
@@ -264,10 +303,16 @@ def open_loop(
 
 
 def closed_loop(
-    mode: str, objectives: Objectives, num_clients: int, length: tuple[int, int], seconds: float, seed: int = 1
+    mode: str,
+    objectives: Objectives,
+    num_clients: int,
+    length: tuple[int, int],
+    seconds: float,
+    seed: int = 1,
+    mixed_seconds: float = 0.0,
 ) -> Outcome:
     """So many clients, each of which sends its next request when it has an answer."""
-    simulation = Simulation(mode, objectives, seed)
+    simulation = Simulation(mode, objectives, seed, mixed_seconds)
     numbers = itertools.count()
 
     def send() -> None:

@@ -10,9 +10,9 @@ import pytest
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.cluster.moves import MAX_MOVES, KeptRequest, choose_moves
-from router.cluster.placement import Objectives
 from router.cluster.policy import Decision, choose
 from router.cluster.prediction import RequestView, WorkerView
+from router.cluster.predictor import Objectives
 
 P0, D0, D1 = (WorkerId(name) for name in ("p0", "d0", "d1"))
 COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)
@@ -69,10 +69,43 @@ def test_an_idle_prefill_worker_keeps_what_it_computes() -> None:
 
 
 def test_prompts_that_keep_coming_make_a_prefill_worker_a_bad_place_to_stay() -> None:
-    crowded, waiting = view(D0, rows=276), view(P0, prompt_tokens_per_second=40_000.0)
+    crowded, waiting = view(D0, rows=276), view(P0, prompt_tokens_per_second=20_000.0)
     [quiet] = [c for c in place([view(P0, prompt_tokens_per_second=0.0)], [crowded]).candidates if c.kind == "kept"]
     [busy] = [c for c in place([waiting], [crowded]).candidates if c.kind == "kept"]
     assert busy.cost > quiet.cost + 0.1
+    full = view(P0, prompt_tokens_per_second=40_000.0)  # a stream beside them would make them queue
+    assert "kept" not in {c.kind for c in place([full], [crowded]).candidates}
+
+
+def test_long_contexts_make_a_decode_worker_slow() -> None:
+    step = StepCost(base=0.0043, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=22e-6, prompt_context=0.9e-9)
+    short, long = (view(D0, rows=30, context_tokens=context, step=step) for context in (30_000, 600_000))
+    for candidate in ("disaggregated", "local"):
+        gaps = []
+        for worker in (short, long):
+            [found] = [c for c in place([view(P0, step=step)], [worker]).candidates if c.kind == candidate]
+            gaps.append(found.itl_seconds)
+        assert gaps[0] < gaps[1]
+    chosen = place([view(P0, step=step)], [long, view(D1, rows=31, context_tokens=31_000, step=step)]).chosen
+    assert chosen.decode == D1  # more rows, but less KV to read
+
+
+def test_short_answers_are_not_handed_over_when_that_gap_would_miss_the_objective() -> None:
+    workers = [view(P0, prompt_tokens_per_second=0.0)], [view(D0, rows=20)]
+    for expected, kinds in ((64.0, {"local", "kept"}), (400.0, {"disaggregated", "local", "kept"})):
+        candidates = place(*workers, num_tokens=6000, expected=expected).candidates
+        assert {c.kind for c in candidates if c.itl_seconds <= OBJECTIVES.itl} == kinds
+
+
+def test_what_is_late_anyway_waits_behind_what_is_in_time() -> None:
+    queued = view(P0, queued=60_000, deferred_prefill_tokens=56_000), [view(D0, rows=200, queued=30_000)]
+    in_time = place([queued[0]], queued[1]).chosen
+    assert not in_time.is_late
+    assert in_time.terms["queue"] < 0.2
+    late = place([queued[0]], queued[1], num_tokens=50_000).chosen
+    assert late.is_late
+    assert late.ttft_seconds > OBJECTIVES.ttft
+    assert place([queued[0]], [view(D0, rows=200, queued=90_000)], num_tokens=50_000).chosen.terms["queue"] > 1.0
 
 
 def test_short_or_cached_prompts_are_local() -> None:
