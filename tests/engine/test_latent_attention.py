@@ -163,9 +163,9 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_gpus_are_refused_before_weights_are_read(path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"latent attention \(MLA\) has no GPU kernels yet"):
-        load_model(directory(path), EngineConfig(str(path), quant_mode="none"), torch.device("cuda"))
+def test_other_forms_are_refused_on_gpus_before_weights_are_read(path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="--mla naive has no GPU kernels: use absorbed"):
+        load_model(directory(path), EngineConfig(str(path), mla="naive", quant_mode="none"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

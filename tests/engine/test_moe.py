@@ -11,10 +11,9 @@ import torch
 
 from benchmarks.floors import num_weights
 from common.errors import ConfigError, UnsupportedModelError
-from engine.config import EngineConfig
+from engine.gpu.ops.experts import StackedExperts
 from engine.layers.linear import Int4Linear, Int8Linear
 from engine.layers.moe import Moe
-from engine.loader import load_model
 from engine.models.config import moe_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.packed_files import FORMATS, SIZES, write
@@ -77,10 +76,11 @@ def test_random_weights_need_the_config_alone(name: str, tmp_path: Path) -> None
     assert len(request.output_token_ids) == 3
 
 
-def test_gpus_are_refused_before_weights_are_read(path: Path) -> None:
-    config = EngineConfig(str(path), quant_mode="none")
-    with pytest.raises(UnsupportedModelError, match="no GPU kernels yet: use --device cpu"):
-        load_model(directory(path), config, torch.device("cuda"))
+def test_quantized_experts_are_refused_on_gpus(path: Path) -> None:
+    loaded, _ = open_model(directory(path), quant_mode="int8-weight")
+    block = next(block for block in loaded.model.blocks if isinstance(block, Moe))
+    with pytest.raises(UnsupportedModelError, match="quantized experts have no GPU kernels yet"):
+        StackedExperts(block)
 
 
 def test_configs_that_cannot_be_are_refused() -> None:
