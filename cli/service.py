@@ -86,7 +86,7 @@ class Service:
         try:
             await self._spawn()
         except OSError as error:
-            self._emit(f"it cannot be started: {error.strerror}".encode())
+            self._emit(f"it cannot be started: {error.strerror or error}".encode())
 
     async def _spawn(self) -> None:
         env = dict(self.spec.env)

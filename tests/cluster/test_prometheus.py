@@ -18,6 +18,7 @@ from tests.cluster.prometheus_scenario import DASHBOARDS, RATE_INTERVAL, RULES, 
 from tests.cluster.prometheus_server import INSTALLED, faster_rules
 
 pytestmark = [
+    pytest.mark.prometheus,
     pytest.mark.skipif(not INSTALLED, reason="needs Debian's prometheus (apt-get install prometheus)"),
     pytest.mark.timeout(300),
 ]

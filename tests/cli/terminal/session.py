@@ -26,6 +26,11 @@ _TAKE_TERMINAL = (
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
 
 
+def _without_size(env: Mapping[str, str]) -> dict[str, str]:
+    """pytest-xdist sets the size of its own terminal, which programs believe."""
+    return {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
+
+
 class Session:
     """Context manager. `raw` is all that the program wrote to the terminal."""
 
@@ -38,7 +43,7 @@ class Session:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _TAKE_TERMINAL, *command],
             stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, start_new_session=True,
-            env={**os.environ, "TERM": "xterm-256color", **env},
+            env={**_without_size(os.environ), "TERM": "xterm-256color", **_without_size(env)},
         )  # fmt: skip
 
     def __enter__(self) -> Session:
