@@ -141,7 +141,8 @@ class NixlTransport:
             if len(self._peers) >= MAX_PEERS:
                 oldest = next(iter(self._peers))
                 self._agent.disconnect(self._peers.pop(oldest)[1])
-            return self._peers.setdefault(shard.worker_id, (shard.epoch, peer))[1]
+            self._peers[shard.worker_id] = (shard.epoch, peer)
+        return peer
 
     def _forget(self, shard: PeerShard) -> None:
         with self._lock:
