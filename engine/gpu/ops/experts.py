@@ -6,7 +6,6 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
-from engine.models.config import MoeConfig
 from kernels.gpu.grouped_gemm import grouped_gemm, grouped_gemv, sort_pairs
 from kernels.gpu.moe_routing import route_softmax
 from kernels.gpu.tuning import GROUPED, PAIR
@@ -48,10 +46,8 @@ def _stacked(layers: list[LinearLayer]) -> Tensor:
 def moe(block: Moe, experts: StackedExperts, router: Gemm, shared: Gemm | None) -> GpuBody:
     """The block's output as partial sums: one for each of a token's experts, and one for the shared ones."""
     num_experts, top_k, rule = experts.gate_up.shape[0], block.num_chosen, block.rule
-    is_plain = rule == replace(
-        MoeConfig(rule.num_experts, top_k, rule.intermediate_size, rule.normalizes_weights),
-        dense_layers=rule.dense_layers, num_shared_experts=rule.num_shared_experts, group_top=rule.group_top,
-    )  # fmt: skip
+    is_plain = rule.score == "softmax" and rule.num_groups == 1 and rule.weight_factor == 1.0
+    is_plain = is_plain and not (rule.has_choice_bias or rule.float32_router)
 
     def route(x: Tensor) -> tuple[Tensor, Tensor]:
         if is_plain:
