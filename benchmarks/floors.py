@@ -51,30 +51,36 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 
 @cache
-def num_weights(config: ModelConfig) -> int:
-    """Weights that a token passes through: all linear layers, but of a layer's experts those that it chooses."""
+def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
+    """Weights that so many tokens read: all linear layers, but of a layer's experts those that some token chooses.
+
+    Tokens are taken to choose independently, every expert as likely as another.
+    """
     model = family_of(config.architecture).build(config, ShapeRecorder())
     total = config.vocab_size * config.hidden_size
     for block in model.blocks:
         held = sum(ref.layer.weight.numel() for ref in block.linears() if isinstance(ref.layer, Linear))
         if isinstance(block, Moe):
-            idle = len(block.experts) - block.num_chosen
-            held -= idle * 3 * config.hidden_size * block.rule.intermediate_size
+            num_experts = len(block.experts)
+            idle = num_experts * (1 - block.num_chosen / num_experts) ** num_tokens
+            held -= round(idle * 3 * config.hidden_size * block.rule.intermediate_size)
         if isinstance(block, LatentAttention):
             held += block.kv_b.numel()
         total += held
     return total
 
 
-def weight_bytes(config: ModelConfig, dtype: str, quantization: str) -> float:
-    """Bytes of the linear layers' weights. quantization: a mode, or a checkpoint's label.
+def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens: int = 1) -> float:
+    """Bytes of the linear layers' weights that a step of so many tokens reads.
+
+    quantization: a mode, or a checkpoint's label.
 
     Checkpoints mostly keep the output projection plain. Of one with several schemes, the smallest counts: the floor
     stays below what must be read.
     """
     plain = DTYPE_BYTES[dtype]
     head = config.vocab_size * config.hidden_size
-    inner = num_weights(config) - head
+    inner = num_weights(config, num_tokens) - head
     if quantization in MODE_BYTES or quantization == "none":
         each = MODE_BYTES.get(quantization, plain)
         return inner * each + head * HEAD_BYTES.get(quantization, each)
@@ -92,7 +98,7 @@ def decode_floor_seconds(
 ) -> float:  # fmt: skip
     """One step: all weights once, and the KV of every sequence. kv_dtype: of the cache, when it is not `dtype`."""
     kv_bytes = batch * mean_context * kv_bytes_per_token(config, kv_dtype or dtype)
-    return (weight_bytes(config, dtype, quant_mode) + kv_bytes) / peaks.read_bytes_per_second
+    return (weight_bytes(config, dtype, quant_mode, batch) + kv_bytes) / peaks.read_bytes_per_second
 
 
 def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) -> float:

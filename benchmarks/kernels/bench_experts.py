@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.bench_experts [--shape qwen3-30b-a3b] [--tokens 1,8,64,256] [--sweep]
 
-Each call has random choices of its own, so that weights come from memory. `--sweep` tries settings and prints the
-best for each number of tokens, to become rules of `kernels.gpu.tuning`.
+Each call has random choices of its own, so that weights come from memory. `--sweep` tries settings for each GEMM and
+prints the best few for each number of tokens, to become rules of `kernels.gpu.tuning`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,38 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels.timing import graph_seconds, read_bandwidth, report
-from kernels.gpu.grouped_gemm import SortedPairs, grouped_gemm, grouped_gemv, sort_pairs
-from kernels.gpu.moe_routing import route_softmax
-from kernels.gpu.tuning import GROUPED, PAIR, GemvConfig, TileConfig
+from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
+from kernels.gpu.grouped_gemm import SortedPairs, grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.moe_routing import route
+from kernels.gpu.tuning import (
+    DOWN_PAIRS,
+    DOWN_ROW,
+    GATE_UP_PAIRS,
+    GATE_UP_ROW,
+    GROUPED_DOWN,
+    GROUPED_GATE_UP,
+    MAX_PAIRS,
+    GemvConfig,
+    TileConfig,
+)
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
-SWEEP_ROWS = [GemvConfig(n, k, w, s) for (n, k, w), s in product(((4, 256, 2), (8, 256, 4), (4, 512, 4)), (1, 3, 5))]
+NUM_SHOWN = 4  # settings of a sweep
+SWEEP_ROWS = [
+    GemvConfig(n, k, w, s)
+    for (n, k, w), s in product(
+        ((2, 256, 2), (2, 512, 2), (4, 256, 2), (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 512, 4)), (1, 3, 5)
+    )
+]
 SWEEP_TILES = [
     TileConfig(n, k, 1, warps, stages, m)
     for (n, k, warps), stages, m in product(
-        ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (3, 4), (16, 32, 64, 128)
+        ((32, 128, 4), (32, 256, 4), (64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)),
+        (3, 4, 5),
+        (16, 32, 64, 128),
     )
+    if (n + m) * k * 2 * stages <= 220 << 10 and (m > 16 or n < 128)
 ]
 
 
@@ -51,14 +71,16 @@ SHAPES = {
 class Layer:
     """Weights, and inputs for so many tokens."""
 
-    def __init__(self, shape: Shape, num_tokens: int, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self, shape: Shape, num_tokens: int, gate_up: Tensor, down: Tensor, num_choices: int = NUM_CHOICES
+    ) -> None:
         self.shape, self.gate_up, self.down = shape, gate_up, down
         self.x = torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16()
         self.inside = torch.randn(num_tokens * shape.top_k, shape.inner, device="cuda").bfloat16()
         self.logits = [
-            torch.randn(num_tokens, shape.num_experts, device="cuda").bfloat16() for _ in range(NUM_CHOICES)
+            torch.randn(num_tokens, shape.num_experts, device="cuda").bfloat16() for _ in range(num_choices)
         ]
-        self.routes = [route_softmax(logits, shape.top_k, True) for logits in self.logits]
+        self.routes = [route(logits, shape.top_k) for logits in self.logits]
         self.pairs = [sort_pairs(chosen, shape.num_experts) for _, chosen in self.routes]
 
     def floor_seconds(self, bandwidth: float) -> float:
@@ -66,18 +88,33 @@ class Layer:
         used = sum(int((pairs.counts > 0).sum()) for pairs in self.pairs) / NUM_CHOICES
         return used * 3 * self.shape.hidden * self.shape.inner * 2 / bandwidth
 
-    def gemv(self, index: int, config: GemvConfig) -> None:
+    def gemv(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
-        grouped_gemv(self.x, self.gate_up, chosen, config, top_k)
-        grouped_gemv(self.inside, self.down, chosen, config, top_k, shares)
+        if is_gate_up:
+            grouped_gemv(self.x, self.gate_up, chosen, config, top_k)
+        else:
+            grouped_gemv(self.inside, self.down, chosen, config, top_k, shares)
 
-    def gemm(self, index: int, config: TileConfig) -> None:
+    def row(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
+        (shares, chosen), top_k = self.routes[index], self.shape.top_k
+        if is_gate_up:
+            grouped_gemv(self.x, self.gate_up, chosen, config, top_k, norm=self.gate_up[0, 0], eps=1e-6)
+        else:
+            add_down_of_row(self.inside, self.down, chosen, shares, config, self.x)
+
+    def both_of_row(self, index: int) -> None:
+        self.row(index, GATE_UP_ROW, True)
+        self.row(index, DOWN_ROW, False)
+
+    def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
         (shares, _), pairs, top_k = self.routes[index], self.pairs[index], self.shape.top_k
-        grouped_gemm(self.x, self.gate_up, pairs, config, top_k)
-        grouped_gemm(self.inside, self.down, pairs, config, top_k, shares)
+        if is_gate_up:
+            grouped_gemm(self.x, self.gate_up, pairs, config, top_k)
+        else:
+            grouped_gemm(self.inside, self.down, pairs, config, top_k, shares)
 
     def route(self, index: int) -> None:
-        route_softmax(self.logits[index], self.shape.top_k, True)
+        route(self.logits[index], self.shape.top_k)
 
     def sort(self, index: int) -> SortedPairs:
         return sort_pairs(self.routes[index][1], self.shape.num_experts)
@@ -87,16 +124,41 @@ def seconds(call: Callable[[int], object]) -> float:
     return graph_seconds([functools.partial(call, index) for index in range(NUM_CHOICES)])
 
 
-def best(configs: Sequence[object], call: Callable[[int, object], object]) -> tuple[float, object]:
-    """The fastest of the settings that fit the chip."""
-    found: list[tuple[float, object]] = []
+def sweep(configs: Sequence[object], call: Callable[[int, object], object]) -> str:
+    """The fastest of the settings that fit the chip, with their microseconds."""
+    found: list[tuple[float, str]] = []
     for config in configs:
         try:
             time = seconds(lambda index, config=config: call(index, config))  # type: ignore[misc]
         except OutOfResources:
             continue
-        found.append((time, config))
-    return min(found, key=lambda item: item[0])
+        fields = [str(value) for value in vars_of(config).values()]
+        found.append((time, f"{time * 1e6:.1f} ({', '.join(fields)})"))
+    return "; ".join(text for _, text in sorted(found)[:NUM_SHOWN])
+
+
+def vars_of(config: object) -> dict[str, int]:
+    return {name: getattr(config, name) for name in config.__slots__}  # type: ignore[attr-defined]
+
+
+def compile_some(shape: Shape, num_tokens: int, configs: Sequence[GemvConfig | TileConfig]) -> None:
+    """Put kernels into Triton's cache on disk, for the process that measures."""
+    sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
+    layer = Layer(shape, num_tokens, *(torch.zeros(size, device="cuda", dtype=torch.bfloat16) for size in sizes), 1)
+    for config, is_gate_up in product(configs, (True, False)):
+        try:
+            if isinstance(config, GemvConfig):
+                layer.gemv(0, config, is_gate_up)
+                Layer(shape, 1, layer.gate_up, layer.down, 1).row(0, config, is_gate_up)
+            else:
+                layer.gemm(0, config, is_gate_up)
+        except OutOfResources:
+            pass
+
+
+def tiles_for(num_tokens: int) -> list[TileConfig]:
+    """No tile is larger than the tokens, of which few share an expert."""
+    return [config for config in SWEEP_TILES if config.block_m <= max(16, num_tokens // 2)]
 
 
 def main() -> None:
@@ -105,27 +167,41 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,1024,8192")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    shape, bandwidth = SHAPES[options.shape], read_bandwidth()
+    shape, counts = SHAPES[options.shape], [int(count) for count in options.tokens.split(",")]
+    if options.sweep:
+        everything: list[GemvConfig | TileConfig] = [*SWEEP_ROWS, *tiles_for(max(counts))]
+        compile_ahead(functools.partial(compile_some, shape, min(256, max(counts))), everything)
+    bandwidth = read_bandwidth()
     sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
     gate_up, down = (torch.randn(size, device="cuda", dtype=torch.bfloat16) * size[-1] ** -0.5 for size in sizes)
-    for num_tokens in map(int, options.tokens.split(",")):
+    for num_tokens in counts:
         layer = Layer(shape, num_tokens, gate_up, down)
         floor = layer.floor_seconds(bandwidth)
         figures: dict[str, float | str] = {"floor_us": floor * 1e6, "route_us": seconds(layer.route) * 1e6}
         figures["sort_us"] = seconds(layer.sort) * 1e6
         num_pairs = num_tokens * shape.top_k
-        row, tile = PAIR.find(pairs=num_pairs), GROUPED.find(pairs_per_expert=num_pairs / shape.num_experts)
-        if row is not None or num_tokens <= 16:
-            taken = row or GemvConfig(4, 256, num_warps=2, num_stages=4)
-            figures["gemv_us"] = seconds(functools.partial(layer.gemv, config=taken)) * 1e6
-        assert tile is not None, "the table has a rule for any number"
-        figures["gemm_us"] = seconds(functools.partial(layer.gemm, config=tile)) * 1e6
-        if options.sweep:
-            if num_tokens <= 16:
-                time, config = best(SWEEP_ROWS, layer.gemv)  # type: ignore[arg-type]
-                figures |= {"best_gemv_us": time * 1e6, "best_gemv": str(config)}
-            time, config = best(SWEEP_TILES, layer.gemm)  # type: ignore[arg-type]
-            figures |= {"best_gemm_us": time * 1e6, "best_gemm": str(config)}
+        for is_gate_up, name in ((True, "gate_up"), (False, "down")):
+            load = num_pairs / shape.num_experts
+            tile = (GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN).find(pairs_per_expert=load)
+            pair = GATE_UP_PAIRS if is_gate_up else DOWN_PAIRS
+            row = GATE_UP_ROW if is_gate_up else DOWN_ROW
+            assert tile is not None, "the table has a rule for any number"
+            of_row = functools.partial(layer.row, is_gate_up=is_gate_up)
+            of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)
+            of_tiles = functools.partial(layer.gemm, is_gate_up=is_gate_up)
+            if num_tokens == 1:
+                figures[f"{name}_row_us"] = seconds(functools.partial(of_row, config=row)) * 1e6
+            if num_pairs <= MAX_PAIRS:
+                figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=pair)) * 1e6
+            figures[f"{name}_us"] = seconds(functools.partial(of_tiles, config=tile)) * 1e6
+            if options.sweep:
+                if num_tokens == 1:
+                    figures[f"{name}_rows"] = sweep(SWEEP_ROWS, of_row)
+                if num_pairs <= 2 * MAX_PAIRS:
+                    figures[f"{name}_pairs"] = sweep(SWEEP_ROWS, of_pairs)
+                figures[f"{name}_tiles"] = sweep(tiles_for(num_tokens), of_tiles)
+        if num_tokens == 1:
+            figures["both_of_row_us"] = seconds(layer.both_of_row) * 1e6
         report("experts", f"{options.shape} {num_tokens} tokens", **figures)
 
 

@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
 
 import torch
 
+Config = TypeVar("Config")
+
 ROTATION_BYTES = 400 << 20
 WARM_SECONDS = 0.03
+MAX_COMPILERS = 14  # processes
 MIN_CALLS = 32  # a graph takes 8 us to start: 1.2 us a call where seven input sets are called once each
 
 
@@ -50,6 +57,13 @@ def eager_seconds(calls: Sequence[Callable[[], object]], replays: int = 5) -> fl
 
     run()
     return _median_seconds(run, replays) / len(calls)
+
+
+def compile_ahead(compile_some: Callable[[Sequence[Config]], object], configs: Sequence[Config]) -> None:
+    """Run `compile_some` in several processes, each with a part of the settings: Triton keeps kernels on disk."""
+    num_workers = min(MAX_COMPILERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_some, [configs[first::num_workers] for first in range(num_workers)]))
 
 
 def _median_seconds(run: Callable[[], object], replays: int) -> float:

@@ -10,6 +10,7 @@ from functools import cache
 
 from common.errors import UnsupportedModelError
 from engine.gpu.group import DeviceGroup
+from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
@@ -17,6 +18,7 @@ from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
 from engine.layers.forward import Forward
+from engine.layers.moe import Moe
 from engine.models.model import Model
 
 MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of them
@@ -32,14 +34,15 @@ class GpuForwards:
             if group is not None:
                 raise UnsupportedModelError("experts and latent attention run on one GPU so far: leave --tp out")
             self._max_quantized_rows = 0
-            self._forms: list[Form] = [PlainForm(model)]
+            experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
+            self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)
             others: list[Form] = [TensorParallelForm(model, group)]
         else:
             quantized = QuantizedInputForm(model)
-            others = [SplitKForm(model), OneRowForm(model), PlainForm(model)]
+            others = [SplitKForm(model), OneRowForm(model, {}), PlainForm(model, {})]
         self._max_quantized_rows = quantized.max_rows
         self._forms = [quantized, *others]
 

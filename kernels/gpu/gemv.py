@@ -73,19 +73,19 @@ def _gemv_kernel(
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: GemvConfig, norm: Tensor | None = None,
-    eps: float = 0.0, added_to: Tensor | None = None, is_gated: bool = False,
+    eps: float = 0.0, added_to: Tensor | None = None, is_gated: bool = False, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """One row through a whole step of a decoder: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
 
     x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`.
     norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual,
-    takes the sum in place. Returns (1, out).
+    takes the sum in place. out_dtype: of y, by default x's. Returns (1, out).
     """
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     if x.shape != (1, k) or not weight.is_contiguous():
         raise ValueError(f"one row of {k} and a contiguous weight are needed, x is {list(x.shape)}: too many rows?")
     overlaps = overlaps_launches(x)
-    out = torch.empty(1, n, dtype=x.dtype, device=x.device) if added_to is None else added_to
+    out = torch.empty(1, n, dtype=out_dtype or x.dtype, device=x.device) if added_to is None else added_to
     _gemv_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, bias if bias is not None else x, norm if norm is not None else x, out, n, k, eps,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, ADDS=added_to is not None, GATED=is_gated,

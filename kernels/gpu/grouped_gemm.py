@@ -5,8 +5,8 @@
 
 Pairs are numbered t * top_k + j. With many of them, `sort_pairs` puts those of one expert next to each other, and
 a program takes a tile of an expert's pairs and of its columns: no rows are moved or padded in memory, the tile's
-x is gathered by pair. With few, a program takes one pair, whose expert it looks up (`grouped_gemv`), and nothing is
-sorted. The grid depends on the number of pairs alone, so a step can be captured; programs without a tile return.
+x is gathered by pair. With few, nothing is sorted: `kernels/gpu/grouped_gemv.py`. The grid depends on the number of
+pairs alone, so a step can be captured; programs without a tile return.
 
 y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
 the token's experts: a token's result does not depend on the tokens beside it.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
-from kernels.gpu.tuning import GemvConfig, TileConfig
+from kernels.gpu.tuning import TileConfig
 
-SORT_BLOCK = 1024  # pairs that a sorting program looks at together
+SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,14 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     overlaps = overlaps_launches(chosen)
     block = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
     _sort_kernel[(num_experts,)](
-        chosen, order, counts, num_pairs, BLOCK=block, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
+        chosen,
+        order,
+        counts,
+        num_pairs,
+        BLOCK=block,
+        OVERLAPS=overlaps,
+        num_warps=8 if block == SORT_BLOCK else 4,
+        launch_pdl=overlaps,
     )
     return SortedPairs(order, counts)
 
@@ -93,7 +100,7 @@ def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl
 
 
 @triton.jit
-def _weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
+def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
     """Row of each pair in (top_k * num_tokens) partial sums, and its expert's share."""
     return (pairs % TOP_K) * num_tokens + pairs // TOP_K, tl.load(shares_ptr + pairs, mask=exists, other=0.0)
 
@@ -139,51 +146,10 @@ def _grouped_kernel(
     if GATED:
         y, rows = silu_times(total, total_up), pairs
     else:
-        rows, shares = _weighted_places(pairs, shares_ptr, has_row, num_tokens, TOP_K)
+        rows, shares = weighted_places(pairs, shares_ptr, has_row, num_tokens, TOP_K)
         y = total * shares[None, :]
     outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & has_row[None, :])
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _pair_kernel(
-    x_ptr, weight_ptr, chosen_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """As `_grouped_kernel`, one pair a program."""
-    pair = tl.program_id(1)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < N
-    wait_for_predecessor(OVERLAPS)
-    expert = tl.load(chosen_ptr + pair).to(tl.int64)
-    x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
-    HALVES: tl.constexpr = 2 if GATED else 1
-    weight_at = weight_ptr + (expert * (HALVES * N) + columns)[:, None] * K
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        exists = inside[:, None] & (ks < K)[None, :]
-        up_at = weight_at + N.to(tl.int64) * K
-        if EVEN:
-            x = tl.load(x_at + ks).to(tl.float32)
-            total += tl.load(weight_at + ks[None, :]).to(tl.float32) * x[None, :]
-            if GATED:
-                total_up += tl.load(up_at + ks[None, :]).to(tl.float32) * x[None, :]
-        else:
-            x = tl.load(x_at + ks, mask=ks < K, other=0.0).to(tl.float32)
-            total += tl.load(weight_at + ks[None, :], mask=exists, other=0.0).to(tl.float32) * x[None, :]
-            if GATED:
-                total_up += tl.load(up_at + ks[None, :], mask=exists, other=0.0).to(tl.float32) * x[None, :]
-    y = tl.sum(total, axis=1)
-    if GATED:
-        y = silu_times(y, tl.sum(total_up, axis=1))
-        row = pair
-    else:
-        row, share = _weighted_places(pair, shares_ptr, True, num_tokens, TOP_K)
-        y *= share
-    tl.store(out_ptr + row.to(tl.int64) * N + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def grouped_gemm(
@@ -195,7 +161,7 @@ def grouped_gemm(
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
     """
-    out, n, k, num_tokens = _output(x, weight, shares, top_k)
+    out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
     block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
@@ -211,22 +177,7 @@ def grouped_gemm(
     return out
 
 
-def grouped_gemv(
-    x: Tensor, weight: Tensor, chosen: Tensor, config: GemvConfig, top_k: int, shares: Tensor | None = None
-) -> Tensor:
-    """`grouped_gemm` of few pairs, which need no sorting. chosen: int32 (num_tokens, top_k), contiguous."""
-    out, n, k, num_tokens = _output(x, weight, shares, top_k)
-    overlaps = overlaps_launches(x)
-    _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
-        x, weight, chosen, x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
-        TOP_K=top_k, GATED=shares is None, EVEN=n % config.block_n == 0 and k % config.block_k == 0,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        num_warps=config.num_warps, launch_pdl=overlaps,
-    )  # fmt: skip
-    return out
-
-
-def _output(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
+def output_of(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
     """(output, n, k, number of tokens)."""
     k = weight.shape[2]
     if not weight.is_contiguous() or x.shape[1] != k:

@@ -19,10 +19,52 @@ from torch import Tensor
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, num_splits
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.paged_decode import LOG2_E, compute_dtype, padded_group, tile_offsets
+from kernels.gpu.paged_decode import (
+    LISTED_BLOCKS,
+    LOG2_E,
+    compute_dtype,
+    listed_blocks,
+    listed_offsets,
+    padded_group,
+    tile_offsets,
+)
 from kernels.gpu.tuning import LATENT_DECODE, DecodeConfig
 
 MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys
+
+
+@triton.jit
+def _attend_latents(
+    q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, first_block, start, stop, length, block_stride,
+    scale,
+    IS_LISTED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add tiles [start, stop) to a running softmax. totals: (heads, TILE), whose columns are added up at the end.
+
+    IS_LISTED: `ids` are those of the blocks from first_block on.
+    """
+    WIDTH: tl.constexpr = RANK + ROTATED
+    dims, rotated = tl.arange(0, RANK), RANK + tl.arange(0, ROTATED)
+    for tile in tl.range(start, stop, num_stages=NUM_STAGES):
+        if IS_LISTED:
+            offsets = listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, WIDTH)
+        else:
+            offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, WIDTH)
+        visible = tile * TILE + tl.arange(0, TILE) < length
+        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        latents = tl.load(keys_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        keys = tl.load(keys_ptr + offsets[:, None] + rotated[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(q_rotated, tl.trans(keys), scores, input_precision="ieee") * scale
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        totals = totals * shrink[:, None] + weights
+        mixed = tl.dot(weights.to(q.dtype), latents, mixed * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return mixed, totals, highest
 
 
 @FastLaunch
@@ -42,6 +84,10 @@ def _latent_decode_kernel(
     num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride
     table_ptr = tables_ptr + row * table_stride
+    first_tile = split * share
+    end_tile = tl.minimum(first_tile + share, num_tiles)
+    first_block = first_tile * TILE // BLOCK_SIZE
+    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     wait_for_predecessor(OVERLAPS)
     if split >= num_used:
         return
@@ -56,25 +102,25 @@ def _latent_decode_kernel(
     q_rotated = tl.load(q_at + rotated[None, :], mask=is_member, other=0.0).to(COMPUTE)
 
     highest = tl.full((PADDED,), float("-inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
+    totals = tl.zeros((PADDED, TILE), tl.float32)
     mixed = tl.zeros((PADDED, RANK), tl.float32)
-    first_tile = split * share
-    for tile in tl.range(first_tile, tl.minimum(first_tile + share, num_tiles), num_stages=NUM_STAGES):
-        offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, WIDTH)
-        visible = tile * TILE + tl.arange(0, TILE) < length
-        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
-        latents = tl.load(keys_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(COMPUTE)
-        keys = tl.load(keys_ptr + offsets[:, None] + rotated[None, :], mask=visible[:, None], other=0.0).to(COMPUTE)
-        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(q_rotated, tl.trans(keys), scores, input_precision="ieee") * scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = tl.dot(weights.to(COMPUTE), latents, mixed * shrink[:, None], input_precision="ieee")
-        highest = new_highest
+    if BLOCK_SIZE >= TILE:
+        per_block: tl.constexpr = BLOCK_SIZE // TILE
+        for block in tl.range(first_block, tl.cdiv(end_tile * TILE, BLOCK_SIZE), LISTED_BLOCKS):
+            start = tl.maximum(block * per_block, first_tile)
+            stop = tl.minimum((block + LISTED_BLOCKS) * per_block, end_tile)
+            mixed, totals, highest = _attend_latents(
+                q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, block, start, stop, length,
+                block_stride, scale, True, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+            )  # fmt: skip
+            ids = listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
+    else:
+        mixed, totals, highest = _attend_latents(
+            q, q_rotated, mixed, totals, highest, keys_ptr, table_ptr, ids, first_block, first_tile, end_tile, length,
+            block_stride, scale, False, RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
+        )  # fmt: skip
 
+    total = tl.sum(totals, axis=1)
     # A row of length 0 (padding of a bucket) gets zeros.
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     if num_used == 1:

@@ -1,6 +1,7 @@
-"""Which experts a token takes, on a GPU: the k likeliest of softmax(logits), and their shares.
+"""How a token chooses its experts on a GPU: `engine/layers/routing.py` in one kernel.
 
-One program per token. Probabilities are float32; of equal ones the first is taken. Reference: `Moe.route`.
+One program per token. Scores are float32; of equal ones the first is taken. Shared experts, which every token takes,
+stand behind the others: so they are pairs of a token and an expert as all are.
 """
 
 from __future__ import annotations
@@ -12,49 +13,99 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
+NOTHING = tl.constexpr(1e-20)  # keeps a sum of sigmoids that are all zero from dividing by zero
+
+
+@triton.jit
+def _within_best_groups(
+    ranking, experts, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, GROUP_TOP: tl.constexpr,
+):  # fmt: skip
+    """The ranking with minus infinity outside of the groups whose GROUP_TOP best experts have the greatest sums."""
+    groups = tl.arange(0, GROUPS)
+    is_member = experts[None, :] // (NUM_EXPERTS // NUM_GROUPS) == groups[:, None]
+    left = tl.where(is_member, ranking[None, :], float("-inf"))
+    sums = tl.zeros((GROUPS,), tl.float32)
+    for _ in tl.static_range(GROUP_TOP):
+        sums += tl.max(left, axis=1)
+        left = tl.where(experts[None, :] == tl.argmax(left, axis=1)[:, None], float("-inf"), left)
+    sums = tl.where(groups < NUM_GROUPS, sums, float("-inf"))
+    is_open = tl.zeros((GROUPS,), tl.int32)
+    for _ in tl.static_range(NUM_CHOSEN):
+        best = tl.argmax(sums, axis=0)
+        is_open = tl.where(groups == best, 1, is_open)
+        sums = tl.where(groups == best, float("-inf"), sums)
+    reach = tl.sum(tl.where(is_member, is_open[:, None], 0), axis=0)
+    return tl.where(reach > 0, ranking, float("-inf"))
+
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, shares_ptr, chosen_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr, NORMALIZES: tl.constexpr, OVERLAPS: tl.constexpr,
+    logits_ptr, bias_ptr, shares_ptr, chosen_ptr, factor,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr,
+    CHOICES: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, NORMALIZES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """EXPERTS, CHOICES: NUM_EXPERTS and TOP_K, padded to a power of two."""
+    """EXPERTS, CHOICES, GROUPS: NUM_EXPERTS, TOP_K + NUM_SHARED and NUM_GROUPS, padded to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
     is_there = experts < NUM_EXPERTS
     wait_for_predecessor(OVERLAPS)
     logits = tl.load(logits_ptr + token * NUM_EXPERTS + experts, mask=is_there, other=float("-inf")).to(tl.float32)
-    weights = tl.exp(logits - tl.max(logits, axis=0))
-    left = weights / tl.sum(weights, axis=0)
+    if IS_SOFTMAX:
+        weights = tl.exp(logits - tl.max(logits, axis=0))
+        scores = weights / tl.sum(weights, axis=0)
+    else:
+        scores = tl.sigmoid(logits)
+    ranking = scores
+    if HAS_BIAS:
+        ranking += tl.load(bias_ptr + experts, mask=is_there, other=0.0)
+    ranking = tl.where(is_there, ranking, float("-inf"))
+    if NUM_GROUPS > 1:
+        ranking = _within_best_groups(
+            ranking, experts, NUM_EXPERTS, NUM_GROUPS, GROUPS, NUM_CHOSEN_GROUPS, GROUP_TOP
+        )  # fmt: skip
     places = tl.arange(0, CHOICES)
     shares = tl.zeros((CHOICES,), tl.float32)
-    chosen = tl.zeros((CHOICES,), tl.int32)
-    left = tl.where(is_there, left, -1.0)
+    chosen = NUM_EXPERTS + places - TOP_K
     for j in tl.static_range(TOP_K):
-        best = tl.argmax(left, axis=0)
-        shares = tl.where(places == j, tl.max(left, axis=0), shares)
+        best = tl.argmax(ranking, axis=0)
+        shares = tl.where(places == j, tl.sum(tl.where(experts == best, scores, 0.0), axis=0), shares)
         chosen = tl.where(places == j, best.to(tl.int32), chosen)
-        left = tl.where(experts == best, -1.0, left)
+        ranking = tl.where(experts == best, float("-inf"), ranking)
     if NORMALIZES:
-        shares = shares / tl.sum(shares, axis=0)
-    tl.store(shares_ptr + token * TOP_K + places, shares, mask=places < TOP_K)
-    tl.store(chosen_ptr + token * TOP_K + places, chosen, mask=places < TOP_K)
+        shares = shares / (tl.sum(shares, axis=0) + NOTHING)
+    shares = tl.where(places < TOP_K, shares * factor, 1.0)
+    at = token * (TOP_K + NUM_SHARED) + places
+    tl.store(shares_ptr + at, shares, mask=places < TOP_K + NUM_SHARED)
+    tl.store(chosen_ptr + at, chosen, mask=places < TOP_K + NUM_SHARED)
 
 
-def route_softmax(logits: Tensor, top_k: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """logits (num_tokens, num_experts), contiguous -> shares float32 and experts int32, (num_tokens, top_k) each.
+def route(
+    logits: Tensor, top_k: int, is_softmax: bool = True, normalizes: bool = False, bias: Tensor | None = None,
+    factor: float = 1.0, num_groups: int = 1, num_chosen_groups: int = 1, group_top: int = 1, num_shared: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shares, float32, and experts, int32, of each token: (num_tokens, top_k + num_shared) each.
 
-    normalizes: the shares of a token add up to one.
+    logits: (num_tokens, num_experts), contiguous. is_softmax: else scores are sigmoids. normalizes: the shares of a
+    token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With groups, only experts
+    of the best num_chosen_groups are chosen, by the sums of their group_top best. num_shared: experts num_experts and
+    on, that every token takes with a share of one.
     """
     num_tokens, num_experts = logits.shape
     if not logits.is_contiguous():
         raise ValueError("logits must be contiguous")
-    shares = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    num_places = top_k + num_shared
+    shares = torch.empty(num_tokens, num_places, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, num_places, dtype=torch.int32, device=logits.device)
     overlaps = overlaps_launches(logits)
     _route_kernel[(num_tokens,)](
-        logits, shares, chosen, NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), NORMALIZES=normalizes, OVERLAPS=overlaps, num_warps=1,
+        logits, logits if bias is None else bias, shares, chosen, factor,
+        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, NUM_SHARED=num_shared,
+        CHOICES=triton.next_power_of_2(num_places), IS_SOFTMAX=is_softmax, HAS_BIAS=bias is not None,
+        NORMALIZES=normalizes, NUM_GROUPS=num_groups, GROUPS=triton.next_power_of_2(num_groups),
+        NUM_CHOSEN_GROUPS=num_chosen_groups, GROUP_TOP=group_top, OVERLAPS=overlaps, num_warps=1,
         launch_pdl=overlaps,
     )  # fmt: skip
     return shares, chosen

@@ -51,14 +51,14 @@ def tile_offsets(
 
 
 @triton.jit
-def _listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
+def listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
     """Ids of LISTED_BLOCKS blocks, 0 behind the sequence."""
     blocks = first_block + tl.arange(0, LISTED_BLOCKS)
     return tl.load(table_ptr + blocks, mask=blocks * BLOCK_SIZE < length, other=0)
 
 
 @triton.jit
-def _listed_offsets(
+def listed_offsets(
     ids, first_block, first_token, block_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """`tile_offsets` of a tile inside one block, whose id is among `ids`."""
@@ -96,7 +96,7 @@ def _attend_tiles(
     dims = tl.arange(0, HEAD_DIM)
     for tile in tl.range(start, stop, num_stages=NUM_STAGES):
         if IS_LISTED:
-            offsets = _listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+            offsets = listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         else:
             offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         visible = tile * TILE + tl.arange(0, TILE) < length
@@ -141,7 +141,7 @@ def _paged_decode_kernel(
     first_tile = split * share
     end_tile = tl.minimum(first_tile + share, num_tiles)
     first_block = first_tile * TILE // BLOCK_SIZE
-    ids = _listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
+    ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     if AHEAD > 0:
         # Tables and all keys but the newest were there before the step: only q must be waited for.
         tokens = first_tile * TILE + tl.arange(0, AHEAD)
@@ -176,7 +176,7 @@ def _paged_decode_kernel(
                 q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, block, start, stop, length,
                 block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
             )  # fmt: skip
-            ids = _listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
+            ids = listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
     else:
         mixed, mixed_odd, total, highest = _attend_tiles(
             q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, first_tile,

@@ -298,16 +298,30 @@ ROPE = Table(Rule(RopeConfig(1, 8, 4), tokens=at_most(31)), Rule(RopeConfig(4, 4
 # Qwen2.5-7B 2% slower.
 MAX_PREFETCHED_WEIGHTS = 1 << 23
 
-# Experts: pairs of a token and an expert, `grouped_gemv` for so few that most experts have one pair at most, else
-# `grouped_gemm`, whose tiles hold the pairs of one expert. Not measured on a GPU yet.
-PAIR: Table[GemvConfig] = Table(Rule(GemvConfig(4, 256, num_warps=2, num_stages=4), pairs=at_most(16)))
-GROUPED: Table[TileConfig] = Table(
-    Rule(TileConfig(64, 128, num_stages=4, block_m=16), pairs_per_expert=at_most(12)),
-    Rule(TileConfig(64, 128, num_stages=4, block_m=32), pairs_per_expert=at_most(32)),
-    Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=64), pairs_per_expert=at_most(128)),
+# Experts: pairs of a token and an expert, `grouped_gemv` for so few that sorting them costs more than it saves, else
+# `grouped_gemm`, whose tiles hold the pairs of one expert. By `bench_experts --sweep`, the layer of Qwen3-30B-A3B, us
+# of gate_up and down: 2 tokens 24.9 + 14.1 as pairs, 27.1 + 14.6 in tiles, and 1.1 to sort; 4 tokens 46.2 + 25.4,
+# 46.3 + 25.3; 8 tokens 89 + 48, 79 + 42.
+GATE_UP_PAIRS = GemvConfig(4, 256, num_warps=2, num_stages=3)
+DOWN_PAIRS = GemvConfig(8, 256, num_warps=4, num_stages=5)
+MAX_PAIRS = 32
+GATE_UP_ROW = GemvConfig(4, 256, num_warps=2, num_stages=1)
+DOWN_ROW = GemvConfig(4, 256, num_warps=4, num_stages=1)
+GROUPED_GATE_UP: Table[TileConfig] = Table(
+    Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 64, num_stages=3, block_m=32), pairs_per_expert=at_most(32)),
+    Rule(TileConfig(128, 64, num_stages=5, block_m=64), pairs_per_expert=at_most(64)),
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
 )
+GROUPED_DOWN: Table[TileConfig] = Table(
+    Rule(TileConfig(64, 64, num_stages=5, block_m=16), pairs_per_expert=at_most(8)),
+    Rule(TileConfig(128, 64, num_stages=5, block_m=32), pairs_per_expert=at_most(32)),
+    Rule(TileConfig(128, 64, num_stages=3, block_m=64), pairs_per_expert=at_most(64)),
+    Rule(TileConfig(128, 64, num_stages=3, block_m=128)),
+)
 
-# `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. Not measured on a GPU yet.
-LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=1)
+# `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. us at 64 x 4k | 8 x 8k | 256 x 1k |
+# 1 x 8k: this 87.8 | 32.0 | 84.9 | 10.9; (64, 8, 3, 1) 89.7 | 31.2 | 87 | 11.5; (64, 4, 2, 2) 94.6 | 37 | 89 | 11.1.
+# With keys instead of heads as rows of the GEMMs, 98 at 64 x 4k, through tensor descriptors 99.
+LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=2)
 LATENT_PREFILL = PrefillConfig(32, 8, 2)

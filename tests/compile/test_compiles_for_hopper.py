@@ -104,8 +104,14 @@ def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
-# `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization.
-SPILLS = {"_paged_prefill_kernel": 320, "_w4_rows_kernel": 48, "_all_reduce_norm_kernel": 32}
+# `w4a16_gemm`: at 8 rows, with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`: with 128
+# heads; 16 with 16.
+SPILLS = {
+    "_paged_prefill_kernel": 320,
+    "_w4_rows_kernel": 48,
+    "_all_reduce_norm_kernel": 32,
+    "_latent_decode_kernel": 104,
+}
 
 
 def check(compiled: list[Compiled], *names: str) -> None:

@@ -18,8 +18,7 @@ from engine.gpu.forward import GpuInputs
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig, at_most
-from tests.gpu.models import save_tiny_model
+from tests.gpu.models import save_tiny_model, use_small_tiles
 
 ON_GPU = torch.cuda.is_available()
 PLAIN = GpuConfig(overlap=False, use_cuda_graph=False)
@@ -129,8 +128,7 @@ def test_experts_give_the_same_tokens(
 ) -> None:  # fmt: skip
     """Three of four experts a token: tiles of several pairs. Three of twelve: most have one."""
     model = save_tiny_model(tmp_path, inner=32, num_experts=num_experts)
-    monkeypatch.setattr("engine.gpu.ops.experts.PAIR", Table(Rule(GemvConfig(4, 32, 1, 1), pairs=at_most(6))))
-    monkeypatch.setattr("engine.gpu.ops.experts.GROUPED", Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16))))
+    use_small_tiles(monkeypatch, 6)
     expected = generate(reference(model), greedy())
     made, _ = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, greedy()) == expected

@@ -14,8 +14,8 @@ from engine.gpu.config import GpuConfig
 from engine.layers.weights import ShapeRecorder
 from engine.models.config import config_from_hf
 from engine.models.families import family_of
-from kernels.gpu.tuning import DecodeConfig, GemvConfig, PrefillConfig, Rule, Table, TileConfig, at_most
-from tests.gpu.models import CONFIG
+from kernels.gpu.tuning import DecodeConfig, PrefillConfig
+from tests.gpu.models import CONFIG, use_small_tiles
 from tests.gpu.test_engine import generate, greedy, open_gpu, reference
 
 V2 = {
@@ -52,8 +52,7 @@ def test_greedy_tokens_equal_those_of_the_plain_engine(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks beside decode rows, contexts of several blocks and several splits."""
-    monkeypatch.setattr("engine.gpu.ops.experts.PAIR", Table(Rule(GemvConfig(4, 32, 1, 1), pairs=at_most(4))))
-    monkeypatch.setattr("engine.gpu.ops.experts.GROUPED", Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16))))
+    use_small_tiles(monkeypatch, 4)
     for name, config in (("latent_decode", DecodeConfig(16, 4, 1, 2)), ("latent_prefill", PrefillConfig(16, 4, 1))):
         kernel = getattr(__import__(f"kernels.gpu.{name}", fromlist=[name]), name)
         monkeypatch.setattr(kernel, "__defaults__", tuple(
@@ -62,5 +61,6 @@ def test_greedy_tokens_equal_those_of_the_plain_engine(
     model = save_model(tmp_path, changes)
     expected = generate(reference(model), greedy())
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), max_num_batched_tokens=16)
-    assert runner._pool.shape[2:] == (1, 1, 16, 48)
+    assert runner._pool.shape[2:4] == (1, 1)
+    assert runner._pool.shape[5] == 48
     assert generate(made, greedy()) == expected

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.grouped_gemm import grouped_gemm, grouped_gemv, sort_pairs
+from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.tuning import GemvConfig, TileConfig
+from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
@@ -65,6 +67,18 @@ def test_equals_the_reference(
     expected = reference(x, gate_up, down, chosen, shares)
     assert out.shape == expected.shape
     assert relative_error(out, expected) < (2e-6 if dtype == torch.float32 else 3 * BFLOAT16_BOUND)
+
+
+@pytest.mark.parametrize(("inner", "hidden"), [(32, 64), (24, 40)])
+def test_one_row_is_normed_before_and_added_to_the_residual(inner: int, hidden: int, device: torch.device) -> None:
+    residual, norm = torch.randn(1, hidden, device=device), torch.rand(hidden, device=device)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device)
+    down = torch.randn(NUM_EXPERTS, hidden, inner, device=device)
+    chosen, shares = choices(1, device)
+    expected = residual.double() + reference(rms_norm(residual, norm, 1e-6), gate_up, down, chosen, shares).sum(dim=0)
+    inside = grouped_gemv(residual, gate_up, chosen, ROWS, TOP_K, norm=norm, eps=1e-6)
+    add_down_of_row(inside, down, chosen, shares, ROWS, residual)
+    assert relative_error(residual, expected) < 2e-6
 
 
 def test_a_token_is_the_same_in_any_company(device: torch.device) -> None:

@@ -43,6 +43,10 @@ def test_equals_the_reference(splits: int | None, dtype: torch.dtype, device: to
     run([1, 16, 17, 70], 4, 32, 16, 16, dtype, device, splits)
 
 
+def test_more_blocks_than_a_program_lists_at_a_time(device: torch.device) -> None:
+    run([1100, 3], 2, 16, 16, 16, torch.float32, device, 1)
+
+
 @pytest.mark.parametrize(("num_heads", "block_size"), [(16, 64), (72, 8)])
 def test_heads_fill_a_program_or_several(num_heads: int, block_size: int, device: torch.device) -> None:
     """Blocks larger and smaller than a tile."""

@@ -1,28 +1,47 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.gpu.moe_routing import route_softmax
+from engine.layers.routing import choose_experts
+from engine.models.config import MoeConfig
+from kernels.gpu.moe_routing import route
 from tests.kernels.helpers import HALF_DTYPE
 
+SOFTMAX = MoeConfig(num_experts=128, num_experts_per_token=8, intermediate_size=1, normalizes_weights=False)
+GROUPED = replace(SOFTMAX, num_experts=24, num_experts_per_token=3, num_groups=3, num_chosen_groups=2)
+RULES = {
+    "softmax": SOFTMAX,
+    "normalized": replace(SOFTMAX, num_experts=12, num_experts_per_token=3, normalizes_weights=True),
+    "groups by their best": replace(GROUPED, weight_factor=16.0),
+    "sigmoid, bias, groups by their best two": replace(
+        GROUPED, score="sigmoid", group_top=2, has_choice_bias=True, normalizes_weights=True, weight_factor=2.5
+    ),
+}
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (12, 3), (128, 8)])
-@pytest.mark.parametrize("normalizes", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
-def test_equals_softmax_and_topk(
-    num_experts: int, top_k: int, normalizes: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    logits = torch.stack([torch.randperm(num_experts) * 0.0625 for _ in range(5)]).to(device).to(dtype)  # no ties
-    shares, chosen = route_softmax(logits, top_k, normalizes)
-    expected, experts = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
-    if normalizes:
-        expected = expected / expected.sum(dim=-1, keepdim=True)
-    assert torch.equal(chosen.long(), experts)
-    torch.testing.assert_close(shares, expected, rtol=2e-6, atol=0.0)
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("dtype", "num_shared"), [(torch.float32, 2), (HALF_DTYPE, 0)])
+def test_equals_the_reference(rule: MoeConfig, dtype: torch.dtype, num_shared: int, device: torch.device) -> None:
+    logits = (
+        torch.stack([torch.randperm(rule.num_experts) * 0.0625 for _ in range(5)]).to(device).to(dtype)
+    )  # no ties
+    bias = 0.3 * torch.randn(rule.num_experts, device=device) if rule.has_choice_bias else None
+    shares, chosen = route(
+        logits, rule.num_experts_per_token, rule.score == "softmax", rule.normalizes_weights, bias,
+        rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+    )  # fmt: skip
+    expected, experts = choose_experts(logits, rule, bias)
+    top_k = rule.num_experts_per_token
+    assert torch.equal(chosen[:, :top_k].long(), experts)
+    torch.testing.assert_close(shares[:, :top_k], expected, rtol=3e-6, atol=0.0)
+    assert chosen[:, top_k:].tolist() == [[rule.num_experts + j for j in range(num_shared)]] * 5
+    assert (shares[:, top_k:] == 1).all()
 
 
 def test_of_equal_logits_the_first_are_taken_and_none_twice(device: torch.device) -> None:
-    shares, chosen = route_softmax(torch.zeros(2, 6, device=device), 4, True)
+    shares, chosen = route(torch.zeros(2, 6, device=device), 4, normalizes=True)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2
     assert shares.tolist() == [[0.25] * 4] * 2

@@ -9,14 +9,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.moe import Moe
-from kernels.gpu.grouped_gemm import grouped_gemm, grouped_gemv, sort_pairs
-from kernels.gpu.moe_routing import route_softmax
-from kernels.gpu.tuning import GROUPED, PAIR
+from engine.layers.moe import Expert, Moe
+from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.moe_routing import route
+from kernels.gpu.tuning import (
+    DOWN_PAIRS,
+    DOWN_ROW,
+    GATE_UP_PAIRS,
+    GATE_UP_ROW,
+    GROUPED_DOWN,
+    GROUPED_GATE_UP,
+    MAX_PAIRS,
+)
 
 Gemm = Callable[[Tensor], Tensor]
 
@@ -24,50 +34,103 @@ Gemm = Callable[[Tensor], Tensor]
 class StackedExperts:
     """Weights of a block's experts, one after the other; the experts' own become views of them.
 
-    gate_up: (num_experts, 2 inner, hidden). down: (num_experts, hidden, inner).
+    gate_up: (num_experts, 2 inner, hidden). down: (num_experts, hidden, inner). Shared experts stand behind the
+    others, which the block then has no longer: as many of the same size, that every token chooses.
     """
 
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are not plain."""
-        self.gate_up = _stacked([expert.gate_up for expert in block.experts])
-        self.down = _stacked([expert.down for expert in block.experts])
+        self.num_shared = 0 if block.shared is None else block.rule.num_shared_experts
+        gate_up = [plain(expert.gate_up) for expert in block.experts]
+        down = [plain(expert.down) for expert in block.experts]
+        inner = block.rule.intermediate_size
+        shared_gate_up: list[Tensor] = []
+        shared_down: list[Tensor] = []
+        if block.shared is not None:
+            shared_gate_up, shared_down = pieces(block.shared, self.num_shared, inner)
+            block.shared = None
+        self.gate_up = stacked(gate_up, shared_gate_up)
+        self.down = stacked(down, shared_down)
 
 
-def _stacked(layers: list[LinearLayer]) -> Tensor:
-    plain = [layer for layer in layers if isinstance(layer, Linear) and layer.bias is None]
-    if len(plain) < len(layers):
+def plain(layer: LinearLayer) -> Linear:
+    if not isinstance(layer, Linear) or layer.bias is not None:
         raise UnsupportedModelError("quantized experts have no GPU kernels yet: use --quant-mode none")
-    weights = torch.stack([layer.weight for layer in plain])
-    for index, layer in enumerate(plain):
+    return layer
+
+
+def pieces(shared: Expert, count: int, inner: int) -> tuple[list[Tensor], list[Tensor]]:
+    """gate_up and down of `count` experts, whose outputs add up to that of all shared experts as one."""
+    gate, up = plain(shared.gate_up).weight.view(2, count, inner, -1)
+    return list(torch.cat([gate, up], dim=1)), list(plain(shared.down).weight.view(-1, count, inner).unbind(1))
+
+
+def stacked(layers: list[Linear], more: list[Tensor]) -> Tensor:
+    weights = torch.stack([*(layer.weight for layer in layers), *more])
+    for index, layer in enumerate(layers):
         layer.weight = weights[index]
     return weights
 
 
-def moe(block: Moe, experts: StackedExperts, router: Gemm, shared: Gemm | None) -> GpuBody:
-    """The block's output as partial sums: one for each of a token's experts, and one for the shared ones."""
-    num_experts, top_k, rule = experts.gate_up.shape[0], block.num_chosen, block.rule
-    is_plain = rule.score == "softmax" and rule.num_groups == 1 and rule.weight_factor == 1.0
-    is_plain = is_plain and not (rule.has_choice_bias or rule.float32_router)
+def router_of(block: Moe, plain_router: Gemm) -> Gemm:
+    """Logits of a normed x. plain_router: the router's GEMM in x's type."""
+    if not block.rule.float32_router:
+        return plain_router
 
-    def route(x: Tensor) -> tuple[Tensor, Tensor]:
-        if is_plain:
-            return route_softmax(router(x), top_k, rule.normalizes_weights)
-        shares, chosen = block.route(x)
-        return shares.contiguous(), chosen.to(torch.int32).contiguous()
+    weight = block.router
+    narrow = weight.to(block.norm.dtype)  # what it was before `Moe` made it float32: nothing is lost
 
-    def chosen_experts(x: Tensor) -> Tensor:
-        shares, chosen = route(x)
+    def float32(x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype == narrow.dtype != torch.float32:
+            return torch.mm(x, narrow.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), weight)
+
+    return float32
+
+
+def chooser(block: Moe, num_shared: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Shares and experts, shared ones among them, of each token by its logits."""
+    rule = block.rule
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return route(
+            logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
+            rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+        )  # fmt: skip
+
+    return choose
+
+
+def moe(block: Moe, experts: StackedExperts, plain_router: Gemm) -> GpuBody:
+    """The block's output as partial sums, one for each of a token's experts."""
+    num_experts, top_k = experts.gate_up.shape[0], block.num_chosen + experts.num_shared
+    router, choose = router_of(block, plain_router), chooser(block, experts.num_shared)
+
+    def body(x: Tensor, step: object) -> Tensor:
+        shares, chosen = choose(router(x))
         num_pairs = chosen.numel()
-        row = PAIR.find(pairs=num_pairs)
-        if row is not None:
-            inside = grouped_gemv(x, experts.gate_up, chosen, row, top_k)
-            return grouped_gemv(inside, experts.down, chosen, row, top_k, shares)
-        tile = GROUPED.find(pairs_per_expert=num_pairs / num_experts)
-        assert tile is not None, "the table has a rule for any number"
+        if num_pairs <= MAX_PAIRS:
+            inside = grouped_gemv(x, experts.gate_up, chosen, GATE_UP_PAIRS, top_k)
+            return grouped_gemv(inside, experts.down, chosen, DOWN_PAIRS, top_k, shares)
+        gate_up = GROUPED_GATE_UP.find(pairs_per_expert=num_pairs / num_experts)
+        down = GROUPED_DOWN.find(pairs_per_expert=num_pairs / num_experts)
+        assert gate_up is not None and down is not None, "the tables have a rule for any number"  # noqa: PT018
         pairs = sort_pairs(chosen, num_experts)
-        inside = grouped_gemm(x, experts.gate_up, pairs, tile, top_k)
-        return grouped_gemm(inside, experts.down, pairs, tile, top_k, shares)
+        inside = grouped_gemm(x, experts.gate_up, pairs, gate_up, top_k)
+        return grouped_gemm(inside, experts.down, pairs, down, top_k, shares)
 
-    if shared is None:
-        return lambda x, step: chosen_experts(x)
-    return lambda x, step: torch.cat([chosen_experts(x), shared(x)[None]])
+    return body
+
+
+def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor], None]:
+    """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
+    top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
+
+    def add(residual: Tensor) -> None:
+        shares, chosen = choose(logits_of(residual))
+        inside = grouped_gemv(
+            residual, experts.gate_up, chosen, GATE_UP_ROW, top_k, norm=block.norm, eps=block.eps
+        )  # fmt: skip
+        add_down_of_row(inside, experts.down, chosen, shares, DOWN_ROW, residual)
+
+    return add

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from engine.gpu.ops.experts import StackedExperts, moe_of_row
 from engine.gpu.ops.form import Form, GpuOp, GpuStep, Target, by_kind, embed, final_norm
+from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
+from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
+from engine.layers.moe import Moe
+from engine.models.model import Model
 from kernels.gpu.gemv import gemv
 from kernels.gpu.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):
     """Plain weights alone."""
+
+    def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
+        """experts: of each block of experts, by its id."""
+        super().__init__(model)
+        self._experts = experts
 
     def takes(self, target: Target) -> bool:
         return (
@@ -25,7 +37,10 @@ class OneRowForm(Form):
         )  # fmt: skip
 
     def lower(self, target: Target) -> Forward[GpuStep]:
-        ops = [by_kind(block, attention, mlp) for block in self.model.blocks]
+        ops = [
+            by_kind(block, attention, mlp, lambda block: experts(block, self._experts[id(block)]), latents)
+            for block in self.model.blocks
+        ]
         return Forward(embed(self.model), ops, final_norm(self.model), self.model.head)
 
 
@@ -44,6 +59,30 @@ def mlp(block: Mlp) -> GpuOp:
 
     def body(residual: Tensor, step: GpuStep) -> None:
         down(gate_up(residual, norm=block.norm, eps=block.eps, is_gated=True), added_to=residual)
+
+    return Op(nothing_pending, body)
+
+
+def experts(block: Moe, stacked: StackedExperts) -> GpuOp:
+    logits_type = torch.float32 if block.rule.float32_router else block.norm.dtype
+    router = Linear(block.router.to(block.norm.dtype))  # see `router_of`
+    add = moe_of_row(
+        block, stacked, partial(bound_gemv(router), norm=block.norm, eps=block.eps, out_dtype=logits_type)
+    )  # fmt: skip
+    return Op(nothing_pending, lambda residual, step: add(residual))
+
+
+def latents(block: LatentAttention) -> GpuOp:
+    qkv_a, output = bound_gemv(block.qkv_a), bound_gemv(block.output)
+    q_b = None if block.q_b is None else bound_gemv(block.q_b)
+    attend = latent_attention(
+        block,
+        partial(qkv_a, norm=block.norm, eps=block.eps),
+        None if q_b is None else partial(q_b, norm=block.q_norm, eps=LATENT_NORM_EPS),
+    )
+
+    def body(residual: Tensor, step: GpuStep) -> None:
+        output(attend(residual, step), added_to=residual)
 
     return Op(nothing_pending, body)
 

@@ -13,7 +13,7 @@ A GEMM of few rows takes the kernel that reads weights fastest where that was me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -23,13 +23,14 @@ from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, add_norm, by_kin
 from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
-from engine.layers.latent_attention import LatentAttention
+from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
 from engine.models.model import Model
 from kernels.gpu.gated_gemm import gated_linear
 from kernels.gpu.gemv import gemv
+from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.silu_mul import silu_mul
 from kernels.gpu.skinny_gemm import skinny_gemm
 from kernels.gpu.split_k import SplitKWorkspace
@@ -41,10 +42,11 @@ Gemm = Callable[[Tensor], Tensor]
 class PlainForm(Form):
     """Takes every step. Its workspace serves one stream."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
+        """experts: of each block of experts, by its id."""
         super().__init__(model)
         self._workspace = SplitKWorkspace(model.embedding.device)
-        self._experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
+        self._experts = experts
 
     def takes(self, target: Target) -> bool:
         return True
@@ -85,19 +87,18 @@ def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
 
 
 def experts(block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    router = gemm(Linear(block.router), num_rows, workspace)
-    if block.shared is None:
-        return moe(block, stacked, router, None)
-    gated = gated_gemm(block.shared.gate_up, num_rows, workspace)
-    down = gemm(block.shared.down, num_rows, workspace)
-    return moe(block, stacked, router, lambda x: down(gated(x)))
+    return moe(block, stacked, gemm(Linear(block.router), num_rows, workspace))
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    q_b = None if block.q_b is None else gemm(block.q_b, num_rows, workspace)
-    return latent_attention(
-        block, gemm(block.qkv_a, num_rows, workspace), q_b, gemm(block.output, num_rows, workspace)
-    )
+    output = gemm(block.output, num_rows, workspace)
+    normed_q_b = None
+    if block.q_b is not None:
+        assert block.q_norm is not None
+        q_b, norm = gemm(block.q_b, num_rows, workspace), block.q_norm
+        normed_q_b = lambda q: q_b(rms_norm(q, norm, LATENT_NORM_EPS))  # noqa: E731
+    attend = latent_attention(block, gemm(block.qkv_a, num_rows, workspace), normed_q_b)
+    return lambda x, step: output(attend(x, step))
 
 
 def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:

@@ -21,7 +21,7 @@ class TensorParallelForm(PlainForm):
     """Takes every step. The model has this rank's shard of all weights."""
 
     def __init__(self, model: Model, group: DeviceGroup) -> None:
-        super().__init__(model)
+        super().__init__(model, {})
         self._group = group
 
     def lower(self, target: Target) -> Forward[GpuStep]:

@@ -1,0 +1,153 @@
+"""Experts of few rows on a GPU: GEMVs of pairs of a token and an expert, without sorting them.
+
+    gate_up, down    as `kernels/gpu/grouped_gemm.py`, each pair's columns by programs of their own
+    one row's down   residual += sum_j share_j W_down[e_j] h_j, all of the row's experts by the same program
+
+Weights stream through registers, without matrix units. Reference: `engine/layers/moe.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.gemv import LINE
+from kernels.gpu.grouped_gemm import output_of, weighted_places
+from kernels.gpu.launch import let_successor_start, overlaps_launches, prefetch, wait_first, wait_for_predecessor
+from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.tuning import GemvConfig
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pair_kernel(
+    x_ptr, weight_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr, num_tokens, N, K, x_stride, eps,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
+    pair = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    wait_first(OVERLAPS)
+    let_successor_start(OVERLAPS)  # which reads `chosen` before it waits for this kernel
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
+    HALVES: tl.constexpr = 2 if GATED else 1
+    weight_at = weight_ptr + (expert * (HALVES * N) + columns)[:, None] * K
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        ks = first + tl.arange(0, BLOCK_K)
+        exists = inside[:, None] & (ks < K)[None, :]
+        up_at = weight_at + N.to(tl.int64) * K
+        if EVEN:
+            x = tl.load(x_at + ks).to(tl.float32)
+            weight = tl.load(weight_at + ks[None, :])
+        else:
+            x = tl.load(x_at + ks, mask=ks < K, other=0.0).to(tl.float32)
+            weight = tl.load(weight_at + ks[None, :], mask=exists, other=0.0)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+        total += weight.to(tl.float32) * x[None, :]
+        if GATED:
+            if EVEN:
+                up = tl.load(up_at + ks[None, :])
+            else:
+                up = tl.load(up_at + ks[None, :], mask=exists, other=0.0)
+            total_up += up.to(tl.float32) * x[None, :]
+    y = tl.sum(total, axis=1)
+    if GATED:
+        up = tl.sum(total_up, axis=1)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+            y *= scale
+            up *= scale
+        y = silu_times(y, up)
+        row = pair
+    else:
+        row, share = weighted_places(pair, shares_ptr, True, num_tokens, TOP_K)
+        y *= share
+    tl.store(out_ptr + row.to(tl.int64) * N + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_down_kernel(
+    x_ptr, weight_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """CHOICES: TOP_K, padded to a power of two.
+
+    The kernel before is the row's `_pair_kernel`, which lets this one start when `chosen` is there.
+    """
+    places = tl.arange(0, CHOICES)
+    is_chosen = places < TOP_K
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    experts = tl.load(chosen_ptr + places, mask=is_chosen, other=0).to(tl.int64)
+    weight_at = weight_ptr + ((experts * N)[:, None] + tl.minimum(columns, N - 1)[None, :])[:, :, None] * K
+    prefetch(weight_at + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, None, :], OVERLAPS)
+    wait_for_predecessor(OVERLAPS)
+    x_at = x_ptr + places[:, None] * K
+    total = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        ks = first + tl.arange(0, BLOCK_K)
+        x_exists = is_chosen[:, None] & (ks < K)[None, :]
+        x = tl.load(x_at + ks[None, :], mask=x_exists, other=0.0).to(tl.float32)
+        if EVEN:
+            weight = tl.load(weight_at + ks[None, None, :])
+        else:
+            exists = x_exists[:, None, :] & inside[None, :, None]
+            weight = tl.load(weight_at + ks[None, None, :], mask=exists, other=0.0)
+        total += weight.to(tl.float32) * x[:, None, :]
+    shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
+    y = tl.sum(tl.sum(total, axis=2) * shares[:, None], axis=0)
+    y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(residual_ptr + columns, y.to(residual_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_gemv(
+    x: Tensor, weight: Tensor, chosen: Tensor, config: GemvConfig, top_k: int, shares: Tensor | None = None,
+    norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`grouped_gemm` of few pairs. chosen: int32 (num_tokens, top_k), contiguous.
+
+    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between; for gate_up.
+    """
+    out, n, k, num_tokens = output_of(x, weight, shares, top_k)
+    overlaps = overlaps_launches(x)
+    _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
+        x, weight, chosen, x if shares is None else shares, x if norm is None else norm, out,
+        num_tokens, n, k, x.stride(0), eps,
+        TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None,
+        EVEN=n % config.block_n == 0 and k % config.block_k == 0,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
+    return out
+
+
+def add_down_of_row(
+    x: Tensor, weight: Tensor, chosen: Tensor, shares: Tensor, config: GemvConfig, residual: Tensor
+) -> None:
+    """Add one row's experts to `residual` (1, n), in place.
+
+    x: (top_k, in), contiguous. weight: (num_experts, n, in), contiguous. chosen: int32, shares: float32, (1, top_k).
+    """
+    top_k, k = x.shape
+    n = weight.shape[1]
+    if chosen.shape != (1, top_k) or residual.shape != (1, n) or weight.shape[2] != k or not x.is_contiguous():
+        raise ValueError(f"one row of {top_k} experts is needed, chosen are {list(chosen.shape)}")
+    overlaps = overlaps_launches(x)
+    choices = triton.next_power_of_2(top_k)
+    _row_down_kernel[(triton.cdiv(n, config.block_n),)](
+        x, weight, chosen, shares, residual, n, k,
+        TOP_K=top_k, CHOICES=choices,
+        EVEN=choices == top_k and n % config.block_n == 0 and k % config.block_k == 0,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
+        LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
