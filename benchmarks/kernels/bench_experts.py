@@ -35,6 +35,7 @@ from kernels.gpu.tuning import (
 )
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
+DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 NUM_SHOWN = 4  # settings of a sweep
 SWEEP_ROWS = [
     GemvConfig(n, k, w, s)
@@ -45,11 +46,20 @@ SWEEP_ROWS = [
 SWEEP_TILES = [
     TileConfig(n, k, 1, warps, stages, m)
     for (n, k, warps), stages, m in product(
-        ((32, 128, 4), (32, 256, 4), (64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)),
+        (
+            (32, 128, 4),
+            (32, 256, 4),
+            (64, 256, 4),
+            (64, 128, 4),
+            (64, 64, 4),
+            (128, 64, 4),
+            (128, 64, 8),
+            (128, 128, 8),
+        ),
         (3, 4, 5),
         (16, 32, 64, 128),
     )
-    if (n + m) * k * 2 * stages <= 220 << 10 and (m > 16 or n < 128)
+    if (n + m) * k * stages <= 220 << 10 and (m > 16 or n < 128)
 ]
 
 
@@ -75,6 +85,9 @@ class Layer:
         self, shape: Shape, num_tokens: int, gate_up: Tensor, down: Tensor, num_choices: int = NUM_CHOICES
     ) -> None:
         self.shape, self.gate_up, self.down = shape, gate_up, down
+        self.scales = None, None
+        if gate_up.itemsize == 1:
+            self.scales = torch.ones(gate_up.shape[:2], device="cuda"), torch.ones(down.shape[:2], device="cuda")
         self.x = torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16()
         self.inside = torch.randn(num_tokens * shape.top_k, shape.inner, device="cuda").bfloat16()
         self.logits = [
@@ -86,21 +99,23 @@ class Layer:
     def floor_seconds(self, bandwidth: float) -> float:
         """To read the experts that were chosen, once."""
         used = sum(int((pairs.counts > 0).sum()) for pairs in self.pairs) / NUM_CHOICES
-        return used * 3 * self.shape.hidden * self.shape.inner * 2 / bandwidth
+        return used * 3 * self.shape.hidden * self.shape.inner * self.down.itemsize / bandwidth
 
     def gemv(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
         if is_gate_up:
-            grouped_gemv(self.x, self.gate_up, chosen, config, top_k)
+            grouped_gemv(self.x, self.gate_up, chosen, config, top_k, scales=self.scales[0])
         else:
-            grouped_gemv(self.inside, self.down, chosen, config, top_k, shares)
+            grouped_gemv(self.inside, self.down, chosen, config, top_k, shares, scales=self.scales[1])
 
     def row(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
         if is_gate_up:
-            grouped_gemv(self.x, self.gate_up, chosen, config, top_k, norm=self.gate_up[0, 0], eps=1e-6)
+            grouped_gemv(
+                self.x, self.gate_up, chosen, config, top_k, norm=self.x[0], eps=1e-6, scales=self.scales[0]
+            )  # fmt: skip
         else:
-            add_down_of_row(self.inside, self.down, chosen, shares, config, self.x)
+            add_down_of_row(self.inside, self.down, chosen, shares, config, self.x, self.scales[1])
 
     def both_of_row(self, index: int) -> None:
         self.row(index, GATE_UP_ROW, True)
@@ -109,9 +124,9 @@ class Layer:
     def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
         (shares, _), pairs, top_k = self.routes[index], self.pairs[index], self.shape.top_k
         if is_gate_up:
-            grouped_gemm(self.x, self.gate_up, pairs, config, top_k)
+            grouped_gemm(self.x, self.gate_up, pairs, config, top_k, scales=self.scales[0])
         else:
-            grouped_gemm(self.inside, self.down, pairs, config, top_k, shares)
+            grouped_gemm(self.inside, self.down, pairs, config, top_k, shares, self.scales[1])
 
     def route(self, index: int) -> None:
         route(self.logits[index], self.shape.top_k)
@@ -141,10 +156,12 @@ def vars_of(config: object) -> dict[str, int]:
     return {name: getattr(config, name) for name in config.__slots__}  # type: ignore[attr-defined]
 
 
-def compile_some(shape: Shape, num_tokens: int, configs: Sequence[GemvConfig | TileConfig]) -> None:
+def compile_some(
+    shape: Shape, num_tokens: int, dtype: torch.dtype, configs: Sequence[GemvConfig | TileConfig]
+) -> None:
     """Put kernels into Triton's cache on disk, for the process that measures."""
     sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
-    layer = Layer(shape, num_tokens, *(torch.zeros(size, device="cuda", dtype=torch.bfloat16) for size in sizes), 1)
+    layer = Layer(shape, num_tokens, *(torch.zeros(size, device="cuda", dtype=dtype) for size in sizes), 1)
     for config, is_gate_up in product(configs, (True, False)):
         try:
             if isinstance(config, GemvConfig):
@@ -165,15 +182,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,1024,8192")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="of the weights")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     shape, counts = SHAPES[options.shape], [int(count) for count in options.tokens.split(",")]
+    dtype = DTYPES[options.dtype]
     if options.sweep:
         everything: list[GemvConfig | TileConfig] = [*SWEEP_ROWS, *tiles_for(max(counts))]
-        compile_ahead(functools.partial(compile_some, shape, min(256, max(counts))), everything)
+        compile_ahead(functools.partial(compile_some, shape, min(256, max(counts)), dtype), everything)
     bandwidth = read_bandwidth()
     sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
     gate_up, down = (torch.randn(size, device="cuda", dtype=torch.bfloat16) * size[-1] ** -0.5 for size in sizes)
+    gate_up, down = gate_up.to(dtype), down.to(dtype)
     for num_tokens in counts:
         layer = Layer(shape, num_tokens, gate_up, down)
         floor = layer.floor_seconds(bandwidth)
@@ -182,7 +202,9 @@ def main() -> None:
         num_pairs = num_tokens * shape.top_k
         for is_gate_up, name in ((True, "gate_up"), (False, "down")):
             load = num_pairs / shape.num_experts
-            tile = (GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN).find(pairs_per_expert=load)
+            tile = (GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN).find(
+                pairs_per_expert=load, itemsize=dtype.itemsize
+            )
             pair = GATE_UP_PAIRS if is_gate_up else DOWN_PAIRS
             row = GATE_UP_ROW if is_gate_up else DOWN_ROW
             assert tile is not None, "the table has a rule for any number"

@@ -107,10 +107,10 @@ def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
+    x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -124,7 +124,8 @@ def _grouped_kernel(
     x_rows = pairs // TOP_K if GATED else pairs
     x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
-    weight_at = weight_ptr + (expert.to(tl.int64) * (HALVES * N) + columns)[:, None] * K
+    weight_rows = expert.to(tl.int64) * (HALVES * N) + columns
+    weight_at = weight_ptr + weight_rows[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
@@ -135,14 +136,18 @@ def _grouped_kernel(
         else:
             x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
             weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-        total = tl.dot(weight, x, total, input_precision="ieee")
+        total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
         if GATED:
             up_at = weight_at + N.to(tl.int64) * K
             if EVEN:
                 up = tl.load(up_at + ks[None, :])
             else:
                 up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-            total_up = tl.dot(up, x, total_up, input_precision="ieee")
+            total_up = tl.dot(up.to(x.dtype), x, total_up, input_precision="ieee")
+    if HAS_SCALES:
+        total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
+        if GATED:
+            total_up *= tl.load(scales_ptr + weight_rows + N, mask=columns < N, other=0.0)[:, None]
     if GATED:
         y, rows = silu_times(total, total_up), pairs
     else:
@@ -153,13 +158,15 @@ def _grouped_kernel(
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, top_k: int, shares: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, top_k: int, shares: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """GEMMs of many pairs.
 
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
+    Weights of 8 bits have scales, float32 (num_experts, rows).
     """
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
@@ -168,9 +175,10 @@ def grouped_gemm(
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last may be partly empty
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, pairs.order, pairs.counts, x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
+        x, weight, x if scales is None else scales, pairs.order, pairs.counts, x if shares is None else shares, out,
+        num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, GATED=shares is None,
-        EVEN=n % config.block_n == 0 and k % config.block_k == 0,
+        EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
         OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip

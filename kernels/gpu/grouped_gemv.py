@@ -21,9 +21,9 @@ from kernels.gpu.tuning import GemvConfig
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_kernel(
-    x_ptr, weight_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr, num_tokens, N, K, x_stride, eps,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr, num_tokens, N, K, x_stride, eps,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
     pair = tl.program_id(1)
@@ -34,7 +34,8 @@ def _pair_kernel(
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
     x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
-    weight_at = weight_ptr + (expert * (HALVES * N) + columns)[:, None] * K
+    weight_rows = expert * (HALVES * N) + columns
+    weight_at = weight_ptr + weight_rows[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -59,8 +60,12 @@ def _pair_kernel(
                 up = tl.load(up_at + ks[None, :], mask=exists, other=0.0)
             total_up += up.to(tl.float32) * x[None, :]
     y = tl.sum(total, axis=1)
+    if HAS_SCALES:
+        y *= tl.load(scales_ptr + weight_rows, mask=inside, other=0.0)
     if GATED:
         up = tl.sum(total_up, axis=1)
+        if HAS_SCALES:
+            up *= tl.load(scales_ptr + weight_rows + N, mask=inside, other=0.0)
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
             y *= scale
@@ -75,9 +80,9 @@ def _pair_kernel(
 
 @triton.jit
 def _row_down_kernel(
-    x_ptr, weight_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """CHOICES: TOP_K, padded to a power of two.
 
@@ -88,7 +93,8 @@ def _row_down_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     experts = tl.load(chosen_ptr + places, mask=is_chosen, other=0).to(tl.int64)
-    weight_at = weight_ptr + ((experts * N)[:, None] + tl.minimum(columns, N - 1)[None, :])[:, :, None] * K
+    weight_rows = (experts * N)[:, None] + tl.minimum(columns, N - 1)[None, :]
+    weight_at = weight_ptr + weight_rows[:, :, None] * K
     prefetch(weight_at + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, None, :], OVERLAPS)
     wait_for_predecessor(OVERLAPS)
     x_at = x_ptr + places[:, None] * K
@@ -104,14 +110,17 @@ def _row_down_kernel(
             weight = tl.load(weight_at + ks[None, None, :], mask=exists, other=0.0)
         total += weight.to(tl.float32) * x[:, None, :]
     shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
-    y = tl.sum(tl.sum(total, axis=2) * shares[:, None], axis=0)
+    y_of = tl.sum(total, axis=2)
+    if HAS_SCALES:
+        y_of *= tl.load(scales_ptr + weight_rows)
+    y = tl.sum(y_of * shares[:, None], axis=0)
     y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual_ptr + columns, y.to(residual_ptr.dtype.element_ty), mask=inside)
 
 
 def grouped_gemv(
     x: Tensor, weight: Tensor, chosen: Tensor, config: GemvConfig, top_k: int, shares: Tensor | None = None,
-    norm: Tensor | None = None, eps: float = 0.0,
+    norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`grouped_gemm` of few pairs. chosen: int32 (num_tokens, top_k), contiguous.
 
@@ -120,9 +129,10 @@ def grouped_gemv(
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     overlaps = overlaps_launches(x)
     _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
-        x, weight, chosen, x if shares is None else shares, x if norm is None else norm, out,
+        x, weight, x if scales is None else scales, chosen, x if shares is None else shares,
+        x if norm is None else norm, out,
         num_tokens, n, k, x.stride(0), eps,
-        TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None,
+        TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=scales is not None,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
         num_warps=config.num_warps, launch_pdl=overlaps,
@@ -131,11 +141,13 @@ def grouped_gemv(
 
 
 def add_down_of_row(
-    x: Tensor, weight: Tensor, chosen: Tensor, shares: Tensor, config: GemvConfig, residual: Tensor
-) -> None:
+    x: Tensor, weight: Tensor, chosen: Tensor, shares: Tensor, config: GemvConfig, residual: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Add one row's experts to `residual` (1, n), in place.
 
     x: (top_k, in), contiguous. weight: (num_experts, n, in), contiguous. chosen: int32, shares: float32, (1, top_k).
+    scales: see `grouped_gemm`.
     """
     top_k, k = x.shape
     n = weight.shape[1]
@@ -144,8 +156,8 @@ def add_down_of_row(
     overlaps = overlaps_launches(x)
     choices = triton.next_power_of_2(top_k)
     _row_down_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, chosen, shares, residual, n, k,
-        TOP_K=top_k, CHOICES=choices,
+        x, weight, x if scales is None else scales, chosen, shares, residual, n, k,
+        TOP_K=top_k, CHOICES=choices, HAS_SCALES=scales is not None,
         EVEN=choices == top_k and n % config.block_n == 0 and k % config.block_k == 0,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
         LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,

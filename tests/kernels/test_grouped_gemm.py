@@ -81,6 +81,32 @@ def test_one_row_is_normed_before_and_added_to_the_residual(inner: int, hidden: 
     assert relative_error(residual, expected) < 2e-6
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "inner", "hidden", "kind"), [(1, 24, 40, torch.int8), (9, 32, 64, torch.float8_e4m3fn)]
+)
+def test_weights_of_8_bits_have_scales(
+    num_tokens: int, inner: int, hidden: int, kind: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(num_tokens, hidden, device=device)
+    gate_up = (torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device) * 9).to(kind)
+    down = (torch.randn(NUM_EXPERTS, hidden, inner, device=device) * 9).to(kind)
+    scales = [torch.rand(weight.shape[:2], device=device) / 9 for weight in (gate_up, down)]
+    chosen, shares = choices(num_tokens, device)
+    wide = [weight.float() * scale[:, :, None] for weight, scale in zip((gate_up, down), scales, strict=True)]
+    expected = reference(x, wide[0], wide[1], chosen, shares)
+    pairs = sort_pairs(chosen, NUM_EXPERTS)
+    inside = grouped_gemm(x, gate_up, pairs, TILES, TOP_K, scales=scales[0])
+    out = grouped_gemm(inside, down, pairs, TILES, TOP_K, shares, scales[1])
+    assert relative_error(out, expected) < 2e-6
+    inside = grouped_gemv(x, gate_up, chosen, ROWS, TOP_K, scales=scales[0])
+    out = grouped_gemv(inside, down, chosen, ROWS, TOP_K, shares, scales=scales[1])
+    assert relative_error(out, expected) < 2e-6
+    if num_tokens == 1:
+        residual = torch.zeros(1, hidden, device=device)
+        add_down_of_row(inside, down, chosen, shares, ROWS, residual, scales[1])
+        assert relative_error(residual, expected.sum(dim=0)) < 2e-6
+
+
 def test_a_token_is_the_same_in_any_company(device: torch.device) -> None:
     x = torch.randn(8, 64, device=device).to(HALF_DTYPE)
     gate_up = torch.randn(NUM_EXPERTS, 64, 64, device=device).to(HALF_DTYPE)

@@ -6,6 +6,7 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
+from engine.gpu.quantized import EightBitLinear
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.moe import Expert, Moe
+from engine.layers.moe import Moe
 from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
@@ -31,45 +33,75 @@ from kernels.gpu.tuning import (
 Gemm = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """weight: (num_experts, out, in). scales: of its rows, float32 (num_experts, out), where it has 8 bits."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+
 class StackedExperts:
     """Weights of a block's experts, one after the other; the experts' own become views of them.
 
-    gate_up: (num_experts, 2 inner, hidden). down: (num_experts, hidden, inner). Shared experts stand behind the
-    others, which the block then has no longer: as many of the same size, that every token chooses.
+    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
+    block then has none: as many of the same size, that every token chooses.
     """
 
     def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts that are not plain."""
+        """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
         self.num_shared = 0 if block.shared is None else block.rule.num_shared_experts
-        gate_up = [plain(expert.gate_up) for expert in block.experts]
-        down = [plain(expert.down) for expert in block.experts]
-        inner = block.rule.intermediate_size
-        shared_gate_up: list[Tensor] = []
-        shared_down: list[Tensor] = []
+        gate_up = [checked(expert.gate_up) for expert in block.experts]
+        down = [checked(expert.down) for expert in block.experts]
+        more_gate_up: list[Stack] = []
+        more_down: list[Stack] = []
         if block.shared is not None:
-            shared_gate_up, shared_down = pieces(block.shared, self.num_shared, inner)
+            more_gate_up = gate_up_pieces(checked(block.shared.gate_up), self.num_shared)
+            more_down = down_pieces(checked(block.shared.down), self.num_shared)
             block.shared = None
-        self.gate_up = stacked(gate_up, shared_gate_up)
-        self.down = stacked(down, shared_down)
+        self.gate_up, self.down = stacked(gate_up, more_gate_up), stacked(down, more_down)
 
 
-def plain(layer: LinearLayer) -> Linear:
-    if not isinstance(layer, Linear) or layer.bias is not None:
-        raise UnsupportedModelError("quantized experts have no GPU kernels yet: use --quant-mode none")
+Stackable = Linear | EightBitLinear
+
+
+def checked(layer: LinearLayer) -> Stackable:
+    if not isinstance(layer, Stackable) or layer.bias is not None:
+        raise UnsupportedModelError("experts on a GPU have 16 or 8 bits and no bias: use --quant-mode none or fp8")
     return layer
 
 
-def pieces(shared: Expert, count: int, inner: int) -> tuple[list[Tensor], list[Tensor]]:
-    """gate_up and down of `count` experts, whose outputs add up to that of all shared experts as one."""
-    gate, up = plain(shared.gate_up).weight.view(2, count, inner, -1)
-    return list(torch.cat([gate, up], dim=1)), list(plain(shared.down).weight.view(-1, count, inner).unbind(1))
+def scales_of(layer: Stackable) -> Tensor | None:
+    return layer.scales if isinstance(layer, EightBitLinear) else None
 
 
-def stacked(layers: list[Linear], more: list[Tensor]) -> Tensor:
-    weights = torch.stack([*(layer.weight for layer in layers), *more])
+def gate_up_pieces(layer: Stackable, count: int) -> list[Stack]:
+    """Of `count` experts whose outputs add up to that of all as one."""
+
+    def pieces(rows: Tensor) -> list[Tensor]:
+        gate, up = rows.view(2, count, -1, *rows.shape[1:])
+        return list(torch.cat([gate, up], dim=1))
+
+    scales = scales_of(layer)
+    scales_of_pieces = [None] * count if scales is None else pieces(scales)
+    return [Stack(*piece) for piece in zip(pieces(layer.weight), scales_of_pieces, strict=True)]
+
+
+def down_pieces(layer: Stackable, count: int) -> list[Stack]:
+    """See `gate_up_pieces`."""
+    scales = scales_of(layer)
+    return [Stack(weight, scales) for weight in layer.weight.view(layer.weight.shape[0], count, -1).unbind(1)]
+
+
+def stacked(layers: list[Stackable], more: list[Stack]) -> Stack:
+    scales = [scales_of(layer) for layer in layers] + [piece.scales for piece in more]
+    weights = torch.stack([*(layer.weight for layer in layers), *(piece.weight for piece in more)])
     for index, layer in enumerate(layers):
         layer.weight = weights[index]
-    return weights
+    known = [scale for scale in scales if scale is not None]
+    if known and len(known) < len(scales):
+        raise UnsupportedModelError("a layer's experts must all have 8 bits, or none of them")
+    return Stack(weights, torch.stack(known) if known else None)
 
 
 def router_of(block: Moe, plain_router: Gemm) -> Gemm:
@@ -103,34 +135,38 @@ def chooser(block: Moe, num_shared: int) -> Callable[[Tensor], tuple[Tensor, Ten
 
 def moe(block: Moe, experts: StackedExperts, plain_router: Gemm) -> GpuBody:
     """The block's output as partial sums, one for each of a token's experts."""
-    num_experts, top_k = experts.gate_up.shape[0], block.num_chosen + experts.num_shared
+    gate_up, down = experts.gate_up, experts.down
+    num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
     router, choose = router_of(block, plain_router), chooser(block, experts.num_shared)
 
     def body(x: Tensor, step: object) -> Tensor:
         shares, chosen = choose(router(x))
         num_pairs = chosen.numel()
         if num_pairs <= MAX_PAIRS:
-            inside = grouped_gemv(x, experts.gate_up, chosen, GATE_UP_PAIRS, top_k)
-            return grouped_gemv(inside, experts.down, chosen, DOWN_PAIRS, top_k, shares)
-        gate_up = GROUPED_GATE_UP.find(pairs_per_expert=num_pairs / num_experts)
-        down = GROUPED_DOWN.find(pairs_per_expert=num_pairs / num_experts)
-        assert gate_up is not None and down is not None, "the tables have a rule for any number"  # noqa: PT018
+            inside = grouped_gemv(x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales)
+            return grouped_gemv(inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales)
+        load, itemsize = num_pairs / num_experts, down.weight.itemsize
+        gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
+        down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
+        assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
         pairs = sort_pairs(chosen, num_experts)
-        inside = grouped_gemm(x, experts.gate_up, pairs, gate_up, top_k)
-        return grouped_gemm(inside, experts.down, pairs, down, top_k, shares)
+        inside = grouped_gemm(x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales)
+        return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales)
 
     return body
 
 
 def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor], None]:
     """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
+    gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
 
     def add(residual: Tensor) -> None:
         shares, chosen = choose(logits_of(residual))
         inside = grouped_gemv(
-            residual, experts.gate_up, chosen, GATE_UP_ROW, top_k, norm=block.norm, eps=block.eps
+            residual, gate_up.weight, chosen, GATE_UP_ROW, top_k, norm=block.norm, eps=block.eps,
+            scales=gate_up.scales,
         )  # fmt: skip
-        add_down_of_row(inside, experts.down, chosen, shares, DOWN_ROW, residual)
+        add_down_of_row(inside, down.weight, chosen, shares, DOWN_ROW, residual, down.scales)
 
     return add
