@@ -62,6 +62,7 @@ class EngineConfig:
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
+    expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )
@@ -92,6 +93,7 @@ class EngineConfig:
             1 <= self.ngram_min <= self.ngram_max,
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
+        require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(self.num_threads >= 0, "--num-threads must not be negative")
 

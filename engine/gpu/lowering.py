@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.errors import UnsupportedModelError
 from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
@@ -30,19 +29,19 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
         """group: of the ranks that have the other shards of the model."""
         self._lowered = cache(self._lower)
+        experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
         if is_plain_alone(model):
-            if group is not None:
-                raise UnsupportedModelError("experts and latent attention run on one GPU so far: leave --tp out")
             self._max_quantized_rows = 0
-            experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
+            if group is not None:
+                self._forms = [TensorParallelForm(model, group, experts)]
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)
-            others: list[Form] = [TensorParallelForm(model, group)]
+            others: list[Form] = [TensorParallelForm(model, group, experts)]
         else:
             quantized = QuantizedInputForm(model)
-            others = [SplitKForm(model), OneRowForm(model, {}), PlainForm(model, {})]
+            others = [SplitKForm(model), OneRowForm(model, experts), PlainForm(model, experts)]
         self._max_quantized_rows = quantized.max_rows
         self._forms = [quantized, *others]
 

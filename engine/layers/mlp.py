@@ -33,11 +33,13 @@ class Mlp(Block):
 
 
 def take_gated(
-    weights: WeightSource, names: tuple[str, str, str], hidden: int, inner: int, bias: bool = False
-) -> tuple[Linear, Linear]:
-    """gate_up and down of the weights of these names: gate, up, down."""
+    weights: WeightSource, names: tuple[str, str, str], hidden: int, inner: int, bias: bool = False,
+    is_divided: bool = True,
+) -> tuple[Linear, Linear]:  # fmt: skip
+    """gate_up and down of the weights of these names: gate, up, down. is_divided: among ranks, by `inner`."""
     gate, up, down = names
+    columns, rows = (Partition.COLUMNS, Partition.ROWS) if is_divided else (Partition.NONE, Partition.NONE)
     return (
-        take_linear(weights, [gate, up], [inner, inner], hidden, bias, Partition.COLUMNS),
-        take_linear(weights, [down], [hidden], inner, bias, Partition.ROWS),
+        take_linear(weights, [gate, up], [inner, inner], hidden, bias, columns),
+        take_linear(weights, [down], [hidden], inner, bias, rows),
     )

@@ -39,8 +39,8 @@ class Expert:
 class Moe(Block):
     """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
 
-    router: (num_experts, hidden); never quantized, it is small and every choice hangs on it. choice_bias: float32
-    (num_experts,) or None. shared: all shared experts as one, or None.
+    experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
+    choice hangs on it. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
     """
 
     def __init__(
@@ -60,21 +60,24 @@ class Moe(Block):
         self.rule = moe
         self.num_chosen = moe.num_experts_per_token
         gate, up, down = projections
-        self.experts = []
+        self.experts: dict[int, Expert] = {}
         for index in range(moe.num_experts):
             expert = f"{name}.experts.{index}"
             names = (f"{expert}.{gate}", f"{expert}.{up}", f"{expert}.{down}")
-            self.experts.append(Expert(*take_gated(weights, names, config.hidden_size, moe.intermediate_size)))
+            linears = take_gated(
+                weights, names, config.hidden_size, moe.intermediate_size, is_divided=moe.expert_ranks == 1
+            )  # fmt: skip
+            if index in moe.held_experts:  # others are read, too: all ranks ask for the same weights
+                self.experts[index] = Expert(*linears)
         self.shared: Expert | None = None
         if moe.num_shared_experts:
             names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
-            inner = moe.num_shared_experts * moe.intermediate_size
-            self.shared = Expert(*take_gated(weights, names, config.hidden_size, inner))
+            self.shared = Expert(*take_gated(weights, names, config.hidden_size, moe.shared_size))
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         shares, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in sorted(set(chosen.flatten().tolist())):
+        for index in sorted(self.experts.keys() & set(chosen.flatten().tolist())):
             tokens, choices = torch.where(chosen == index)
             y = self.experts[index](x[tokens])
             out.index_add_(0, tokens, y * shares[tokens, choices, None])  # float32, as shares are
@@ -88,7 +91,7 @@ class Moe(Block):
         return choose_experts(logits, self.rule, self.choice_bias)
 
     def linears(self) -> Iterator[LinearRef]:
-        for index, expert in enumerate(self.experts):
+        for index, expert in self.experts.items():
             yield LinearRef(expert, "gate_up", f"experts.{index}.gate_up")
             yield LinearRef(expert, "down", f"experts.{index}.down")
         if self.shared is not None:
@@ -97,6 +100,6 @@ class Moe(Block):
 
     def copy(self) -> Self:
         block = super().copy()
-        block.experts = [copy.copy(expert) for expert in self.experts]
+        block.experts = {index: copy.copy(expert) for index, expert in self.experts.items()}
         block.shared = copy.copy(self.shared)
         return block

@@ -179,7 +179,7 @@ def _build_shard(
     on_progress: OnProgress,
 ) -> Model:
     """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
-    config = source.config.shard(shard.size)
+    config = source.config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
     _checked_skeleton(source, device)

@@ -22,7 +22,9 @@ ScoreKind = Literal["softmax", "sigmoid"]
 class MoeConfig:
     """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
     dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
-    the ones it chooses. The rest is the rule by which it chooses, see `engine.layers.routing`.
+    the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
+    them, whole; of shared experts it has a part of each. The rest is the rule by which a token chooses, see
+    `engine.layers.routing`.
     """
 
     num_experts: int
@@ -38,6 +40,25 @@ class MoeConfig:
     group_top: int = 1
     weight_factor: float = 1.0
     float32_router: bool = False
+    expert_rank: int = 0
+    expert_ranks: int = 1
+
+    @property
+    def held_experts(self) -> range:
+        """Those of this rank."""
+        count = self.num_experts // self.expert_ranks
+        return range(self.expert_rank * count, (self.expert_rank + 1) * count)
+
+    @property
+    def shared_size(self) -> int:
+        """Intermediate size of all shared experts as one."""
+        return self.num_shared_experts * self.intermediate_size // self.expert_ranks
+
+    def shard(self, size: int, expert_rank: int | None) -> MoeConfig:
+        """A rank's part of each expert, or with expert_rank its whole experts."""
+        if expert_rank is None:
+            return replace(self, intermediate_size=self.intermediate_size // size)
+        return replace(self, expert_rank=expert_rank, expert_ranks=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +132,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    def shard(self, size: int) -> ModelConfig:
+    def shard(self, size: int, expert_rank: int | None = None) -> ModelConfig:
         """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
+
+        expert_rank: this rank, if it is to have whole experts.
 
         Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
         cannot be divided is padded.
@@ -125,13 +148,16 @@ class ModelConfig:
                 f"{self.intermediate_size} columns of MLPs: choose --tp of {possible}"
             )
         moe = self.moe
+        if expert_rank is not None and (moe is None or moe.num_experts % size):
+            experts = "no experts" if moe is None else f"{moe.num_experts} experts a layer"
+            raise ConfigError(f"--expert-parallel: {size} ranks cannot divide {experts}: leave it out")
         return replace(
             self,
             vocab_size=-(-self.vocab_size // size),
             num_heads=self.num_heads // size,
             num_kv_heads=max(self.num_kv_heads // size, 1),
             intermediate_size=self.intermediate_size // size,
-            moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
+            moe=moe and moe.shard(size, expert_rank),
         )
 
     def can_be_divided(self, size: int) -> bool:

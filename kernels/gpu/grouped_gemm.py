@@ -3,10 +3,11 @@
     gate_up   h_p = silu(W_gate[e] x_t) * (W_up[e] x_t)      for each pair p = (token t, its j-th expert e)
     down      y_jt = share_p W_down[e] h_p
 
-Pairs are numbered t * top_k + j. With many of them, `sort_pairs` puts those of one expert next to each other, and
-a program takes a tile of an expert's pairs and of its columns: no rows are moved or padded in memory, the tile's
-x is gathered by pair. With few, nothing is sorted: `kernels/gpu/grouped_gemv.py`. The grid depends on the number of
-pairs alone, so a step can be captured; programs without a tile return.
+Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
+`sort_pairs` puts those of one expert next to each other, and a program takes a tile of an expert's pairs and of its
+columns: no rows are moved or padded in memory, the tile's x is gathered by pair. With few, nothing is sorted:
+`kernels/gpu/grouped_gemv.py`. The grid depends on the number of pairs alone, so a step can be captured; programs
+without a tile return.
 
 y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
 the token's experts: a token's result does not depend on the tokens beside it.
@@ -32,7 +33,7 @@ SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """order: pairs by expert, int32 (num_pairs,). counts: of each expert, int32 (num_experts,)."""
+    """order: pairs by expert, int32 (num_pairs,), without those of other ranks. counts: of each, (num_experts,)."""
 
     order: Tensor
     counts: Tensor
@@ -50,7 +51,7 @@ def _sort_kernel(
     for first in range(0, num_pairs, BLOCK):
         pairs = first + tl.arange(0, BLOCK)
         theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
-        num_before += tl.sum((theirs < expert).to(tl.int32))
+        num_before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32))
         num_mine += tl.sum((theirs == expert).to(tl.int32))
     tl.store(counts_ptr + expert, num_mine)
     place = num_before
@@ -64,7 +65,7 @@ def _sort_kernel(
 
 
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """chosen: int32 (num_tokens, top_k), contiguous. Pairs of one expert stay in order."""
+    """chosen: int32 (num_tokens, top_k), contiguous; -1: an expert of another rank. Pairs of one stay in order."""
     num_pairs = chosen.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
@@ -181,6 +182,36 @@ def grouped_gemm(
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
         OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr, chosen_ptr, out_ptr, num_tokens, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """One program for BLOCK columns of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    wait_for_predecessor(OVERLAPS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        is_held = tl.load(chosen_ptr + token * TOP_K + j) >= 0
+        part = tl.load(parts_ptr + (j * num_tokens + token) * n + columns, mask=inside & is_held, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out_ptr + token * n + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
+    """Add up (top_k, num_tokens, n), without those of experts that other ranks hold. Returns (num_tokens, n)."""
+    top_k, num_tokens, n = parts.shape
+    out = torch.empty(num_tokens, n, dtype=parts.dtype, device=parts.device)
+    block = min(1024, triton.next_power_of_2(n))
+    overlaps = overlaps_launches(parts)
+    _sum_kernel[(num_tokens, triton.cdiv(n, block))](
+        parts, chosen, out, num_tokens, n, TOP_K=top_k, BLOCK=block, OVERLAPS=overlaps, num_warps=4,
+        launch_pdl=overlaps,
     )  # fmt: skip
     return out
 

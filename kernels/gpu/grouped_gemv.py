@@ -32,6 +32,8 @@ def _pair_kernel(
     wait_first(OVERLAPS)
     let_successor_start(OVERLAPS)  # which reads `chosen` before it waits for this kernel
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    if expert < 0:  # another rank has it
+        return
     x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
     weight_rows = expert * (HALVES * N) + columns

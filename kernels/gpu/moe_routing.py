@@ -41,11 +41,11 @@ def _within_best_groups(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, shares_ptr, chosen_ptr, factor,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NUM_SHARED: tl.constexpr,
-    CHOICES: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, NORMALIZES: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    logits_ptr, bias_ptr, shares_ptr, chosen_ptr, factor, first_held,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_HELD: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr, CHOICES: tl.constexpr, IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORMALIZES: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS, CHOICES, GROUPS: NUM_EXPERTS, TOP_K + NUM_SHARED and NUM_GROUPS, padded to powers of two."""
     token = tl.program_id(0).to(tl.int64)
@@ -68,7 +68,7 @@ def _route_kernel(
         )  # fmt: skip
     places = tl.arange(0, CHOICES)
     shares = tl.zeros((CHOICES,), tl.float32)
-    chosen = NUM_EXPERTS + places - TOP_K
+    chosen = tl.zeros((CHOICES,), tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.argmax(ranking, axis=0)
         shares = tl.where(places == j, tl.sum(tl.where(experts == best, scores, 0.0), axis=0), shares)
@@ -77,6 +77,9 @@ def _route_kernel(
     if NORMALIZES:
         shares = shares / (tl.sum(shares, axis=0) + NOTHING)
     shares = tl.where(places < TOP_K, shares * factor, 1.0)
+    chosen -= first_held
+    chosen = tl.where((chosen >= 0) & (chosen < NUM_HELD), chosen, -1)
+    chosen = tl.where(places < TOP_K, chosen, NUM_HELD + places - TOP_K)
     at = token * (TOP_K + NUM_SHARED) + places
     tl.store(shares_ptr + at, shares, mask=places < TOP_K + NUM_SHARED)
     tl.store(chosen_ptr + at, chosen, mask=places < TOP_K + NUM_SHARED)
@@ -85,24 +88,28 @@ def _route_kernel(
 def route(
     logits: Tensor, top_k: int, is_softmax: bool = True, normalizes: bool = False, bias: Tensor | None = None,
     factor: float = 1.0, num_groups: int = 1, num_chosen_groups: int = 1, group_top: int = 1, num_shared: int = 0,
+    held: range | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Shares, float32, and experts, int32, of each token: (num_tokens, top_k + num_shared) each.
 
     logits: (num_tokens, num_experts), contiguous. is_softmax: else scores are sigmoids. normalizes: the shares of a
     token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With groups, only experts
-    of the best num_chosen_groups are chosen, by the sums of their group_top best. num_shared: experts num_experts and
-    on, that every token takes with a share of one.
+    of the best num_chosen_groups are chosen, by the sums of their group_top best. held: the experts of this rank, by
+    default all: those chosen are numbered from its first on, others are -1. num_shared: experts behind those held
+    that every token takes with a share of one.
     """
     num_tokens, num_experts = logits.shape
     if not logits.is_contiguous():
         raise ValueError("logits must be contiguous")
     num_places = top_k + num_shared
+    held = held or range(num_experts)
     shares = torch.empty(num_tokens, num_places, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, num_places, dtype=torch.int32, device=logits.device)
     overlaps = overlaps_launches(logits)
     _route_kernel[(num_tokens,)](
-        logits, logits if bias is None else bias, shares, chosen, factor,
-        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, NUM_SHARED=num_shared,
+        logits, logits if bias is None else bias, shares, chosen, factor, held.start,
+        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), NUM_HELD=len(held), TOP_K=top_k,
+        NUM_SHARED=num_shared,
         CHOICES=triton.next_power_of_2(num_places), IS_SOFTMAX=is_softmax, HAS_BIAS=bias is not None,
         NORMALIZES=normalizes, NUM_GROUPS=num_groups, GROUPS=triton.next_power_of_2(num_groups),
         NUM_CHOSEN_GROUPS=num_chosen_groups, GROUP_TOP=group_top, OVERLAPS=overlaps, num_warps=1,

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block, Step
+from engine.layers.moe import Moe
 from engine.layers.rotary import Rotation
 from engine.layers.weights import Partition, ShapeRecorder
 from engine.loader.random_weights import RandomWeights
@@ -66,8 +67,8 @@ def slices(config: ModelConfig, rank: int, size: int) -> ShardedWeights:
     return ShardedWeights(Drawn(whole.shapes), whole.shapes, Shard(rank, size))
 
 
-def build(config: ModelConfig, rank: int, size: int) -> Model:
-    held = config if size == 1 else config.shard(size)
+def build(config: ModelConfig, rank: int, size: int, has_whole_experts: bool = False) -> Model:
+    held = config if size == 1 else config.shard(size, rank if has_whole_experts else None)
     return family_of(config.architecture).build(held, slices(config, rank, size))
 
 
@@ -99,7 +100,23 @@ def test_outputs_of_ranks_add_up(name: str, size: int) -> None:
     torch.testing.assert_close(logits, whole.head(x))
 
 
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.moe is not None])
+@torch.inference_mode()
+def test_outputs_of_whole_experts_add_up(name: str) -> None:
+    whole = build(CONFIGS[name], 0, 1)
+    ranks = [build(CONFIGS[name], rank, 2, has_whole_experts=True) for rank in range(2)]
+    for index, block in enumerate(whole.blocks):
+        parts = [output(rank.blocks[index], rank) for rank in ranks]
+        torch.testing.assert_close(sum(parts), output(block, whole), atol=1e-4, rtol=1e-4)
+        if isinstance(block, Moe):
+            held = [set(part.experts) for part in (rank.blocks[index] for rank in ranks) if isinstance(part, Moe)]
+            assert held[0] | held[1] == set(block.experts)
+            assert not held[0] & held[1]
+
+
 def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 ranks cannot divide no experts"):
+        CONFIGS["dense"].shard(2, 0)
     with pytest.raises(ConfigError, match="8 query heads"):
         CONFIGS["dense"].shard(6)
     with pytest.raises(ConfigError, match="3 ranks cannot divide 8 query heads"):

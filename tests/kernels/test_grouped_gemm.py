@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.tuning import GemvConfig, TileConfig
 from kernels.rms_norm import rms_norm
@@ -105,6 +105,25 @@ def test_weights_of_8_bits_have_scales(
         residual = torch.zeros(1, hidden, device=device)
         add_down_of_row(inside, down, chosen, shares, ROWS, residual, scales[1])
         assert relative_error(residual, expected.sum(dim=0)) < 2e-6
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_pairs_of_other_ranks_are_left_out(num_tokens: int, device: torch.device) -> None:
+    x = torch.randn(num_tokens, 32, device=device)
+    gate_up = torch.randn(NUM_EXPERTS, 32, 32, device=device)
+    down = torch.randn(NUM_EXPERTS, 32, 16, device=device)
+    chosen, shares = choices(num_tokens, device)
+    is_held = chosen < 4
+    expected = (reference(x, gate_up, down, chosen, shares) * is_held.T[:, :, None]).sum(dim=0)
+    chosen = torch.where(is_held, chosen, -1).contiguous()
+    pairs = sort_pairs(chosen, 4)
+    assert int(pairs.counts.sum()) == int(is_held.sum())
+    inside = grouped_gemm(x, gate_up[:4], pairs, TILES, TOP_K)
+    parts = grouped_gemm(inside, down[:4], pairs, TILES, TOP_K, shares)
+    assert relative_error(sum_of_held(parts, chosen), expected) < 2e-6
+    inside = grouped_gemv(x, gate_up[:4], chosen, ROWS, TOP_K)
+    parts = grouped_gemv(inside, down[:4], chosen, ROWS, TOP_K, shares)
+    assert relative_error(sum_of_held(parts, chosen), expected) < 2e-6
 
 
 def test_a_token_is_the_same_in_any_company(device: torch.device) -> None:

@@ -41,6 +41,12 @@ def test_equals_the_reference(rule: MoeConfig, dtype: torch.dtype, num_shared: i
     assert (shares[:, top_k:] == 1).all()
 
 
+def test_experts_are_numbered_from_the_first_held(device: torch.device) -> None:
+    logits = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 0.0]], device=device)
+    _, chosen = route(logits, 4, held=range(2, 4), num_shared=1)
+    assert chosen.tolist() == [[-1, 0, 1, -1, 2]]
+
+
 def test_of_equal_logits_the_first_are_taken_and_none_twice(device: torch.device) -> None:
     shares, chosen = route(torch.zeros(2, 6, device=device), 4, normalizes=True)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2

@@ -17,7 +17,7 @@ from engine.gpu.ops.form import GpuBody
 from engine.gpu.quantized import EightBitLinear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
-from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
 from kernels.gpu.tuning import (
@@ -50,12 +50,15 @@ class StackedExperts:
 
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
-        self.num_shared = 0 if block.shared is None else block.rule.num_shared_experts
-        gate_up = [checked(expert.gate_up) for expert in block.experts]
-        down = [checked(expert.down) for expert in block.experts]
+        self.num_shared = 0
+        gate_up = [checked(expert.gate_up) for expert in block.experts.values()]
+        down = [checked(expert.down) for expert in block.experts.values()]
         more_gate_up: list[Stack] = []
         more_down: list[Stack] = []
         if block.shared is not None:
+            self.num_shared, rest = divmod(block.rule.shared_size, block.rule.intermediate_size)
+            if rest:
+                raise UnsupportedModelError("a rank has less than one shared expert: leave --expert-parallel out")
             more_gate_up = gate_up_pieces(checked(block.shared.gate_up), self.num_shared)
             more_down = down_pieces(checked(block.shared.down), self.num_shared)
             block.shared = None
@@ -128,19 +131,27 @@ def chooser(block: Moe, num_shared: int) -> Callable[[Tensor], tuple[Tensor, Ten
         return route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+            rule.held_experts,
         )  # fmt: skip
 
     return choose
 
 
-def moe(block: Moe, experts: StackedExperts, plain_router: Gemm) -> GpuBody:
-    """The block's output as partial sums, one for each of a token's experts."""
+def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool = False) -> GpuBody:
+    """The block's output as partial sums, one for each of a token's experts, or their sum.
+
+    Partial sums need all experts to be this rank's.
+    """
     gate_up, down = experts.gate_up, experts.down
     num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
     router, choose = router_of(block, plain_router), chooser(block, experts.num_shared)
 
     def body(x: Tensor, step: object) -> Tensor:
         shares, chosen = choose(router(x))
+        parts = outputs(x, shares, chosen)
+        return sum_of_held(parts, chosen) if is_summed else parts
+
+    def outputs(x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         num_pairs = chosen.numel()
         if num_pairs <= MAX_PAIRS:
             inside = grouped_gemv(x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales)

@@ -42,6 +42,8 @@ Gemm = Callable[[Tensor], Tensor]
 class PlainForm(Form):
     """Takes every step. Its workspace serves one stream."""
 
+    sums_experts = False  # blocks of experts leave their sum, else partial sums
+
     def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
         """experts: of each block of experts, by its id."""
         super().__init__(model)
@@ -59,7 +61,7 @@ class PlainForm(Form):
                 block,
                 lambda block: attention(block, rows, workspace),
                 lambda block: mlp(block, rows, workspace),
-                lambda block: experts(block, self._experts[id(block)], rows, workspace),
+                lambda block: experts(block, self._experts[id(block)], rows, workspace, self.sums_experts),
                 lambda block: latents(block, rows, workspace),
             )
             for block in self.model.blocks
@@ -86,8 +88,10 @@ def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     return lambda x, step: down(gated(x))
 
 
-def experts(block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    return moe(block, stacked, gemm(Linear(block.router), num_rows, workspace))
+def experts(
+    block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
+) -> GpuBody:
+    return moe(block, stacked, gemm(Linear(block.router), num_rows, workspace), is_summed)
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
+from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import GpuStep, Target
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
@@ -20,8 +21,10 @@ from kernels.gpu.vocab_parallel_embed import vocab_parallel_embed
 class TensorParallelForm(PlainForm):
     """Takes every step. The model has this rank's shard of all weights."""
 
-    def __init__(self, model: Model, group: DeviceGroup) -> None:
-        super().__init__(model, {})
+    sums_experts = True
+
+    def __init__(self, model: Model, group: DeviceGroup, experts: Mapping[int, StackedExperts]) -> None:
+        super().__init__(model, experts)
         self._group = group
 
     def lower(self, target: Target) -> Forward[GpuStep]:

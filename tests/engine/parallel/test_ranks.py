@@ -148,6 +148,21 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert made.num_failed_steps == 0
 
 
+def test_ranks_of_whole_experts_equal_transformers(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["qwen3-moe"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    config = EngineConfig(
+        str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, num_gpu_blocks=64, num_threads=1
+    )
+    made = assemble(config).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in requests] == expected
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
