@@ -118,7 +118,9 @@ class Layer:
             add_down_of_row(self.inside, self.down, chosen, shares, config, self.x, self.scales[1])
 
     def both_of_row(self, index: int) -> None:
-        self.row(index, GATE_UP_ROW, True)
+        gate_up = GATE_UP_ROW.find(itemsize=self.gate_up.itemsize)
+        assert gate_up is not None, "the last rule has no bounds"
+        self.row(index, gate_up, True)
         self.row(index, DOWN_ROW, False)
 
     def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
@@ -206,7 +208,7 @@ def main() -> None:
                 pairs_per_expert=load, itemsize=dtype.itemsize
             )
             pair = GATE_UP_PAIRS if is_gate_up else DOWN_PAIRS
-            row = GATE_UP_ROW if is_gate_up else DOWN_ROW
+            row = GATE_UP_ROW.find(itemsize=dtype.itemsize) if is_gate_up else DOWN_ROW
             assert tile is not None, "the table has a rule for any number"
             of_row = functools.partial(layer.row, is_gate_up=is_gate_up)
             of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)

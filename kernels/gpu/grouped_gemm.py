@@ -106,12 +106,21 @@ def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
     return (pairs % TOP_K) * num_tokens + pairs // TOP_K, tl.load(shares_ptr + pairs, mask=exists, other=0.0)
 
 
+@triton.jit
+def _as_compute(x, COMPUTE: tl.constexpr):
+    """x of bfloat16 as float16, where that is asked for: infinite values there become the largest."""
+    narrow = x
+    if x.dtype != COMPUTE:
+        narrow = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(COMPUTE)
+    return narrow
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    HAS_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -137,14 +146,15 @@ def _grouped_kernel(
         else:
             x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
             weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-        total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
+        x = _as_compute(x, COMPUTE)
+        total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
         if GATED:
             up_at = weight_at + N.to(tl.int64) * K
             if EVEN:
                 up = tl.load(up_at + ks[None, :])
             else:
                 up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-            total_up = tl.dot(up.to(x.dtype), x, total_up, input_precision="ieee")
+            total_up = tl.dot(up.to(COMPUTE), x, total_up, input_precision="ieee")
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
@@ -156,6 +166,13 @@ def _grouped_kernel(
         y = total * shares[None, :]
     outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & has_row[None, :])
+
+
+def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
+    """What dots are computed in: x's type, but float16 for weights of 8 bits, which become it in one step."""
+    if x.dtype == torch.float32:
+        return tl.float32
+    return tl.float16 if weight.itemsize == 1 or x.dtype == torch.float16 else tl.bfloat16
 
 
 def grouped_gemm(
@@ -180,8 +197,8 @@ def grouped_gemm(
         num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, GATED=shares is None,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
-        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
-        OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+        COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 

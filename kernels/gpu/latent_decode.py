@@ -28,7 +28,7 @@ from kernels.gpu.paged_decode import (
     padded_group,
     tile_offsets,
 )
-from kernels.gpu.tuning import LATENT_DECODE, DecodeConfig
+from kernels.gpu.tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES, DecodeConfig
 
 MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys
 
@@ -142,7 +142,7 @@ def check_latents(pool: Tensor, rank: int, width: int) -> None:
 
 def latent_decode(
     q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, lengths: Tensor,
-    workspace: DecodeWorkspace, config: DecodeConfig = LATENT_DECODE, splits: int | None = None,
+    workspace: DecodeWorkspace, config: DecodeConfig | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row, see `paged_decode`, whose captured use and inputs are the same.
 
@@ -156,6 +156,7 @@ def latent_decode(
     out = torch.empty(num_rows, num_heads * rank, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
+    config = config or (LATENT_DECODE if pool.itemsize <= 2 else LATENT_DECODE_FOUR_BYTES)
     group = min(num_heads, MAX_HEADS)
     num_groups = triton.cdiv(num_heads, group)
     count = splits or num_splits(num_rows, num_groups, q.device, config)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.latent_decode import check_latents
 from kernels.gpu.paged_decode import LOG2_E, compute_dtype, tile_offsets
-from kernels.gpu.tuning import LATENT_PREFILL, PrefillConfig
+from kernels.gpu.tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES, PrefillConfig
 
 TILE_M = 64  # rows of (token, head) a program holds: their sums of `rank` numbers fill its registers
 
@@ -80,7 +80,7 @@ def heads_of_tile(num_heads: int) -> int:
 
 def latent_prefill(
     q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, tiles: Tensor,
-    out: Tensor | None = None, config: PrefillConfig = LATENT_PREFILL,
+    out: Tensor | None = None, config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names: int32 (num_tiles, 4), from `prefill_tiles` with `heads_of_tile`.
 
@@ -94,6 +94,7 @@ def latent_prefill(
         out = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
     if tiles.shape[0] == 0:
         return out
+    config = config or (LATENT_PREFILL if pool.itemsize <= 2 else LATENT_PREFILL_FOUR_BYTES)
     group = heads_of_tile(num_heads)
     _latent_prefill_kernel[(triton.cdiv(num_heads, group), tiles.shape[0])](
         q, pool, block_tables, tiles, out,

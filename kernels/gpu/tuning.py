@@ -305,15 +305,23 @@ MAX_PREFETCHED_WEIGHTS = 1 << 23
 GATE_UP_PAIRS = GemvConfig(4, 256, num_warps=2, num_stages=3)
 DOWN_PAIRS = GemvConfig(8, 256, num_warps=4, num_stages=5)
 MAX_PAIRS = 32
-GATE_UP_ROW = GemvConfig(4, 256, num_warps=2, num_stages=1)
+GATE_UP_ROW: Table[GemvConfig] = Table(
+    Rule(GemvConfig(8, 256, num_warps=4, num_stages=1), itemsize=at_most(1)),
+    Rule(GemvConfig(4, 256, num_warps=2, num_stages=1)),
+)
 DOWN_ROW = GemvConfig(4, 256, num_warps=4, num_stages=1)
+FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
 GROUPED_GATE_UP: Table[TileConfig] = Table(
+    Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 64, num_stages=3, block_m=32), pairs_per_expert=at_most(32)),
     Rule(TileConfig(128, 64, num_stages=5, block_m=64), pairs_per_expert=at_most(64)),
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
 )
 GROUPED_DOWN: Table[TileConfig] = Table(
+    Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=at_most(1), pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=5, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(128, 64, num_stages=5, block_m=32), pairs_per_expert=at_most(32)),
     Rule(TileConfig(128, 64, num_stages=3, block_m=64), pairs_per_expert=at_most(64)),
@@ -325,3 +333,5 @@ GROUPED_DOWN: Table[TileConfig] = Table(
 # With keys instead of heads as rows of the GEMMs, 98 at 64 x 4k, through tensor descriptors 99.
 LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=2)
 LATENT_PREFILL = PrefillConfig(32, 8, 2)
+LATENT_DECODE_FOUR_BYTES = DecodeConfig(16, num_warps=4, num_stages=2, programs_per_sm=2)
+LATENT_PREFILL_FOUR_BYTES = PrefillConfig(16, 8, 1)

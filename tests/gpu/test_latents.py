@@ -14,7 +14,6 @@ from engine.gpu.config import GpuConfig
 from engine.layers.weights import ShapeRecorder
 from engine.models.config import config_from_hf
 from engine.models.families import family_of
-from kernels.gpu.tuning import DecodeConfig, PrefillConfig
 from tests.gpu.models import CONFIG, use_small_tiles
 from tests.gpu.test_engine import generate, greedy, open_gpu, reference
 
@@ -53,11 +52,6 @@ def test_greedy_tokens_equal_those_of_the_plain_engine(
 ) -> None:
     """Prompts in chunks beside decode rows, contexts of several blocks and several splits."""
     use_small_tiles(monkeypatch, 4)
-    for name, config in (("latent_decode", DecodeConfig(16, 4, 1, 2)), ("latent_prefill", PrefillConfig(16, 4, 1))):
-        kernel = getattr(__import__(f"kernels.gpu.{name}", fromlist=[name]), name)
-        monkeypatch.setattr(kernel, "__defaults__", tuple(
-            config if isinstance(value, type(config)) else value for value in kernel.__defaults__
-        ))  # fmt: skip
     model = save_model(tmp_path, changes)
     expected = generate(reference(model), greedy())
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), max_num_batched_tokens=16)

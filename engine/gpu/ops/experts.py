@@ -171,11 +171,13 @@ def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable
     """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
     gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
+    row = GATE_UP_ROW.find(itemsize=gate_up.weight.itemsize)
+    assert row is not None, "the last rule has no bounds"
 
     def add(residual: Tensor) -> None:
         shares, chosen = choose(logits_of(residual))
         inside = grouped_gemv(
-            residual, gate_up.weight, chosen, GATE_UP_ROW, top_k, norm=block.norm, eps=block.eps,
+            residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
             scales=gate_up.scales,
         )  # fmt: skip
         add_down_of_row(inside, down.weight, chosen, shares, DOWN_ROW, residual, down.scales)
