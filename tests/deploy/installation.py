@@ -158,6 +158,10 @@ def is_ready(pod: Document) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
 
 
+def names(pods: list[Document]) -> set[str]:
+    return {pod["metadata"]["name"] for pod in pods}
+
+
 def restarts(pod: Document) -> int:
     return sum(status["restartCount"] for status in pod["status"]["containerStatuses"])
 

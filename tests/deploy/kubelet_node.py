@@ -2,8 +2,7 @@
 
 What they mount, start or write below /run is theirs alone and ends with them. On the host there are, for the time of
 the test, a network bridge for the pods, a control group in each hierarchy, and a folder with images and volumes.
-Names of Services are answered by dnsmasq, from the ready addresses of their EndpointSlices. There is no kube-proxy:
-Services with an address of their own are reached by port-forward.
+There is no kube-proxy: Services with an address of their own are reached by port-forward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.deploy.control_plane import ControlPlane, has_kubelet
+from tests.deploy.service_names import service_names
 
 CNI_PLUGINS = Path("/usr/lib/cni")  # Debian's containernetworking-plugins
 CGROUPS = Path("/sys/fs/cgroup")
@@ -85,7 +84,7 @@ class Node:
         stack.callback(_run, "ip", "link", "delete", self._bridge)
         _run("ip", "address", "add", f"{self.address}/24", "dev", self._bridge)
         _run("ip", "link", "set", self._bridge, "up")
-        stack.enter_context(self._names())
+        stack.enter_context(service_names(self.plane, self.address, self.folder))
         stack.enter_context(self._containerd())
         _run("ctr", f"--address={self._socket}", "--namespace=k8s.io", "images", "import", str(self._images))
         self._start_kubelet()
@@ -183,54 +182,6 @@ state = "/run/containerd"
             "podLogsDir": str(self.folder / "pods"),
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         }
-
-    @contextlib.contextmanager
-    def _names(self) -> Iterator[None]:
-        hosts = self.folder / "hosts"
-        hosts.touch()
-        command = [
-            "dnsmasq",
-            "--keep-in-foreground",
-            "--conf-file=/dev/null",
-            "--no-resolv",
-            "--no-hosts",
-            "--user=root",
-        ]
-        command += [f"--addn-hosts={hosts}", f"--listen-address={self.address}", "--bind-interfaces", "--pid-file="]
-        command += ["--local=/cluster.local/", f"--log-facility={self.folder / 'dnsmasq.log'}"]
-        process = subprocess.Popen(command)
-        stop = threading.Event()
-
-        def follow() -> None:
-            known = ""
-            while not stop.wait(0.3):
-                with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # it is asked again
-                    text = "".join(f"{address} {name}\n" for name, address in self._ready_addresses())
-                    if text != known:
-                        known = text
-                        hosts.write_text(text)
-                        process.send_signal(signal.SIGHUP)
-
-        thread = threading.Thread(target=follow)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-            process.terminate()
-            process.wait()
-
-    def _ready_addresses(self) -> list[tuple[str, str]]:
-        """(name, address) of what is ready, as CoreDNS answers for Services without an address of their own."""
-        found = set()
-        for slice_ in self.plane.get("endpointslices", "--all-namespaces")["items"]:
-            labels, namespace = slice_["metadata"]["labels"], slice_["metadata"]["namespace"]
-            name = f"{labels['kubernetes.io/service-name']}.{namespace}.svc.cluster.local"
-            for endpoint in slice_["endpoints"] or []:
-                if endpoint["conditions"].get("ready"):
-                    found |= {(name, address) for address in endpoint["addresses"]}
-        return sorted(found)
 
     def _remove_cgroups(self) -> None:
         for hierarchy in _hierarchies():

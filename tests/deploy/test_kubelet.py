@@ -5,6 +5,7 @@ Figures are printed: ARGS=-s shows them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.deploy.installation import Installation, installed, is_ready, restarts
+from tests.deploy.installation import Installation, installed, is_ready, names, restarts
 from tests.deploy.kubelet_node import why_not
 
 pytestmark = [pytest.mark.kubelet, pytest.mark.timeout(900), pytest.mark.skipif(bool(why_not()), reason=why_not())]
@@ -22,7 +23,7 @@ STORY = "Once upon a time, in a village by the sea, there lived "
 KILL_ENGINE = """
 import os, pathlib, signal
 for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    if b"worker.engine_main" in path.read_bytes():
+    if b"\\0worker.engine_main\\0" in path.read_bytes():
         os.kill(int(path.parent.name), signal.%s)
 """
 
@@ -39,7 +40,7 @@ def small(node):
 
 @pytest.fixture(scope="module")
 def exact(small):
-    """The same with other settings: streams that move get the same tokens, and they move soon when a worker drains."""
+    """The same with other settings: streams that move keep their tokens, and move soon when a worker drains."""
     before = {pod["metadata"]["uid"] for pod in small.pods()}
     small.apply("small", {"MINI_INFER_DTYPE": "float32", "MINI_INFER_DRAIN_GRACE_SECONDS": "3"})
     small.wait_until("all pods are new", lambda: not before & {pod["metadata"]["uid"] for pod in small.pods()})
@@ -89,11 +90,13 @@ def test_a_pod_whose_engine_is_killed_starts_again_and_its_streams_go_on(exact):
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(exact.stream, STORY, 300)
         time.sleep(1)
-        with pytest.raises(AssertionError, match="137"):  # the container ends with its engine
+        killed = time.monotonic()
+        with contextlib.suppress(AssertionError):  # the container may end before this command
             exact.python("decode", KILL_ENGINE % "SIGKILL")
         assert not stream.done()
         exact.wait_until("the pod is not ready", lambda: not is_ready(exact.pod("decode")), 30)
-        seconds = exact.wait_ready(3)
+        exact.wait_ready(3)
+        seconds = time.monotonic() - killed
         assert stream.result() == expected
     after = exact.pod("decode")
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
@@ -171,6 +174,6 @@ def test_a_rollout_of_the_router_finishes_its_streams(exact):
         stream = pool.submit(exact.stream, STORY, 400)
         time.sleep(1)
         exact.kubectl("rollout", "restart", "deployment/router")
-        exact.wait_until("another router is ready", lambda: exact.pod("router")["metadata"]["name"] != old, 60)
+        exact.wait_until("the old router is asked to end", lambda: old not in names(exact.pods("router")), 60)
         assert stream.result() == expected
-    exact.wait_until("the old router is gone", lambda: old not in exact.kubectl("get", "pods", "--output=name"), 60)
+    exact.wait_until("the old router is gone", lambda: old not in exact.kubectl("get", "pods"), 60)

@@ -88,9 +88,12 @@ def test_services_wait_for_the_model_that_a_job_downloads(node, tmp_path):
             "value": {"name": "HF_ENDPOINT", "value": f"http://{node.address}:{port}"},
         },
     ]
-    settings = {"MINI_INFER_MODEL": "/models/tiny"}
-    patches = [{"target": {"kind": "Job"}, "patch": json.dumps(job)}]
-    with installed(node, "model-cache", "cached", settings, patches) as cached:
+    model = {"op": "replace", "path": "/data/MINI_INFER_MODEL", "value": "/models/tiny"}
+    patches = [
+        {"target": {"kind": "Job"}, "patch": json.dumps(job)},
+        {"target": {"kind": "ConfigMap"}, "patch": json.dumps([model])},
+    ]
+    with installed(node, "model-cache", "cached", patches=patches) as cached:
 
         def failed():
             return any(restarts(pod) for pod in cached.pods("model-download"))
@@ -112,5 +115,4 @@ def test_services_wait_for_the_model_that_a_job_downloads(node, tmp_path):
         models = httpx.get(f"{cached.url()}/v1/models", timeout=10).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
         assert cached.stream("once upon a time", 8)
-        logs = cached.kubectl("logs", "decode-0", "--container=wait-for-model")
-        print(logs)
+        assert "/models/tiny: no such file" in cached.kubectl("logs", "decode-0", "--container=wait-for-model")
