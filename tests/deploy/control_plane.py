@@ -108,6 +108,18 @@ class ControlPlane:
         found: dict[str, Any] = json.loads(self.kubectl("get", "-o=json", *arguments, stdin=stdin))
         return found
 
+    def evict(self, namespace: str, pod: str, fails: bool = False) -> str:
+        """Ask for a pod to go, as a drain of its node does; with `fails` what says that it may not."""
+        metadata = {"name": pod, "namespace": namespace}
+        eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        return self.kubectl("create", f"--raw={path}", "--filename=-", stdin=eviction, fails=fails)
+
+    def may_be_evicted(self, namespace: str, budget: str) -> bool:
+        """True when a disruption budget lets one pod go."""
+        found = self.get("poddisruptionbudget", budget, f"--namespace={namespace}")
+        return found.get("status", {}).get("disruptionsAllowed") == 1
+
     def wait_until(self, what: str, is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while not is_so():

@@ -87,7 +87,7 @@ class Node:
         stack.enter_context(service_names(self.plane, self.address, self.folder))
         stack.enter_context(self._containerd())
         _run("ctr", f"--address={self._socket}", "--namespace=k8s.io", "images", "import", str(self._images))
-        self._start_kubelet()
+        self._start_kubelet(stack)
         self.plane.wait_until("the node is ready", self._is_ready, START_SECONDS)
 
     @contextlib.contextmanager
@@ -116,17 +116,19 @@ class Node:
                 os.kill(self._init, signal.SIGKILL)  # and with it all that runs in its PID namespace
             process.wait()
 
-    def _start_kubelet(self) -> None:
+    def _start_kubelet(self, stack: ExitStack) -> None:
         (self.folder / "kubelet.json").write_text(json.dumps(self._kubelet_settings()))
         command = ["nsenter", f"--target={self._init}", "--mount", "--pid", "--", self.plane.programs["kubelet"]]
         command += [f"--config={self.folder / 'kubelet.json'}", f"--kubeconfig={self.plane.kubeconfig}"]
         command += [f"--root-dir={self.folder / 'kubelet'}", f"--cert-dir={self.folder / 'kubelet' / 'pki'}"]
         command += [f"--node-ip={self.address}", f"--hostname-override={NAME}"]
         with (self.folder / "kubelet.log").open("wb") as log:
-            self._kubelet_process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._kubelet = subprocess.Popen(command, stdout=log, stderr=log)
+        stack.callback(self._kubelet.wait)
+        stack.callback(self._kubelet.kill)
 
     def _is_ready(self) -> bool:
-        if self._kubelet_process.poll() is not None:
+        if self._kubelet.poll() is not None:
             raise RuntimeError(f"the kubelet has ended: {self.log('kubelet')}")
         for node in self.plane.get("nodes")["items"]:
             conditions = {c["type"]: c["status"] for c in node["status"].get("conditions", [])}

@@ -148,12 +148,15 @@ class Load:
         return sum(run.result() for run in self._runs)
 
 
+def migrations(installation: Installation) -> float:
+    return sum(installation.metric("router", r"(mini_infer_migrations)_total(?:\{.*\})?").values())
+
+
 def test_a_rollout_of_decode_workers_loses_no_stream(exact):
     exact.kubectl("scale", "statefulset/decode", "--replicas=2")
     exact.wait_ready(4)
     before = {pod["metadata"]["uid"] for pod in exact.pods("decode")}
-    moved = r"(mini_infer_migrations)_total(?:\{.*\})?"
-    migrations = exact.metric("router", moved).get("mini_infer_migrations", 0)
+    moved = migrations(exact)
     with Load(exact, 200) as load:
         time.sleep(2)
         exact.kubectl("rollout", "restart", "statefulset/decode")
@@ -163,8 +166,23 @@ def test_a_rollout_of_decode_workers_loses_no_stream(exact):
             return len(pods) == 2 and all(is_ready(p) and p["metadata"]["uid"] not in before for p in pods)
 
         seconds = exact.wait_until("both pods are new and ready", is_done, 240)
-    assert exact.metric("router", moved)["mini_infer_migrations"] > migrations
+    assert migrations(exact) > moved
     print(f"rollout of two decode workers: {seconds:.1f} s, {load.count()} streams, none lost")
+
+
+def test_workers_are_evicted_one_at_a_time_and_their_streams_move(exact):
+    exact.kubectl("scale", "statefulset/decode", "--replicas=2")
+    exact.wait_ready(4)
+    moved = migrations(exact)
+    with Load(exact, 200) as load:
+        for pod, other in (("decode-0", "decode-1"), ("decode-1", "decode-0")):
+            exact.wait_until("one may go", lambda: exact.plane.may_be_evicted(exact.namespace, "decode"), 60)
+            exact.plane.evict(exact.namespace, pod)
+            assert "disruption budget" in exact.plane.evict(exact.namespace, other, fails=True)
+            assert names(exact.pods("decode")) == {other}
+            exact.wait_ready(4)
+    assert load.count() >= 3
+    assert migrations(exact) > moved
 
 
 def test_a_rollout_of_the_router_finishes_its_streams(exact):
