@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s test-prometheus clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s test-kubelet test-prometheus clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -33,7 +33,7 @@ else
 endif
 
 test-fast: setup ## what needs no kernels, no cluster of processes and no real model
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not k8s and not prometheus and not soak" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not k8s and not kubelet and not prometheus and not soak" $(ARGS)
 
 # A GPU machine brings its own torch and triton: no environment is made, and the settings of pytest are not needed.
 test-gpu:        ## kernels and GPU engine on an NVIDIA GPU (PYTHON=python3 with torch and triton)
@@ -72,6 +72,9 @@ test-compose: setup  ## docker compose up, and a chat request through it (needs 
 
 test-k8s: setup  ## everything in k8s/ on a real API server (KUBEBUILDER_ASSETS, or shared/kubernetes and etcd)
 	@$(BIN)/python -m pytest -q -m k8s tests/deploy $(ARGS)
+
+test-kubelet: setup  ## k8s/ on a real kubelet: probes, rollouts, volumes (root, containerd, shared/kubernetes)
+	@$(BIN)/python -m pytest -q -m kubelet tests/deploy $(ARGS)
 
 test-prometheus: setup  ## dashboards and alerts on a cluster under load and faults (apt-get install prometheus)
 	@$(BIN)/python -m pytest -q -m prometheus tests/cluster $(ARGS)

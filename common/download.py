@@ -8,7 +8,9 @@ it. HF_TOKEN and HF_ENDPOINT are huggingface_hub's own variables.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -50,4 +52,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # At once, as SIGKILL would at the end of the grace period: sys.exit would wait for the threads that download.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -7,11 +7,14 @@ After `--seconds` it exits with 1 and says what is missing; the hint says who ma
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import stat
 import sys
 import time
 from pathlib import Path
+
+from common.startup import exit_on_sigterm
 
 INTERVAL_SECONDS = 0.5
 CONNECT_SECONDS = 2.0
@@ -58,4 +61,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm(128 + signal.SIGTERM)  # else a pod that is deleted waits for its whole grace period
     sys.exit(main())

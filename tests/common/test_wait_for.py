@@ -1,4 +1,7 @@
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -39,3 +42,16 @@ def test_it_says_what_is_missing_and_gives_up(tmp_path, capsys):
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("waiting up to")
     assert last.endswith("agent.sock: no such file or directory. The agent makes it.")
+
+
+def test_sigterm_ends_it_though_a_container_s_first_process_ignores_what_it_does_not_handle(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "common.wait_for", str(tmp_path / "model"), "--seconds=60"],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    )
+    assert process.stderr
+    with process:
+        assert process.stderr.readline().startswith(b"waiting")
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM

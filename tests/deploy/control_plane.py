@@ -1,4 +1,4 @@
-"""A Kubernetes control plane on loopback: etcd, API server, controller manager and scheduler. There are no kubelets.
+"""A Kubernetes control plane on loopback: etcd, API server, controller manager and scheduler. It has no kubelet.
 
 The programs come from KUBEBUILDER_ASSETS, as controller projects have them, or from one static binary that is each of
 them by its name (KUBE_ARCHIVE, by default shared/kubernetes/kube.xz beside the repository). Where only etcd and
@@ -36,7 +36,7 @@ def find_programs(folder: Path) -> dict[str, str]:
         with lzma.open(archive) as packed, (folder / "kube").open("wb") as binary:
             shutil.copyfileobj(packed, binary, 1 << 20)
         (folder / "kube").chmod(0o755)
-        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler"):
+        for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet"):
             (folder / name).symlink_to("kube")
             found[name] = str(folder / name)
     for name in ("etcd", "openssl"):
@@ -48,6 +48,11 @@ def find_programs(folder: Path) -> dict[str, str]:
 def is_available() -> bool:
     has_server = bool(os.environ.get("KUBEBUILDER_ASSETS") or (_archive() and shutil.which("etcd")))
     return has_server and all(shutil.which(name) for name in ("kubectl", "openssl"))
+
+
+def has_kubelet() -> bool:
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    return is_available() and bool(Path(assets, "kubelet").exists() if assets else _archive())
 
 
 def _archive() -> Path | None:
@@ -63,9 +68,13 @@ def free_port() -> int:
 
 
 class ControlPlane:
-    """Started by `with`, gone after it. Raises RuntimeError with the end of its log when a program ends early."""
+    """Started by `with`, gone after it. Raises RuntimeError with the end of its log when a program ends early.
 
-    def __init__(self) -> None:
+    nodes_live: nodes have kubelets, and are marked when they no longer report.
+    """
+
+    def __init__(self, *, nodes_live: bool = False) -> None:
+        self._nodes_live = nodes_live
         self._stack = ExitStack()
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
@@ -88,7 +97,7 @@ class ControlPlane:
 
     def kubectl(self, *arguments: str, stdin: str | None = None, fails: bool = False) -> str:
         """Output of a command; with `fails` what it says when it is refused."""
-        command = ["kubectl", f"--kubeconfig={self._kubeconfig}", *arguments]
+        command = ["kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         env = dict(os.environ, HOME=str(self._folder))  # its cache of what the server has
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=env)
         if (done.returncode != 0) != fails:
@@ -98,6 +107,18 @@ class ControlPlane:
     def get(self, *arguments: str, stdin: str | None = None) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.kubectl("get", "-o=json", *arguments, stdin=stdin))
         return found
+
+    def evict(self, namespace: str, pod: str, fails: bool = False) -> str:
+        """Ask for a pod to go, as a drain of its node does; with `fails` what says that it may not."""
+        metadata = {"name": pod, "namespace": namespace}
+        eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        return self.kubectl("create", f"--raw={path}", "--filename=-", stdin=eviction, fails=fails)
+
+    def may_be_evicted(self, namespace: str, budget: str) -> bool:
+        """True when a disruption budget lets one pod go."""
+        found = self.get("poddisruptionbudget", budget, f"--namespace={namespace}")
+        return found.get("status", {}).get("disruptionsAllowed") == 1
 
     def wait_until(self, what: str, is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
@@ -109,6 +130,7 @@ class ControlPlane:
 
     def _start(self) -> None:
         folder, programs = self._folder, find_programs(self._folder)
+        self.programs = programs
         etcd, peer, port = free_port(), free_port(), free_port()
         url, peers = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
         self._run(
@@ -129,22 +151,22 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc", f"--token-auth-file={folder / 'tokens.csv'}",
             "--authorization-mode=AlwaysAllow", f"--cert-dir={folder / 'certs'}", "--bind-address=127.0.0.1",
             f"--secure-port={port}", "--advertise-address=192.0.2.2", "--endpoint-reconciler-type=none",
-            "--allow-privileged=true",
+            "--allow-privileged=true", "--kubelet-preferred-address-types=InternalIP",
         )  # fmt: skip
         self._write_kubeconfig(f"https://127.0.0.1:{port}")
         self.wait_until("the API server is ready", self._is_ready, START_SECONDS)
-        common = [f"--kubeconfig={self._kubeconfig}", "--leader-elect=false", "--secure-port=0"]
+        common = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--secure-port=0"]
         if "kube-controller-manager" in programs:
             self._run(
                 programs["kube-controller-manager"], *common, f"--service-account-private-key-file={key}",
-                "--controllers=*,-node-lifecycle-controller", "--horizontal-pod-autoscaler-sync-period=1s",
-                "--pvclaimbinder-sync-period=1s",
+                f"--controllers=*{'' if self._nodes_live else ',-node-lifecycle-controller'}",
+                "--horizontal-pod-autoscaler-sync-period=1s", "--pvclaimbinder-sync-period=1s",
             )  # fmt: skip
         if "kube-scheduler" in programs:
             self._run(programs["kube-scheduler"], *common)
 
     def _write_kubeconfig(self, server: str) -> None:
-        self._kubeconfig = self._folder / "kubeconfig"
+        self.kubeconfig = self._folder / "kubeconfig"
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -153,7 +175,7 @@ class ControlPlane:
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
             "current-context": "test",
         }
-        self._kubeconfig.write_text(json.dumps(config))
+        self.kubeconfig.write_text(json.dumps(config))
 
     def _is_ready(self) -> bool:
         with suppress(AssertionError):

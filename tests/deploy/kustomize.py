@@ -39,10 +39,15 @@ SECRET = "cluster-token=0123456789abcdef0123456789abcdef\n"
 Document = dict[str, Any]
 
 
-def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] | None = None) -> str:
+def build(
+    variant: str,
+    namespace: str = "mini-infer",
+    settings: dict[str, str] | None = None,
+    patches: list[Document] | None = None,
+) -> str:
     """The documents of a variant in a namespace, as kubectl prints them; with a secret, as a user would write it.
 
-    settings: what the user's overlay sets in the ConfigMap.
+    settings: what the user's overlay sets in the ConfigMap. patches: further entries of its kustomization.
     """
     overlay, *components = ("base",) if variant == EXAMPLE else VARIANTS[variant]
     with tempfile.TemporaryDirectory() as folder:
@@ -57,6 +62,8 @@ def build(variant: str, namespace: str = "mini-infer", settings: dict[str, str] 
         if settings:
             literals = [f"{key}={value}" for key, value in settings.items()]
             kustomization["configMapGenerator"] = [{"name": "mini-infer", "behavior": "merge", "literals": literals}]
+        if patches:
+            kustomization["patches"] = patches
         return build_own(Path(folder), yaml.safe_dump(kustomization))
 
 

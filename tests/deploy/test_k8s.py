@@ -222,6 +222,17 @@ def test_the_overlay_in_the_documentation_does_what_it_says(tmp_path):
     assert config["data"]["MINI_INFER_MAX_NUM_SEQS"] == "128"
 
 
+def test_the_patches_in_the_documentation_name_another_model(tmp_path):
+    text = (ROOT / "docs" / "operating.md").read_text()
+    (patches,) = re.findall(r"```yaml\n(patches:.*?MINI_INFER_MODEL.*?)```", text, re.S)
+    own = {"resources": ["../k8s/small"], "components": ["../k8s/components/model-cache"]} | yaml.safe_load(patches)
+    copy_with_secret(tmp_path)
+    documents = {d["kind"]: d for d in yaml.safe_load_all(build_own(tmp_path, yaml.safe_dump(own)))}
+    assert documents["ConfigMap"]["data"]["MINI_INFER_MODEL"] == "/models/NAME"
+    (download,) = documents["Job"]["spec"]["template"]["spec"]["containers"]
+    assert download["args"] == ["common.download", "ORGANIZATION/NAME", "/models/NAME"]
+
+
 def test_without_a_secret_of_ones_own_kubectl_says_which_file_is_missing(tmp_path):
     copy_with_secret(tmp_path)
     (tmp_path / "k8s" / "components" / "secret" / "secret.env").unlink()

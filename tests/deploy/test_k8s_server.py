@@ -235,15 +235,7 @@ def test_one_pod_of_a_role_is_evicted_at_a_time(controlled, nodes, installed):
             controlled.kubectl("patch", "pod", name, "-n=evicted", "--subresource=status", patch)
         controlled.wait_until(
             "the budget allows one disruption",
-            lambda role=role: (
-                controlled.get("pdb", role, "-n=evicted").get("status", {}).get("disruptionsAllowed") == 1
-            ),
+            lambda role=role: controlled.may_be_evicted("evicted", role),
         )
-        evict(controlled, "evicted", names[0])
-        assert "disruption budget" in evict(controlled, "evicted", names[1], fails=True)
-
-
-def evict(plane, namespace, name, fails=False):
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
-    path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
-    return plane.kubectl("create", f"--raw={path}", "--filename=-", stdin=json.dumps(eviction), fails=fails)
+        controlled.evict("evicted", names[0])
+        assert "disruption budget" in controlled.evict("evicted", names[1], fails=True)
