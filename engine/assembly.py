@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,8 +27,10 @@ from engine.kv_memory import (
     check_kv_dtype,
     context_in_pool,
     host_buffer_over,
+    num_blocks_for,
     pool_geometry,
 )
+from engine.layers.pipeline import Stage, StageEnds
 from engine.parallel.followers import FollowerPool, Followers
 from engine.policy import load_policy
 from engine.prompt_budget import budget_for
@@ -43,6 +46,7 @@ from kvstore.transport.shared_memory import create_memfd
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
+    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
@@ -134,9 +138,11 @@ def _assemble(
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
     shard = Shard(0, config.tp)
-    followers = _start_followers(config, device, gpu) if config.tp > 1 else None
+    stage = Stage(config.pp - 1, config.pp) if config.pp > 1 else None  # the last one samples
+    followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
-        loaded = load_model(files, config, device, shard, on_progress)
+        loaded = load_model(files, config, device, shard, on_progress, stage)
+    shard = loaded.shard
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import kv_cache_gb
@@ -145,6 +151,10 @@ def _assemble(
         one_block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, shard)
         config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
+    others = _other_shards(loaded.config, config)
+    if stage is not None:  # whose stages may have more layers
+        each = [replace(geometry, shard=other) for other in others]
+        geometry = replace(geometry, num_blocks=min(num_blocks_for(one, config) for one in (geometry, *each)))
     max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
@@ -155,7 +165,7 @@ def _assemble(
         runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
     else:
         runner = _make_parallel_runner(
-            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers
+            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
         )
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),
@@ -173,6 +183,7 @@ def _assemble(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
+        num_stages=config.pp,
     )
     engine = Engine(
         scheduler,
@@ -215,9 +226,22 @@ def _speculation(config: EngineConfig, device: torch.device) -> Speculation | No
 
 
 def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers:
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
-        raise ConfigError(f"--tp {config.tp} needs as many GPUs, and {torch.cuda.device_count()} are visible")
+    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
+        flag = "--tp" if config.tp > 1 else "--pp"
+        raise ConfigError(
+            f"{flag} {config.num_ranks} needs as many GPUs, and {torch.cuda.device_count()} are visible"
+        )
     return Followers(config, device.type, gpu)
+
+
+def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
+    """What ranks 1, 2, ... have of the model."""
+    from engine.loader.staged import divide_layers  # see `_assemble`
+
+    if config.pp > 1:
+        layers = divide_layers(model, config.pp)[:-1]
+        return [Shard(layers=(each.start, each.stop)) for each in layers]
+    return [Shard(rank, config.tp) for rank in range(1, config.tp)]
 
 
 def _make_parallel_runner(
@@ -230,13 +254,17 @@ def _make_parallel_runner(
     memory: PoolMemory,
     geometry: PoolGeometry,
     followers: Followers,
-) -> ParallelRunner:
-    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's."""
+    shards: Sequence[Shard],
+) -> ParallelRunner | PipelineRunner:
+    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
+
+    shards: the others'.
+    """
+    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
     told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools)
-    shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
@@ -251,6 +279,9 @@ def _make_parallel_runner(
     from engine.parallel.group import GlooGroup
 
     followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
+    if config.pp > 1:
+        local = ModelRunner(loaded, pool, host_buffer, config, ends=StageEnds(followers.hidden_source()))
+        return PipelineRunner(local, followers, config.pp, is_eager=True)
     group = GlooGroup(geometry.shard, followers.store)
     return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
 

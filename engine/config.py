@@ -62,6 +62,10 @@ class EngineConfig:
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
+    pp: int = setting(
+        1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
+        flags=("--pipeline-parallel-size",),
+    )  # fmt: skip
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )
@@ -93,7 +97,18 @@ class EngineConfig:
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
+        require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
+        require(self.pp == 1 or self.tp == 1, "--pp with --tp is not supported yet: choose one of them")
+        require(
+            self.pp == 1 or not self.num_speculative_tokens,
+            "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
+        )
         require(self.num_threads >= 0, "--num-threads must not be negative")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the model."""
+        return self.tp * self.pp
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
         """Fill in the block size and every automatic bound of a step for `cpu` or `cuda`.
@@ -104,6 +119,7 @@ class EngineConfig:
         on_gpu = device_type == "cuda"
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
+        num_cores = len(os.sched_getaffinity(0))
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
         num_tokens = (16384 if is_offline else 8192) if on_gpu else 256
         max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, max_num_seqs)
@@ -113,5 +129,5 @@ class EngineConfig:
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
-            num_threads=self.num_threads or (max(len(os.sched_getaffinity(0)) // self.tp, 1) if self.tp > 1 else 0),
+            num_threads=self.num_threads or (max(num_cores // self.num_ranks, 1) if self.num_ranks > 1 else 0),
         )

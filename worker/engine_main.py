@@ -65,17 +65,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
     config, worker = start.engine, start.worker
+    if config.pp > 1:
+        raise ConfigError("--pp: workers with stages are not supported yet: choose --tp")
     memory = SharedPoolMemory(
         worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
     )
-    cores = None if config.num_threads or config.tp > 1 else _shared_cores(worker.run_dir)
+    cores = None if config.num_threads or config.num_ranks > 1 else _shared_cores(worker.run_dir)
     parts = assemble(config, memory, start.gpu, on_progress=StartReports())
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
     if parts.device == "cpu":
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
-    if config.tp > 1:
+    if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then

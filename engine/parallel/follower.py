@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,12 @@ from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
+from engine.layers.pipeline import StageEnds
 from engine.loader import load_model
 from engine.parallel.followers import READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
+from engine.parallel.hidden_ring import RingSink, RingSource
 from engine.parallel.plan_ring import LENGTH, RingReader
-from engine.plan import PendingStep
 from kvstore.layout import PoolGeometry
 
 T = TypeVar("T")
@@ -39,22 +41,26 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
     start, _ = _receive(link, FollowerStart)
-    setup_logging(f"rank {start.shard.rank}", "warning", start.log_format)
+    setup_logging(f"rank {start.rank}", "warning", start.log_format)
     try:
         runner = _start(link, start)
     except MiniInferError as error:
-        report_end(f"rank {start.shard.rank}", error)
+        report_end(f"rank {start.rank}", error)
         return 1
-    return _follow(RingReader(start.ring_fd, start.wake_fd, start.shard.rank - 1, start.shard.size - 1), runner)
+    ring = RingReader(start.ring_fd, start.wake_fd, start.rank - 1, start.engine.num_ranks - 1)
+    return follow(ring.read, runner)
 
 
-def _follow(ring: RingReader, runner: Any) -> NoReturn:
-    """Until rank 0 ends."""
+def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
+    """Launch the steps that come, until rank 0 ends."""
     decoder = msgspec.msgpack.Decoder(FollowerStep)
-    in_flight: deque[PendingStep] = deque()
+    in_flight: deque[Any] = deque()  # PendingStep, of stages UnsampledStep
     num_finished = 0
     while True:
-        step = decoder.decode(ring.read())
+        step = decoder.decode(read())
+        for sampled in step.sampled:
+            in_flight.popleft().take(sampled)
+            num_finished += 1
         while num_finished < step.num_finished:
             in_flight.popleft().result()
             num_finished += 1
@@ -65,14 +71,14 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     """Load this rank's part of the model, join the group, and warm up together with the others."""
     on_gpu = start.device == "cuda"
     torch.set_num_threads(start.engine.num_threads)
-    device = torch.device("cuda", start.shard.rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", start.rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard)
+    loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard, stage=start.stage)
     link.sendall(READY)
     pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, start.shard)
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
     runner: Any
     if on_gpu:
@@ -86,11 +92,21 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
-        runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
+        if start.stage is None:
+            runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
+        else:
+            runner = ModelRunner(loaded, kv_pool, slots, config, ends=_ring_ends(start))
     runner.warmup()
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     return runner
+
+
+def _ring_ends(start: FollowerStart) -> StageEnds:
+    return StageEnds(
+        None if start.hidden_in is None else RingSource(start.hidden_in),
+        None if start.hidden_out is None else RingSink(start.hidden_out),
+    )
 
 
 def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:

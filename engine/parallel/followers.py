@@ -22,8 +22,11 @@ from common.logging import current_format
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError
 from engine.gpu.config import GpuConfig
+from engine.layers.pipeline import Stage
+from engine.parallel.hidden_ring import RingFds, RingSource
 from engine.parallel.plan_ring import LENGTH, RingWriter, ring_bytes
 from engine.plan import StepPlan
+from engine.request import TokenId
 from kvstore.layout import Shard
 
 READY = b"\x01"
@@ -34,6 +37,7 @@ POLL_SECONDS = 0.5
 class FollowerStart(msgspec.Struct):
     """First message to a follower. The descriptors are inherited under the same numbers."""
 
+    rank: int  # this process's
     shard: Shard
     device: str  # type of it
     engine: EngineConfig  # resolved
@@ -42,6 +46,9 @@ class FollowerStart(msgspec.Struct):
     ring_fd: int
     wake_fd: int
     log_format: str
+    stage: Stage | None = None
+    hidden_in: RingFds | None = None  # on a CPU, of stages: where hidden states come from, and where they go
+    hidden_out: RingFds | None = None
 
 
 class FollowerPool(msgspec.Struct):
@@ -54,10 +61,15 @@ class FollowerPool(msgspec.Struct):
 
 
 class FollowerStep(msgspec.Struct):
-    """A plan, and how many of the steps before it rank 0 has read the results of."""
+    """A plan, and how many of the steps before it rank 0 has read the results of.
+
+    sampled: for stages that do not sample, the tokens of each row of those steps whose results were read since the
+        last plan.
+    """
 
     plan: StepPlan
     num_finished: int
+    sampled: Sequence[Sequence[Sequence[TokenId]]] = ()
 
 
 STEP_ENCODER = msgspec.msgpack.Encoder()
@@ -67,8 +79,12 @@ class Followers:
     """Processes that run the same plans as this one, each on its own shard."""
 
     def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
-        """Start the ranks of `config.tp` but the first; returns while they load. config: resolved."""
-        num_followers = config.tp - 1
+        """Start the ranks of `config` but the first; returns while they load. config: resolved.
+
+        Of a pipeline, rank 0 is the last stage, and rank n is stage n - 1.
+        """
+        num_followers = config.num_ranks - 1
+        self.hidden_rings = [RingFds.create() for _ in range(config.pp - 1)] if device == "cpu" else []
         self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
         self._links: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -78,18 +94,23 @@ class Followers:
         self._ring = RingWriter(ring_fd, wake_fds, partial(_check, self._processes))
         for rank, wake_fd in enumerate(wake_fds, 1):
             ours, theirs = socket.socketpair()
+            start = FollowerStart(
+                rank, Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
+            )
+            if config.pp > 1:
+                ends = [None, *self.hidden_rings][rank - 1 : rank + 1] if self.hidden_rings else [None, None]
+                start.shard, start.stage = Shard(), Stage(rank - 1, config.pp)
+                start.hidden_in, start.hidden_out = ends
+            hidden = [fd for ring in (start.hidden_in, start.hidden_out) if ring for fd in (ring.memory, ring.wake)]
             with theirs:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
                         stdin=subprocess.DEVNULL,
-                        pass_fds=(theirs.fileno(), ring_fd, wake_fd),
+                        pass_fds=(theirs.fileno(), ring_fd, wake_fd, *hidden),
                     )
                 )
             self._links.append(ours)
-            start = FollowerStart(
-                Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
-            )
             _send(ours, start, [])
         os.close(ring_fd)
         self._ending = threading.Event()
@@ -118,10 +139,14 @@ class Followers:
             socket.send_fds(link, [READY], fds)
         return fds
 
-    def send(self, plan: StepPlan, num_finished: int) -> None:
+    def hidden_source(self) -> RingSource:
+        """Hidden states of the stage before the last one."""
+        return RingSource(self.hidden_rings[-1], self.check)
+
+    def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
         """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
         self.check()
-        self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished)))
+        self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
 
     def check(self) -> None:
         """Raises DeviceLostError when a process has ended."""
