@@ -56,7 +56,7 @@ class Scheduler:
     ) -> None:
         """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided."""
         self.kv = kv
-        self._num_stages = num_stages
+        self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.prefetches = Prefetches(kv.pool)
@@ -301,7 +301,7 @@ class Scheduler:
         """Rows for the running requests; True when somebody had to give way."""
         budget, limit = self._max_num_batched_tokens, self.max_model_len
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
-        if self._num_stages > 1:
+        if self.num_stages > 1:
             decodes = self._share_of(decodes)
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
@@ -329,7 +329,7 @@ class Scheduler:
 
         Shares of all steps in flight together are at least all requests, so each is in one step of each round.
         """
-        share = -(-len(decodes) // self._num_stages)
+        share = -(-len(decodes) // self.num_stages)
         return [request for request in decodes if not request.num_pending_tokens][:share]
 
     def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:

@@ -117,7 +117,7 @@ def open_stages(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **setti
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
     parts = assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
-    parts.engine.scheduler._num_stages = count
+    parts.engine.scheduler.num_stages = count
     return parts
 
 
