@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
     parser.add_argument("--prefill", type=int_list, default=[], help="single prompts of these lengths")
-    parser.add_argument("--one-at-a-time", action="store_true", help="with --pp: one step in flight, of all sequences")
+    parser.add_argument("--one-at-a-time", action="store_true", help="with --pp: one step in flight, of all rows")
     parser.add_argument("--offline256", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="GB/s of memory for the floor; 0: measure")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -65,8 +65,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProcess:
     config, worker = start.engine, start.worker
-    if config.pp > 1:
-        raise ConfigError("--pp: workers with stages are not supported yet: choose --tp")
     memory = SharedPoolMemory(
         worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from common.errors import HandshakeError
 from kvstore.layout import PoolGeometry, Shard
 
 
@@ -40,8 +41,11 @@ class ShardPart:
 def split_heads(mine: PoolGeometry, num_ranks: int) -> tuple[ShardPart, ...]:
     """The parts that make up a block of `mine`, when the same layout is divided among `num_ranks` by the writer.
 
-    Of a head that several ranks hold one copy is read; readers' ranks take turns, so that all of them serve.
+    Of a head that several ranks hold one copy is read; readers' ranks take turns, so that all of them serve. Raises
+    HandshakeError for a pool of some layers.
     """
+    if mine.shard.layers is not None:
+        raise HandshakeError("a pipeline's stages cannot read KV of peers yet")
     wanted = mine.heads
     parts: list[ShardPart] = []
     num_kv_heads = mine.group.num_kv_heads

@@ -82,10 +82,11 @@ def ready_workers(cluster: Cluster) -> set[str]:
     return {worker["id"] for worker in cluster.get("/v1/cluster")["workers"] if worker["state"] == "ready"}
 
 
-def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM) -> None:
+@pytest.mark.parametrize(("flag", "num_prefill"), [("--tp=2", 1), ("--pp=2", 0)])
+def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str, num_prefill: int) -> None:
     params = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
-    with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": ["--tp=2"]}) as cluster:
+    with running_cluster(num_prefill, 2, engine_args=ENGINE, role_args={"decode": [flag]}) as cluster:
         texts: dict[int, str] = {}
 
         def ask(index: int) -> None:
