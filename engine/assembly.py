@@ -145,16 +145,15 @@ def _assemble(
     shard = loaded.shard
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        from engine.gpu.memory import kv_cache_gb
+        from engine.gpu.memory import num_blocks_that_fit
 
-        one = replace(config, num_gpu_blocks=1)
-        one_block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, shard)
-        config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
+        config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
     others = _other_shards(loaded.config, config)
-    if stage is not None:  # whose stages may have more layers
-        each = [replace(geometry, shard=other) for other in others]
-        geometry = replace(geometry, num_blocks=min(num_blocks_for(one, config) for one in (geometry, *each)))
+    if followers is not None:
+        fitting = [count for count in followers.wait_for_weights() if count]
+        fitting += [num_blocks_for(replace(geometry, shard=other), config) for other in others]
+        geometry = replace(geometry, num_blocks=min(geometry.num_blocks, *fitting))
     max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
@@ -183,7 +182,7 @@ def _assemble(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
-        num_stages=config.pp,
+        num_stages=_num_in_flight(config, device, gpu),
     )
     engine = Engine(
         scheduler,
@@ -234,6 +233,11 @@ def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig)
     return Followers(config, device.type, gpu)
 
 
+def _num_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
+    """Steps of a pipeline that run at the same time."""
+    return config.pp if gpu.overlap or device.type == "cpu" else 1
+
+
 def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
     """What ranks 1, 2, ... have of the model."""
     from engine.loader.staged import divide_layers  # see `_assemble`
@@ -268,11 +272,16 @@ def _make_parallel_runner(
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
+        from engine.gpu.stages import open_ends
 
         followers.give_pools(told)
         if told.is_shared:
-            for shard, fd in zip(shards, followers.receive(), strict=True):
-                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", shard.rank), fd)
+            for rank, (shard, fd) in enumerate(zip(shards, followers.receive(), strict=True), 1):
+                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", rank), fd)
+        if config.pp > 1:
+            ends = open_ends(loaded, config, Stage(config.pp - 1, config.pp), followers.store)
+            last = GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
+            return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=False)
         devices = open_group(loaded, config, followers.exchange, followers.store)
         return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
     from engine.cpu.runner import ModelRunner

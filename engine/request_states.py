@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -94,13 +94,18 @@ class UnsampledStep:
 
     rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
+    waits: Sequence[Callable[[], None]] = ()  # for its copies
 
     def result(self) -> StepResult:
         """See PendingStep."""
+        for wait in self.waits:
+            wait()
         return StepResult.of_rows(len(self.rows))
 
     def take(self, token_ids: Sequence[Sequence[TokenId]]) -> None:
-        """Take the tokens that were sampled for each row."""
+        """Take the tokens that were sampled for each row, when all stages have done the step."""
+        for wait in self.waits:
+            wait()
         for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
             for position, token_id in enumerate(sampled, row.stop):
                 request.put_token(position, token_id)

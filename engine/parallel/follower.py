@@ -25,9 +25,9 @@ from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
-from engine.layers.pipeline import StageEnds
-from engine.loader import load_model
-from engine.parallel.followers import READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
+from engine.layers.pipeline import WHOLE_MODEL, StageEnds
+from engine.loader import LoadedModel, load_model
+from engine.parallel.followers import NUM_BLOCKS, READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
 from engine.parallel.hidden_ring import RingSink, RingSource
 from engine.parallel.plan_ring import LENGTH, RingReader
@@ -75,7 +75,7 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     if on_gpu:
         torch.cuda.set_device(device)
     loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard, stage=start.stage)
-    link.sendall(READY)
+    link.sendall(READY + NUM_BLOCKS.pack(_num_blocks(loaded, start)))
     pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
@@ -84,11 +84,16 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     if on_gpu:
         from engine.gpu.group import open_group  # these need triton
         from engine.gpu.runner import GpuRunner
+        from engine.gpu.stages import open_ends
 
         kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
-        group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
+        group, ends = None, WHOLE_MODEL
+        if start.stage is None:
+            group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
         _watch(link)
-        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group)
+        if start.stage is not None:
+            ends = open_ends(loaded, config, start.stage, Path(start.store))
+        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group, ends)
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
@@ -100,6 +105,16 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     return runner
+
+
+def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
+    """KV blocks that fit the GPU, of a stage whose layers need other memory than rank 0's; else 0."""
+    config = start.engine
+    if start.device != "cuda" or start.stage is None or config.num_gpu_blocks or config.kv_cache_gb:
+        return 0
+    from engine.gpu.memory import num_blocks_that_fit  # needs triton
+
+    return num_blocks_that_fit(loaded, config, start.gpu, loaded.config.context_length(config.max_model_len))
 
 
 def _ring_ends(start: FollowerStart) -> StageEnds:

@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from engine.request import TokenId
 from kvstore.layout import Shard
 
 READY = b"\x01"
+NUM_BLOCKS = struct.Struct("<Q")
 STOP_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
@@ -116,17 +118,25 @@ class Followers:
         self._ending = threading.Event()
         weakref.finalize(self, _end, self._ending, self._links, self._processes, self.store.parent)
 
-    def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
-        """Wait until all have their weights, and tell each of its pool. fds: of the pools' memory, one each or none.
+    def wait_for_weights(self) -> list[int]:
+        """Wait until all have their weights. Returns how many KV blocks fit each; 0: it has not looked.
 
         Raises ConfigError when one has ended instead; it has said why.
         """
+        found = []
         for rank, link in enumerate(self._links, 1):
             while not select.select([link], [], [], POLL_SECONDS)[0]:
                 continue  # a process that ends closes its link, which is then readable
-            if link.recv(1) != READY:
+            data = link.recv(1 + NUM_BLOCKS.size, socket.MSG_WAITALL)
+            if len(data) != 1 + NUM_BLOCKS.size:
                 raise ConfigError(f"rank {rank} of the model could not start: its message is above")
-            _send(link, pool, [*fds[rank - 1 : rank]])
+            found.append(NUM_BLOCKS.unpack(data[1:])[0])
+        return found
+
+    def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
+        """Tell each of its pool. fds: of the pools' memory, one each or none."""
+        for index, link in enumerate(self._links):
+            _send(link, pool, [*fds[index : index + 1]])
 
     def receive(self) -> list[int]:
         """A descriptor from each follower, to be closed."""
