@@ -11,6 +11,7 @@ reader with another shard finds the heads that it wants (`kvstore/transport/head
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -131,6 +132,21 @@ class Shard:
 WHOLE = Shard()
 
 
+def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
+    """Whether these are the pools of one worker: its ranks in order, or its stages, each layer once, in any order."""
+    if all(shard.layers is None for shard in shards):
+        return [(shard.rank, shard.size) for shard in shards] == [(rank, len(shards)) for rank in range(len(shards))]
+    ranges = sorted(shard.layers for shard in shards if shard.layers is not None)
+    starts, stops = [first for first, _ in ranges], [stop for _, stop in ranges]
+    num_layers = len(layout.groups[0].layers)
+    return (
+        len(ranges) == len(shards)
+        and all(shard.size == 1 for shard in shards)
+        and starts == [0, *stops[:-1]]
+        and stops[-1] == num_layers
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
     """One rank's pool: `[num_blocks, layers and then planes and heads of the shard, block_size, head_dim]`.
@@ -166,6 +182,16 @@ class PoolGeometry:
     def heads(self) -> range:
         """Indices of the model's KV heads that the pool holds."""
         return self.shard.heads(self.group.num_kv_heads)
+
+    @property
+    def layers(self) -> range:
+        """Indices of the group's layers that the pool holds."""
+        return range(*(self.shard.layers or (0, len(self.group.layers))))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a block."""
+        return self.block_bytes // len(self.layers)
 
     @property
     def dtype(self) -> str:

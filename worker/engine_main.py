@@ -80,7 +80,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     scheduler = parts.engine.scheduler
-    exporter = memory.exporter(scheduler.kv.pool)
+    exporter = memory.exporter(scheduler.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
     puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
     memory.serve(worker.host, worker.cluster_token)
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)

@@ -58,8 +58,6 @@ def run_worker(role: str, argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
     try:
         settings = parse_settings(role, argv)
-        if role == "prefill" and settings.engine.pp > 1:
-            raise ConfigError("--pp: KV of stages cannot be handed over yet: use decode workers alone (--prefill 0)")
         setup_logging(role, settings.worker.log_level, settings.worker.log_format)
         return asyncio.run(_serve(role, settings))
     except ConfigError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,11 +160,11 @@ class SharedPoolMemory:
         others = [other.nccl for other in self._others if isinstance(other, DeviceRankPool)]
         return [pool for pool in (self._nccl, *others) if pool is not None]
 
-    def exporter(self, pool: BlockPool) -> KvExporter:
-        """The exporter of blocks of `pool` to readers."""
+    def exporter(self, pool: BlockPool, end_steps: Callable[[], None] = lambda: None) -> KvExporter:
+        """The exporter of blocks of `pool` to readers. end_steps: see DirectExporter."""
         if self._device_pool is None:
             others = [other.blocks for other in self._others if isinstance(other, HostRankPool)]
-            return DirectExporter([self._blocks, *others], pool)
+            return DirectExporter([self._blocks, *others], pool, end_steps)
         ranks = [(other.device_pool, other.rows) for other in self._others if isinstance(other, DeviceRankPool)]
         return DeviceExporter([(self._device_pool, self._rows), *ranks], pool)
 
