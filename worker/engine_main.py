@@ -75,6 +75,8 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
         cores = None
     if parts.device == "cpu":
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
+    if config.pp > 1:
+        parts.runner.tell_of_work(heartbeat.beat)
     if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()

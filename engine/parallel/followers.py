@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -86,6 +87,8 @@ class Followers:
         Of a pipeline, rank 0 is the last stage, and rank n is stage n - 1.
         """
         num_followers = config.num_ranks - 1
+        self.on_work: Callable[[], None] = lambda: None
+        self._work = 0
         self.hidden_rings = [RingFds.create() for _ in range(config.pp - 1)] if device == "cpu" else []
         self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
         self._links: list[socket.socket] = []
@@ -150,8 +153,8 @@ class Followers:
         return fds
 
     def hidden_source(self) -> RingSource:
-        """Hidden states of the stage before the last one."""
-        return RingSource(self.hidden_rings[-1], self.check)
+        """Hidden states of the stage before the last one. While they do not come, `on_work` tells of work on them."""
+        return RingSource(self.hidden_rings[-1], self._check_work)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
         """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
@@ -161,6 +164,16 @@ class Followers:
     def check(self) -> None:
         """Raises DeviceLostError when a process has ended."""
         _check(self._processes)
+
+    def _check_work(self) -> None:
+        self.check()
+        work, is_runnable = 0, False
+        for process in self._processes:
+            spent, runs = work_of(process.pid)
+            work, is_runnable = work + spent, is_runnable or runs
+        if work != self._work or is_runnable:
+            self.on_work()
+        self._work = work
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost` from a thread once a process ends, which a step that waits for it on a GPU does not see."""
@@ -186,6 +199,17 @@ def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
     if data != READY or len(fds) != count:
         raise ConfigError(f"{peer} could not start: its message is above")
     return fds
+
+
+def work_of(pid: int) -> tuple[int, bool]:
+    """Ticks of processor time that a process has had, and whether one of its threads runs or wants to."""
+    ticks, is_runnable = 0, False
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread may end while it is read
+            fields = path.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+            ticks += int(fields[11]) + int(fields[12])
+            is_runnable = is_runnable or fields[0] == "R"
+    return ticks, is_runnable
 
 
 def _check(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -87,6 +87,10 @@ class PipelineRunner:
         """See Followers.watch."""
         self._followers.watch(on_lost)
 
+    def tell_of_work(self, on_work: Callable[[], None]) -> None:
+        """Call `on_work` now and then while this stage waits for others that compute."""
+        self._followers.on_work = on_work
+
     def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """See ModelRunner: the last stage's."""
         self.local.wrap_attention(wrap)

@@ -112,6 +112,23 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
         assert [texts[index] for index in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.soak
+def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
+    with running_cluster(0, 1, engine_args=ENGINE, worker_args=("--pp=2",)) as cluster:
+        complete(cluster, "one", GREEDY)
+        (follower,) = followers_of(cluster.services["decode-0"].pid)
+        os.kill(follower, signal.SIGSTOP)
+        thread = threading.Thread(target=complete, args=(cluster, "two", GREEDY))
+        thread.start()
+        began = time.monotonic()
+        while ready_workers(cluster):
+            assert time.monotonic() - began < 8.0
+            time.sleep(0.1)
+        os.kill(follower, signal.SIGCONT)
+        thread.join(60.0)
+        assert ready_workers(cluster) == {"decode-0"}
+
+
 def test_ranks_end_with_the_engine() -> None:
     with running_cluster(0, 1, engine_args=ENGINE, worker_args=("--tp=2",)) as cluster:
         (follower,) = followers_of(cluster.services["decode-0"].pid)

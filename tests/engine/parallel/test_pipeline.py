@@ -7,7 +7,10 @@ import os
 import queue
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -29,7 +32,7 @@ from engine.layers.pipeline import Stage, StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers
 from engine.parallel.follower import follow
-from engine.parallel.followers import STEP_ENCODER, FollowerStep
+from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
 from engine.parallel.pipeline import PipelineRunner
 from engine.plan import StepPlan
 from engine.request import TokenId
@@ -217,6 +220,29 @@ def test_processes_are_stages() -> None:
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
+
+
+def test_a_stage_that_computes_is_told_from_one_that_does_not() -> None:
+    code = "import time\nwhile True: {}\n"
+    busy, idle = (subprocess.Popen([sys.executable, "-c", code.format(what)]) for what in ("pass", "time.sleep(9)"))
+    try:
+        deadline = time.monotonic() + 5.0
+        while work_of(busy.pid)[0] < 5:
+            assert time.monotonic() < deadline
+        time.sleep(0.2)
+        before = work_of(idle.pid)
+        time.sleep(0.2)
+        assert work_of(idle.pid) == before == (before[0], False)
+        os.kill(busy.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        before = work_of(busy.pid)
+        time.sleep(0.1)
+        assert work_of(busy.pid) == before == (before[0], False)
+    finally:
+        busy.kill()
+        idle.kill()
+        busy.wait()
+        idle.wait()
 
 
 def test_layers_are_divided_by_what_a_step_reads() -> None:
