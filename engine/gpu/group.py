@@ -170,9 +170,13 @@ def keep_group(nccl: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
 
-def open_nccl(store: Path, rank: int, size: int) -> Any:
-    """The process group; it opens its connections with the first collective."""
+def open_nccl(store: Path, rank: int, size: int, timeout: timedelta = NCCL_TIMEOUT, goes_first: bool = False) -> Any:
+    """The process group; it opens its connections with the first collective.
+
+    timeout: of one collective. goes_first: before what else waits for the GPU's multiprocessors.
+    """
     dist: Any = torch.distributed  # its process groups have no annotations
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = NCCL_TIMEOUT
+    options._timeout = timeout
+    options.is_high_priority_stream = goes_first
     return dist.ProcessGroupNCCL(dist.FileStore(str(store), size), rank, size, options)

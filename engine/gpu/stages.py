@@ -6,6 +6,7 @@ copies what it sends, so that its next step does not wait until the stage behind
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.layers.pipeline import Stage, StageEnds
 from engine.loader import LoadedModel
 
 BEFORE, BEHIND = 0, 1  # ranks of a pair
+TIMEOUT = timedelta(minutes=10)  # of one message: the stage before may compile its kernels first
 
 
 def most_tokens(config: EngineConfig) -> int:
@@ -102,6 +104,6 @@ def _store_of(store: Path, index: int) -> Path:
 
 
 def _open_pair(store: Path, rank: int) -> Any:
-    nccl = open_nccl(store, rank, 2)
+    nccl = open_nccl(store, rank, 2, TIMEOUT, goes_first=True)
     keep_group(nccl)
     return nccl
