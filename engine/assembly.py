@@ -30,8 +30,9 @@ from engine.kv_memory import (
     num_blocks_for,
     pool_geometry,
 )
-from engine.layers.pipeline import Stage, StageEnds
+from engine.layers.pipeline import WHOLE_MODEL, Stage, StageEnds
 from engine.parallel.followers import FollowerPool, Followers
+from engine.parallel.remote_stage import RemoteStage
 from engine.policy import load_policy
 from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
@@ -151,7 +152,10 @@ def _assemble(
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
     others = _other_shards(loaded.config, config)
     if followers is not None:
-        fitting = [count for count in followers.wait_for_weights() if count]
+        found = followers.wait_for_weights()
+        if any(one.fingerprint != loaded.fingerprint for one in found):
+            raise ConfigError("the stage on the other host holds another model: give both hosts the same files")
+        fitting = [one.num_blocks for one in found if one.num_blocks]
         fitting += [num_blocks_for(replace(geometry, shard=other), config) for other in others]
         geometry = replace(geometry, num_blocks=min(geometry.num_blocks, *fitting))
     max_model_len = context_in_pool(max_model_len, geometry, config)
@@ -224,7 +228,9 @@ def _speculation(config: EngineConfig, device: torch.device) -> Speculation | No
     return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
 
 
-def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers:
+def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers | RemoteStage:
+    if config.stage_address:
+        return RemoteStage(config, device.type, gpu)
     if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
         flag = "--tp" if config.tp > 1 else "--pp"
         raise ConfigError(
@@ -257,7 +263,7 @@ def _make_parallel_runner(
     max_model_len: int,
     memory: PoolMemory,
     geometry: PoolGeometry,
-    followers: Followers,
+    followers: Followers | RemoteStage,
     shards: Sequence[Shard],
 ) -> ParallelRunner | PipelineRunner:
     """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
@@ -268,7 +274,13 @@ def _make_parallel_runner(
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
-    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools)
+    is_shared = memory.shares_device_pools and isinstance(followers, Followers)
+    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, is_shared)
+    if isinstance(followers, RemoteStage):
+        followers.give_pools(told)
+        ends = StageEnds(followers.hidden_source())
+        last = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, ends)
+        return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=True)
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
@@ -302,12 +314,13 @@ def _make_runner(
     config: EngineConfig,
     gpu: GpuConfig,
     max_model_len: int,
+    ends: StageEnds = WHOLE_MODEL,
 ) -> Any:
     """The runner for the model's device."""
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 
-        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len)
+        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
     from engine.cpu.runner import ModelRunner
 
-    return ModelRunner(loaded, pool, host_buffer, config)
+    return ModelRunner(loaded, pool, host_buffer, config, ends=ends)

@@ -89,7 +89,7 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     exports = KvExports(scheduler, leases, worker.progressive_pull)
-    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
+    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
     return EngineProcess(link, parts, leases, exports, loads, heartbeat, cores)
 

@@ -27,10 +27,11 @@ from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
 from engine.loader import LoadedModel, load_model
-from engine.parallel.followers import NUM_BLOCKS, READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
+from engine.parallel.followers import READY, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
 from engine.parallel.hidden_ring import RingSink, RingSource
 from engine.parallel.plan_ring import LENGTH, RingReader
+from engine.parallel.socket_frames import SocketSink, receive_frame, send_frame
 from kvstore.layout import PoolGeometry
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ def main() -> int:
     except MiniInferError as error:
         report_end(f"rank {start.rank}", error)
         return 1
+    if start.is_remote:
+        return follow(partial(_plan_from, link), runner)
     ring = RingReader(start.ring_fd, start.wake_fd, start.rank - 1, start.engine.num_ranks - 1)
     return follow(ring.read, runner)
 
@@ -70,12 +73,13 @@ def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
 def _start(link: socket.socket, start: FollowerStart) -> Any:
     """Load this rank's part of the model, join the group, and warm up together with the others."""
     on_gpu = start.device == "cuda"
-    torch.set_num_threads(start.engine.num_threads)
-    device = torch.device("cuda", start.rank) if on_gpu else torch.device("cpu")
+    if start.engine.num_threads:
+        torch.set_num_threads(start.engine.num_threads)
+    device = torch.device("cuda", 0 if start.is_remote else start.rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard, stage=start.stage)
-    link.sendall(READY + NUM_BLOCKS.pack(_num_blocks(loaded, start)))
+    send_frame(link, msgspec.msgpack.encode(FollowerLoaded(loaded.fingerprint, _num_blocks(loaded, start))))
     pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
@@ -90,10 +94,16 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         group, ends = None, WHOLE_MODEL
         if start.stage is None:
             group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
-        _watch(link)
-        if start.stage is not None:
+        if start.is_remote:
+            ends = StageEnds(sink=SocketSink(link, _end))
+        else:
+            _watch(link)
+        if start.stage is not None and not start.is_remote:
             ends = open_ends(loaded, config, start.stage, Path(start.store))
         runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group, ends)
+    elif start.is_remote:
+        kv_pool = allocate_pool(geometry, device)
+        runner = ModelRunner(loaded, kv_pool, slots, config, ends=StageEnds(sink=SocketSink(link, _end)))
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
@@ -105,6 +115,18 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     return runner
+
+
+def _plan_from(link: socket.socket) -> bytes:
+    """Ends the process when the engine is gone."""
+    try:
+        return bytes(receive_frame(link))
+    except OSError:
+        _end()
+
+
+def _end() -> NoReturn:
+    os._exit(1)
 
 
 def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
@@ -141,8 +163,11 @@ def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
 def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
     """Ends the process when rank 0 is gone."""
     data, fds, _, _ = socket.recv_fds(link, LENGTH.size, 1)
-    if len(data) < LENGTH.size:
-        os._exit(1)
+    while len(data) < LENGTH.size:
+        piece = link.recv(LENGTH.size - len(data)) if data else b""
+        if not piece:
+            os._exit(1)
+        data += piece
     (length,) = LENGTH.unpack(data)
     body = b""
     while len(body) < length:

@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,12 @@ from engine.gpu.config import GpuConfig
 from engine.layers.pipeline import Stage
 from engine.parallel.hidden_ring import RingFds, RingSource
 from engine.parallel.plan_ring import LENGTH, RingWriter, ring_bytes
+from engine.parallel.socket_frames import receive_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
 from kvstore.layout import Shard
 
 READY = b"\x01"
-NUM_BLOCKS = struct.Struct("<Q")
 STOP_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
@@ -52,10 +51,18 @@ class FollowerStart(msgspec.Struct):
     stage: Stage | None = None
     hidden_in: RingFds | None = None  # on a CPU, of stages: where hidden states come from, and where they go
     hidden_out: RingFds | None = None
+    is_remote: bool = False  # on another host: what descriptors and rings carry comes and goes by the link
+
+
+class FollowerLoaded(msgspec.Struct):
+    """Its answer, when its weights are there."""
+
+    fingerprint: str
+    num_blocks: int = 0  # of KV that fit its GPU; 0: it has not looked
 
 
 class FollowerPool(msgspec.Struct):
-    """Second message, when its weights are there. On a CPU the descriptor of its pool's memory comes with it."""
+    """Second message. On a CPU of this host the descriptor of its pool's memory comes with it."""
 
     num_blocks: int
     num_host_slots: int
@@ -121,8 +128,8 @@ class Followers:
         self._ending = threading.Event()
         weakref.finalize(self, _end, self._ending, self._links, self._processes, self.store.parent)
 
-    def wait_for_weights(self) -> list[int]:
-        """Wait until all have their weights. Returns how many KV blocks fit each; 0: it has not looked.
+    def wait_for_weights(self) -> list[FollowerLoaded]:
+        """Wait until all have their weights.
 
         Raises ConfigError when one has ended instead; it has said why.
         """
@@ -130,10 +137,10 @@ class Followers:
         for rank, link in enumerate(self._links, 1):
             while not select.select([link], [], [], POLL_SECONDS)[0]:
                 continue  # a process that ends closes its link, which is then readable
-            data = link.recv(1 + NUM_BLOCKS.size, socket.MSG_WAITALL)
-            if len(data) != 1 + NUM_BLOCKS.size:
-                raise ConfigError(f"rank {rank} of the model could not start: its message is above")
-            found.append(NUM_BLOCKS.unpack(data[1:])[0])
+            try:
+                found.append(msgspec.msgpack.decode(receive_frame(link), type=FollowerLoaded))
+            except OSError as error:
+                raise ConfigError(f"rank {rank} of the model could not start: its message is above") from error
         return found
 
     def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:

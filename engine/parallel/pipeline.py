@@ -14,6 +14,7 @@ from typing import Any
 from engine.cpu.pool_attention import BatchAttention
 from engine.engine import DeviceLostError
 from engine.parallel.followers import Followers
+from engine.parallel.remote_stage import RemoteStage
 from engine.plan import PendingStep, StepPlan, StepResult
 from engine.request import TokenId
 from engine.start_progress import OnProgress, no_progress
@@ -22,7 +23,7 @@ from engine.start_progress import OnProgress, no_progress
 class PipelineRunner:
     """A step that fails in one stage leaves the others waiting: any exception ends the pipeline."""
 
-    def __init__(self, local: Any, followers: Followers, num_stages: int, is_eager: bool) -> None:
+    def __init__(self, local: Any, followers: Followers | RemoteStage, num_stages: int, is_eager: bool) -> None:
         """local: the last stage's runner. is_eager: its `launch` computes, and so waits for the stages before."""
         self.local = local
         self.max_steps_in_flight = num_stages
