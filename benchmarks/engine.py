@@ -72,6 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens of --batch")
     parser.add_argument("--output", type=int, default=128, help="generated tokens of --batch")
     parser.add_argument("--prefill", type=int_list, default=[], help="single prompts of these lengths")
+    parser.add_argument("--one-at-a-time", action="store_true", help="with --pp: one step in flight, of all rows")
     parser.add_argument("--offline256", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="GB/s of memory for the floor; 0: measure")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -106,8 +107,11 @@ def open_bench(options: argparse.Namespace) -> Bench:
     gc.collect()
     gc.freeze()  # as an engine process does
     peaks = measure_peaks(torch.device(parts.device), dtype)
-    if parts.device != "cpu":  # ranks have a GPU each
-        peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.tp)
+    if options.one_at_a_time and config.pp > 1:
+        parts.runner.max_steps_in_flight = 1
+        parts.engine.scheduler.num_stages = 1
+    if parts.device != "cpu":  # ranks have a GPU each; stages read their weights once for each of as many steps
+        peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.num_ranks)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
     print(
@@ -148,6 +152,7 @@ def decode_figures(bench: Bench, batch: int, num_input: int, num_output: int) ->
         "input": num_input,
         "output": num_output,
         "tpot_ms": round(seconds / max(steps, 1) * 1e3, 3),
+        "rows_per_step": round(num_tokens / max(steps, 1), 1),
         "tok_s": round(tokens_per_second, 1),
         "full_batch_tok_s": round((num_full - done) / full, 1) if full else 0.0,
         "prefill_s": round(prefilled - began, 4),

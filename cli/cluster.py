@@ -84,14 +84,15 @@ class ClusterConfig:
         """Placements of all workers; empty on a CPU."""
         if not self.gpus:
             return []
-        sizes = [self.tp_of(role) for role, _, _ in self.workers]
+        sizes = [self.tp_of(role) * self.engine.pp for role, _, _ in self.workers]
         for size in sizes:
             if size > len(self.gpus):
-                raise ConfigError(f"--tp {size}: there are {len(self.gpus)} GPUs")
+                flag = "--pp" if self.engine.pp > 1 else "--tp"
+                raise ConfigError(f"{flag} {size}: there are {len(self.gpus)} GPUs")
         return place(self.gpus, sizes)
 
     def tp_of(self, role: str) -> int:
-        """Ranks of a worker."""
+        """Ranks of a worker, of each of its stages."""
         return (self.serve.prefill_tp if role == "prefill" else 0) or self.engine.tp
 
     @property

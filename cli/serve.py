@@ -99,14 +99,14 @@ def parse_config(
     workers = choose_workers(
         None if serve.prefill < 0 else serve.prefill,
         None if serve.decode < 0 else serve.decode,
-        engine.tp if is_tp_given or not gpus.names else None,
+        engine.num_ranks if is_tp_given or engine.pp > 1 or not gpus.names else None,
         gpus,
         weight_bytes(engine) if gpus.names else 0,
     )
     if notes is not None and workers.reason:
         notes.append(workers.reason)
     serve = dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode)
-    engine = dataclasses.replace(engine, tp=workers.tp)
+    engine = engine if engine.pp > 1 else dataclasses.replace(engine, tp=workers.tp)
     agent_port, *worker_ports = free_ports(1 + serve.prefill + serve.decode)
     prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
     return ClusterConfig(

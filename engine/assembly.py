@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,9 +27,12 @@ from engine.kv_memory import (
     check_kv_dtype,
     context_in_pool,
     host_buffer_over,
+    num_blocks_for,
     pool_geometry,
 )
+from engine.layers.pipeline import WHOLE_MODEL, Stage, StageEnds
 from engine.parallel.followers import FollowerPool, Followers
+from engine.parallel.remote_stage import RemoteStage
 from engine.policy import load_policy
 from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
@@ -43,6 +47,7 @@ from kvstore.transport.shared_memory import create_memfd
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
+    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
@@ -134,17 +139,25 @@ def _assemble(
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
     shard = Shard(0, config.tp)
-    followers = _start_followers(config, device, gpu) if config.tp > 1 else None
+    stage = Stage(config.pp - 1, config.pp) if config.pp > 1 else None  # the last one samples
+    followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
-        loaded = load_model(files, config, device, shard, on_progress)
+        loaded = load_model(files, config, device, shard, on_progress, stage)
+    shard = loaded.shard
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        from engine.gpu.memory import kv_cache_gb
+        from engine.gpu.memory import num_blocks_that_fit
 
-        one = replace(config, num_gpu_blocks=1)
-        one_block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, shard)
-        config = replace(config, kv_cache_gb=kv_cache_gb(loaded, one_block, config, gpu, max_model_len))
+        config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
+    others = _other_shards(loaded.config, config)
+    if followers is not None:
+        found = followers.wait_for_weights()
+        if any(one.fingerprint != loaded.fingerprint for one in found):
+            raise ConfigError("the stage on the other host holds another model: give both hosts the same files")
+        fitting = [one.num_blocks for one in found if one.num_blocks]
+        fitting += [num_blocks_for(replace(geometry, shard=other), config) for other in others]
+        geometry = replace(geometry, num_blocks=min(geometry.num_blocks, *fitting))
     max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
@@ -155,7 +168,7 @@ def _assemble(
         runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
     else:
         runner = _make_parallel_runner(
-            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers
+            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
         )
     kv = KVManager(
         BlockPool(geometry.num_blocks, config.prefix_cache),
@@ -173,6 +186,7 @@ def _assemble(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
+        num_stages=_num_in_flight(config, device, gpu),
     )
     engine = Engine(
         scheduler,
@@ -214,10 +228,30 @@ def _speculation(config: EngineConfig, device: torch.device) -> Speculation | No
     return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
 
 
-def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers:
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
-        raise ConfigError(f"--tp {config.tp} needs as many GPUs, and {torch.cuda.device_count()} are visible")
+def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers | RemoteStage:
+    if config.stage_address:
+        return RemoteStage(config, device.type, gpu)
+    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
+        flag = "--tp" if config.tp > 1 else "--pp"
+        raise ConfigError(
+            f"{flag} {config.num_ranks} needs as many GPUs, and {torch.cuda.device_count()} are visible"
+        )
     return Followers(config, device.type, gpu)
+
+
+def _num_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
+    """Steps of a pipeline that run at the same time."""
+    return config.pp if gpu.overlap or device.type == "cpu" else 1
+
+
+def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
+    """What ranks 1, 2, ... have of the model."""
+    from engine.loader.staged import divide_layers  # see `_assemble`
+
+    if config.pp > 1:
+        layers = divide_layers(model, config.pp)[:-1]
+        return [Shard(layers=(each.start, each.stop)) for each in layers]
+    return [Shard(rank, config.tp) for rank in range(1, config.tp)]
 
 
 def _make_parallel_runner(
@@ -229,28 +263,46 @@ def _make_parallel_runner(
     max_model_len: int,
     memory: PoolMemory,
     geometry: PoolGeometry,
-    followers: Followers,
-) -> ParallelRunner:
-    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's."""
+    followers: Followers | RemoteStage,
+    shards: Sequence[Shard],
+) -> ParallelRunner | PipelineRunner:
+    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
+
+    shards: the others'.
+    """
+    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
-    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools)
-    shards = [Shard(rank, config.tp) for rank in range(1, config.tp)]
+    is_shared = memory.shares_device_pools and isinstance(followers, Followers)
+    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, is_shared)
+    if isinstance(followers, RemoteStage):
+        followers.give_pools(told)
+        ends = StageEnds(followers.hidden_source())
+        last = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, ends)
+        return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=True)
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
+        from engine.gpu.stages import open_ends
 
         followers.give_pools(told)
         if told.is_shared:
-            for shard, fd in zip(shards, followers.receive(), strict=True):
-                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", shard.rank), fd)
+            for rank, (shard, fd) in enumerate(zip(shards, followers.receive(), strict=True), 1):
+                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", rank), fd)
+        if config.pp > 1:
+            ends = open_ends(loaded, config, Stage(config.pp - 1, config.pp), followers.store)
+            last = GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
+            return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=False)
         devices = open_group(loaded, config, followers.exchange, followers.store)
         return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
     from engine.cpu.runner import ModelRunner
     from engine.parallel.group import GlooGroup
 
     followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
+    if config.pp > 1:
+        local = ModelRunner(loaded, pool, host_buffer, config, ends=StageEnds(followers.hidden_source()))
+        return PipelineRunner(local, followers, config.pp, is_eager=True)
     group = GlooGroup(geometry.shard, followers.store)
     return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
 
@@ -262,12 +314,13 @@ def _make_runner(
     config: EngineConfig,
     gpu: GpuConfig,
     max_model_len: int,
+    ends: StageEnds = WHOLE_MODEL,
 ) -> Any:
     """The runner for the model's device."""
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 
-        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len)
+        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
     from engine.cpu.runner import ModelRunner
 
-    return ModelRunner(loaded, pool, host_buffer, config)
+    return ModelRunner(loaded, pool, host_buffer, config, ends=ends)

@@ -63,6 +63,13 @@ class EngineConfig:
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
+    pp: int = setting(
+        1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
+        flags=("--pipeline-parallel-size",),
+    )  # fmt: skip
+    stage_address: str = setting(
+        "", "host:port of a `python -m worker.stage` on another host, which has the first of two stages (--pp 2)"
+    )
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )
@@ -95,7 +102,26 @@ class EngineConfig:
         )
         require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
+        require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
+        require(self.pp == 1 or self.tp == 1, "--pp with --tp is not supported yet: choose one of them")
+        require(
+            self.pp == 1 or not self.num_speculative_tokens,
+            "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
+        )
+        require(
+            not self.stage_address or self.pp == 2,
+            f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here",
+        )
+        require(
+            not self.stage_address or self.stage_address.rpartition(":")[2].isdecimal(),
+            f"--stage-address {self.stage_address}: give host:port",
+        )
         require(self.num_threads >= 0, "--num-threads must not be negative")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the model."""
+        return self.tp * self.pp
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
         """Fill in the block size and every automatic bound of a step for `cpu` or `cuda`.
@@ -106,6 +132,8 @@ class EngineConfig:
         on_gpu = device_type == "cuda"
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
+        num_here = 1 if self.stage_address else self.num_ranks
+        num_cores = len(os.sched_getaffinity(0))
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
         num_tokens = (16384 if is_offline else 8192) if on_gpu else 256
         max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, max_num_seqs)
@@ -115,5 +143,5 @@ class EngineConfig:
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
-            num_threads=self.num_threads or (max(len(os.sched_getaffinity(0)) // self.tp, 1) if self.tp > 1 else 0),
+            num_threads=self.num_threads or (max(num_cores // num_here, 1) if num_here > 1 else 0),
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.plan import ScheduledRow, StepPlan
+from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
 
@@ -86,3 +86,26 @@ class RequestStates:
     def clear(self) -> None:
         self._states.clear()
         self._reading.clear()
+
+
+@dataclass(slots=True)
+class UnsampledStep:
+    """A step whose tokens another stage samples."""
+
+    rows: Sequence[ScheduledRow]
+    requests: Sequence[RequestState]
+    waits: Sequence[Callable[[], None]] = ()  # for its copies
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        for wait in self.waits:
+            wait()
+        return StepResult.of_rows(len(self.rows))
+
+    def take(self, token_ids: Sequence[Sequence[TokenId]]) -> None:
+        """Take the tokens that were sampled for each row, when all stages have done the step."""
+        for wait in self.waits:
+            wait()
+        for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
+            for position, token_id in enumerate(sampled, row.stop):
+                request.put_token(position, token_id)

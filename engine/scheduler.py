@@ -52,8 +52,11 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
+        num_stages: int = 1,
     ) -> None:
+        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided."""
         self.kv = kv
+        self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.prefetches = Prefetches(kv.pool)
@@ -203,8 +206,9 @@ class Scheduler:
                 self.kv.publish(request)
                 if request.prefill_only and not row.samples:
                     self._prompt_chunks.append(PromptChunk(request, row.stop))
-            if result.prompt_logprobs[index] and not request.output_token_ids:
-                request.prompt_logprobs.extend(result.prompt_logprobs[index])
+            num_missing = row.start - len(request.prompt_logprobs)  # negative: known, from before it gave way
+            if result.prompt_logprobs[index] and not request.output_token_ids and num_missing <= 0:
+                request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
             if row.samples:
                 output = append_tokens(request, result, index, self.max_model_len)
                 if row.draft_token_ids:
@@ -297,6 +301,8 @@ class Scheduler:
         """Rows for the running requests; True when somebody had to give way."""
         budget, limit = self._max_num_batched_tokens, self.max_model_len
         decodes = [r for r in self._running if r.num_tokens - r.num_computed_tokens == 1 and not is_full(r, limit)]
+        if self.num_stages > 1:
+            decodes = self._share_of(decodes)
         prefills = [r for r in self._running if r.num_tokens - r.num_computed_tokens > 1]
         preempted = False
         self._num_withheld = self._num_to_withhold(decodes, prefills)
@@ -317,6 +323,14 @@ class Scheduler:
                 self._add_row(step, request, num_new)
                 budget -= num_new
         return preempted
+
+    def _share_of(self, decodes: list[Request]) -> list[Request]:
+        """Those of a pipeline's next step: an equal share of them all, of those whose last token is known.
+
+        Shares of all steps in flight together are at least all requests, so each is in one step of each round.
+        """
+        share = -(-len(decodes) // self.num_stages)
+        return [request for request in decodes if not request.num_pending_tokens][:share]
 
     def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
         """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
@@ -347,7 +361,6 @@ class Scheduler:
         else:
             self.kv.release(victim)
             victim.num_computed_tokens = 0
-            victim.prompt_logprobs.clear()
             victim.status = RequestStatus.WAITING
             insort(self._waiting, victim, key=_rank)
         return 0 if row is None else row.num_tokens

@@ -11,6 +11,7 @@ reader with another shard finds the heads that it wants (`kvstore/transport/head
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -94,10 +95,14 @@ def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV of one rank among `size` that share a model's heads (tensor parallelism)."""
+    """The KV of one rank among `size` that share a model's heads (tensor parallelism), or of one pipeline stage.
+
+    layers: [first, stop) of the stage; None: all.
+    """
 
     rank: int = 0
     size: int = 1
+    layers: tuple[int, int] | None = None
 
     def heads(self, num_kv_heads: int) -> range:
         """The heads of this rank: an equal share, or one head that several ranks hold when there are more ranks.
@@ -114,13 +119,37 @@ class Shard:
             return range(head, head + 1)
         raise ConfigError(f"{num_kv_heads} KV heads cannot be divided among {self.size} ranks")
 
+    def num_layers(self, num_all: int) -> int:
+        """How many of the model's layers are this shard's. Raises ConfigError for layers that there are not."""
+        if self.layers is None:
+            return num_all
+        first, stop = self.layers
+        if not 0 <= first < stop <= num_all:
+            raise ConfigError(f"a stage of layers {first} to {stop - 1} of {num_all} does not exist")
+        return stop - first
+
 
 WHOLE = Shard()
 
 
+def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
+    """Whether these are the pools of one worker: its ranks in order, or its stages, each layer once, in any order."""
+    if all(shard.layers is None for shard in shards):
+        return [(shard.rank, shard.size) for shard in shards] == [(rank, len(shards)) for rank in range(len(shards))]
+    ranges = sorted(shard.layers for shard in shards if shard.layers is not None)
+    starts, stops = [first for first, _ in ranges], [stop for _, stop in ranges]
+    num_layers = len(layout.groups[0].layers)
+    return (
+        len(ranges) == len(shards)
+        and all(shard.size == 1 for shard in shards)
+        and starts == [0, *stops[:-1]]
+        and stops[-1] == num_layers
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """One rank's pool: `[num_blocks, num_layers, num_planes, heads of the shard, block_size, head_dim]`.
+    """One rank's pool: `[num_blocks, layers and then planes and heads of the shard, block_size, head_dim]`.
 
     `fingerprint` names weights, config and quantization. KV may move between pools that agree in all but `num_blocks`
     and `shard`. Raises UnsupportedModelError for a layout that no pool serves, ConfigError for an impossible shard.
@@ -136,6 +165,7 @@ class PoolGeometry:
         if not 1 <= self.block_size <= MAX_DIMENSION:
             raise ConfigError(f"blocks of {self.block_size} tokens are impossible")
         self.shard.heads(self.group.num_kv_heads)
+        self.shard.num_layers(len(self.group.layers))
 
     @property
     def group(self) -> KvGroup:
@@ -154,6 +184,16 @@ class PoolGeometry:
         return self.shard.heads(self.group.num_kv_heads)
 
     @property
+    def layers(self) -> range:
+        """Indices of the group's layers that the pool holds."""
+        return range(*(self.shard.layers or (0, len(self.group.layers))))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a block."""
+        return self.block_bytes // len(self.layers)
+
+    @property
     def dtype(self) -> str:
         return self.group.dtype
 
@@ -168,12 +208,15 @@ class PoolGeometry:
     def content_name(self) -> str:
         """Name of what blocks hold: blocks of equal name and key are equal, whichever rank wrote them."""
         heads = self.heads
-        return f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
+        name = f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
+        layers = self.shard.layers
+        return name if layers is None else f"{name}, layers {layers[0]} to {layers[1] - 1}"
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         group = self.group
-        return (len(group.layers), group.num_planes, len(self.heads), self.block_size, group.head_dim)
+        num_layers = self.shard.num_layers(len(group.layers))
+        return (num_layers, group.num_planes, len(self.heads), self.block_size, group.head_dim)
 
     @property
     def block_bytes(self) -> int:

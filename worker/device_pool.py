@@ -111,7 +111,7 @@ class DevicePool:
         """Mark where the step stream stands: after a step was launched, before loads get their blocks.
 
         of: rank 0's pool, for that of another rank, whose steps this process does not launch. They have written their
-        KV before rank 0's last sum over ranks ends.
+        KV before rank 0's last sum over ranks ends, or before the last stage has got a step's hidden states.
         """
         if of is not None:
             self._fence = of._fence

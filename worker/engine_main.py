@@ -68,26 +68,28 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     memory = SharedPoolMemory(
         worker.worker_id, worker.run_dir, worker.agent_socket, int(worker.kv_staging_gb * 1e9), worker.kv_transport
     )
-    cores = None if config.num_threads or config.tp > 1 else _shared_cores(worker.run_dir)
+    cores = None if config.num_threads or config.num_ranks > 1 else _shared_cores(worker.run_dir)
     parts = assemble(config, memory, start.gpu, on_progress=StartReports())
     if cores is not None and parts.device != "cpu":
         cores.close()
         cores = None
     if parts.device == "cpu":
         parts.runner.wrap_attention(lambda backend: BeatingAttention(backend, heartbeat))
-    if config.tp > 1:
+    if config.pp > 1:
+        parts.runner.tell_of_work(heartbeat.beat)
+    if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     scheduler = parts.engine.scheduler
-    exporter = memory.exporter(scheduler.kv.pool)
+    exporter = memory.exporter(scheduler.kv.pool, *([parts.runner.start_queued] if config.pp > 1 else []))
     puller = KvPuller(memory.clients(worker.cluster_token), link.wake)
     memory.serve(worker.host, worker.cluster_token)
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
     exports = KvExports(scheduler, leases, worker.progressive_pull)
-    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size)
+    loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
     return EngineProcess(link, parts, leases, exports, loads, heartbeat, cores)
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -52,9 +52,13 @@ class KvExporter(Protocol):
 class DirectExporter:
     """The pools themselves are shared memory. ranks: of each uint8 [num_blocks, block_bytes]."""
 
-    def __init__(self, ranks: Sequence[Blocks], pool: BlockPool) -> None:
+    def __init__(
+        self, ranks: Sequence[Blocks], pool: BlockPool, end_steps: Callable[[], None] = lambda: None
+    ) -> None:
+        """end_steps: returns when no step in flight writes to blocks any more."""
         self._ranks = ranks
         self._pool = pool
+        self._end_steps = end_steps
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
         return [
@@ -68,7 +72,8 @@ class DirectExporter:
         self._pool.release(lease.block_ids)
 
     def fence(self) -> None:
-        """Do nothing: steps have ended when the loop gives blocks away."""
+        """Let steps in flight end; but for those of a pipeline they have when the loop gives blocks away."""
+        self._end_steps()
 
 
 class HostRows:

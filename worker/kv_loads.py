@@ -25,7 +25,11 @@ logger = logging.getLogger("engine")
 class KvLoads:
     """Link between the scheduler, which reserves blocks for loads, and the puller, which fills them."""
 
-    def __init__(self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, puller: KvPuller, exporter: KvExporter, block_size: int, can_read: bool = True
+    ) -> None:
+        """can_read: whether all of the pool is in reach; else no handle is accepted."""
+        self._can_read = can_read
         self._scheduler = scheduler
         self._puller = puller
         self._exporter = exporter
@@ -137,4 +141,8 @@ class KvLoads:
             logger.warning("%s: computing the prompt here", error)
             return None
         self._puller.keep_alive(lease)
+        if not self._can_read:
+            logger.warning("KV of peers cannot reach the stage on the other host: computing the prompt here")
+            self.abandon(lease)
+            return None
         return lease

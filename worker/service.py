@@ -58,6 +58,10 @@ def run_worker(role: str, argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
     try:
         settings = parse_settings(role, argv)
+        if role == "prefill" and settings.engine.stage_address:
+            raise ConfigError(
+                "--stage-address: KV of the other host's layers cannot be handed over: use a decode worker"
+            )
         setup_logging(role, settings.worker.log_level, settings.worker.log_format)
         return asyncio.run(_serve(role, settings))
     except ConfigError as error:

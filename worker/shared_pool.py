@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from engine.gpu.device_memory import shareable_pool
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
 from engine.kv_memory import allocate_pool, host_buffer_over, pool_over
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch
@@ -110,14 +111,14 @@ class SharedPoolMemory:
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
-        pool = HostRankPool(geometry, self._socket_path_of(geometry.shard))
+        pool = HostRankPool(geometry, self._next_socket_path())
         self._add_rank(pool)
         return pool.fd
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
         """See PoolMemory. Ranks come in their order, after `allocate`."""
         staging = replace(self._shared, shard=geometry.shard)
-        path = self._socket_path_of(geometry.shard)
+        path = self._next_socket_path()
         self._add_rank(DeviceRankPool(geometry, device, fd, path, staging, self._rows, self._nccl is not None))
 
     def _add_rank(self, pool: RankPool) -> None:
@@ -125,8 +126,8 @@ class SharedPoolMemory:
         if self._nixl is not None:
             self._nixl.offer(pool.host_blocks)
 
-    def _socket_path_of(self, shard: Shard) -> str:
-        return str(Path(self.socket_path).with_suffix(f".{shard.rank}.sock"))
+    def _next_socket_path(self) -> str:
+        return str(Path(self.socket_path).with_suffix(f".{len(self._others) + 1}.sock"))
 
     @property
     def socket_paths(self) -> list[str]:
@@ -159,11 +160,11 @@ class SharedPoolMemory:
         others = [other.nccl for other in self._others if isinstance(other, DeviceRankPool)]
         return [pool for pool in (self._nccl, *others) if pool is not None]
 
-    def exporter(self, pool: BlockPool) -> KvExporter:
-        """The exporter of blocks of `pool` to readers."""
+    def exporter(self, pool: BlockPool, end_steps: Callable[[], None] = lambda: None) -> KvExporter:
+        """The exporter of blocks of `pool` to readers. end_steps: see DirectExporter."""
         if self._device_pool is None:
             others = [other.blocks for other in self._others if isinstance(other, HostRankPool)]
-            return DirectExporter([self._blocks, *others], pool)
+            return DirectExporter([self._blocks, *others], pool, end_steps)
         ranks = [(other.device_pool, other.rows) for other in self._others if isinstance(other, DeviceRankPool)]
         return DeviceExporter([(self._device_pool, self._rows), *ranks], pool)
 
@@ -179,7 +180,7 @@ class SharedPoolMemory:
 
     def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
         """The agent's tier, or one of `host_tier_bytes` here, or None. Ranks keep their slots to themselves."""
-        if self._agent_socket and geometry.shard.size == 1:
+        if self._agent_socket and geometry.shard == WHOLE:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
             return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes)
@@ -221,12 +222,12 @@ class SharedPoolMemory:
     def _allocate_on(self, device: torch.device) -> torch.Tensor:
         """A zeroed pool, in memory that peers can map where that is possible and wanted."""
         geometry, index = self._geometry, device.index or 0
-        if self._kv_transport not in ("auto", "cuda_ipc") and geometry.shard.size == 1:
+        if self._kv_transport not in ("auto", "cuda_ipc") and geometry.shard == WHOLE:
             return allocate_pool(geometry, device)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if not cuda_memory.can_share(index):
-            if geometry.shard.size > 1:
-                raise ConfigError("--tp needs GPUs whose memory can be shared between processes")
+            if geometry.shard != WHOLE:
+                raise ConfigError("--tp and --pp need GPUs whose memory can be shared between processes")
             logger.info("this GPU's memory cannot be shared with other processes: KV is staged in host memory")
             return allocate_pool(geometry, device)
         try:

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, Op, Stream, plain
+from engine.layers.forward import AddNorm, Forward, Op, Stream, plain, plain_sum
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
 from engine.layers.parallel import Group, embedding_lookup, gathered, summed
 from engine.layers.reordered import Reordered
@@ -37,9 +37,14 @@ class Rows(Enum):
 class CpuForwards:
     """The model lowered for each class of steps. Weights are shared."""
 
-    def __init__(self, model: Model, group: Group | None = None, vocab_size: int = 0) -> None:
-        """group, vocab_size: see `plain`."""
+    def __init__(
+        self, model: Model, group: Group | None = None, vocab_size: int = 0, passes_on: bool = False
+    ) -> None:
+        """group, vocab_size: see `plain`. passes_on: hidden states, to another stage of the model."""
         self._by_rows = {rows: lower_model(model, rows, group, vocab_size) for rows in Rows}
+        if passes_on:
+            sums: dict[Rows, AddNorm[torch.Tensor]] = {Rows.ANY: plain_sum, Rows.FEW: sum_of_opposed(model)}
+            self._by_rows = {rows: form.ended_by(summed(sums[rows], group)) for rows, form in self._by_rows.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
         """only_decodes: every row is one generated token, with drafts behind it if there are any."""
@@ -49,7 +54,7 @@ class CpuForwards:
 def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
     if rows is Rows.ANY:
         return plain(with_dense_linears(model), group, vocab_size)
-    signs = signs_like(model.embedding.new_empty(0, dtype=torch.float32))
+    signs = signs_of(model)
     embed = embedding_lookup(model, group)
 
     def start(step: Step) -> Stream:
@@ -61,6 +66,22 @@ def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size
     ops = [Op(fold(block.norm, block.eps), block.__call__) for block in model.blocks]
     final = fold(model.final_norm, model.config.rms_norm_eps)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
+
+
+def signs_of(model: Model) -> torch.Tensor:
+    return signs_like(model.embedding.new_empty(0, dtype=torch.float32))
+
+
+def sum_of_opposed(model: Model) -> AddNorm[torch.Tensor]:
+    """The sum without a norm, (rows, hidden), of a residual in both halves."""
+    signs = signs_of(model)
+
+    def add(pairs: torch.Tensor, pending: torch.Tensor | None) -> torch.Tensor:
+        if pending is not None:
+            pairs.addcmul_(pending.unsqueeze(1), signs)
+        return pairs[:, 0]
+
+    return add
 
 
 def with_dense_linears(model: Model) -> Model:

@@ -22,11 +22,12 @@ from engine.kv_memory import copy_in, copy_out, kv_dtype
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.layers.parallel import Group
+from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
-from engine.plan import CompletedStep, ScheduledRow, StepPlan, StepResult
+from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId
-from engine.request_states import RequestState, RequestStates
+from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
@@ -48,8 +49,9 @@ class ModelRunner:
         host_buffer: Tensor | None,
         config: EngineConfig,
         group: Group | None = None,
+        ends: StageEnds = WHOLE_MODEL,
     ) -> None:
-        """group: of the ranks that have the other shards of the model."""
+        """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
         model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
         expected = (
@@ -65,7 +67,13 @@ class ModelRunner:
         self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those behind its drafts
         self._requests = RequestStates()
         self._model = loaded.model
-        self._forwards = CpuForwards(loaded.model, group, loaded.config.vocab_size)
+        self._sink = ends.sink
+        self._inbox: Inbox | None = None
+        if ends.source is not None:
+            shape = config.max_num_batched_tokens, model_config.hidden_size
+            loaded.model.embedding = torch.zeros(shape, device=loaded.device)  # float32, as the residual is
+            self._inbox = Inbox(ends.source, loaded.model.embedding)
+        self._forwards = CpuForwards(loaded.model, group, loaded.config.vocab_size, ends.sink is not None)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -77,7 +85,7 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> CompletedStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Do everything in `plan`, in its order."""
         requests = self._requests.apply(plan)
         self._copy(plan)
@@ -85,7 +93,7 @@ class ModelRunner:
         result = StepResult.of_rows(len(rows))
         if rows:
             self._run(rows, requests, result)
-        return CompletedStep(result)
+        return CompletedStep(result) if self._sink is None else UnsampledStep(rows, requests)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
         """See Runner: nothing is ever pending here."""
@@ -100,7 +108,14 @@ class ModelRunner:
         metadata = self._backend.plan(batch, inputs)
         attend = partial(self._backend.attend, metadata=metadata)
         forward = self._forward_for(batch)
-        hidden = forward.hidden(Step(inputs[0], attend))
+        token_ids = inputs[0]
+        if self._inbox is not None:
+            self._inbox.receive(batch.num_tokens)
+            token_ids = self._inbox.token_ids(batch.num_tokens)
+        hidden = forward.hidden(Step(token_ids, attend))
+        if self._sink is not None:
+            self._sink.send(hidden)
+            return
         _add_prompt_logprobs(forward, batch, hidden, result)
         self._add_samples(forward, batch, hidden, result)
 

@@ -19,6 +19,7 @@ from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
 from engine.layers.attention import Attention
 from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
+from engine.layers.pipeline import Inbox
 from engine.models.model import Model
 from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
@@ -60,15 +61,22 @@ class FusedForward:
         max_rows: int,
         attention: PrefillAttention,
         group: DeviceGroup | None = None,
+        inbox: Inbox | None = None,
+        passes_on: bool = False,
     ) -> None:
-        """group: of the ranks that have the other shards of the model."""
+        """group: of the ranks that have the other shards of the model.
+
+        inbox: of the model's later stage. passes_on: it is not the last one.
+        """
         config = model.config
         self._rotary = model.rotary
         self._pool = pool
         # Of attention's output, which is absorbed latents where a model has those.
         head_dim = config.head_dim if config.latent is None else config.latent.kv_lora_rank
         self._workspace = DecodeWorkspace(max_rows, config.num_heads, config.num_kv_heads, head_dim, pool.device)
-        self._forwards = GpuForwards(model, group)
+        self._forwards = GpuForwards(model, group, passes_on)
+        self._inbox = inbox
+        self.passes_on = passes_on
         self.attention = attention
         self.attention_width = config.num_heads * head_dim
         self.dtype = model.embedding.dtype
@@ -77,10 +85,13 @@ class FusedForward:
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
-        """Hidden states (num_tokens, hidden) after the final norm."""
-        forward = self._forwards.choose(inputs.token_ids.shape[0], inputs.prefill is None)
+        """Hidden states (num_tokens, hidden) after the final norm; of a stage that passes them on, the residual."""
+        token_ids = inputs.token_ids
+        forward = self._forwards.choose(token_ids.shape[0], inputs.prefill is None)
+        if self._inbox is not None:
+            token_ids = self._inbox.token_ids(token_ids.shape[0])
         return forward.hidden(
-            GpuStep(inputs.token_ids, partial(self._attend, inputs), partial(self._attend_latents, inputs))
+            GpuStep(token_ids, partial(self._attend, inputs), partial(self._attend_latents, inputs))
         )
 
     def _attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from engine.gpu.state import DeviceState
 from engine.start_progress import OnProgress
 
 logger = logging.getLogger(__name__)
-POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the last two for drafts alone
+POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the last two for drafts and stages alone
+Output = TypeVar("Output")
 
 
 @dataclass(slots=True)
@@ -52,23 +54,30 @@ def draft_step(
     of its request.
     """
     queries = packed[:, :num_queries]
-    rows = queries[ROW].long()
-    tables = state.block_tables[rows]
-    lengths = queries[LENGTH]
-    inputs = GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[SLOT], tables, lengths)
-    logits = forward.logits(forward.hidden(inputs))
-    return DecodeOutput(sampler.sample(logits, rows, lengths), logits)
+    logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
+    return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits)
 
 
-class DecodeGraphs:
+def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
+    """Inputs of decode rows of which each query names its token and the row of its request."""
+    tables = state.block_tables[queries[ROW].long()]
+    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[SLOT], tables, queries[LENGTH])
+
+
+def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:
+    """A step as `draft_step`, of a stage that passes hidden states on: (num_queries, hidden)."""
+    return forward.hidden(query_step_inputs(state, packed[:, :num_queries]))
+
+
+class DecodeGraphs(Generic[Output]):
     """Captured on first construction; `replay` runs a bucket."""
 
     def __init__(
-        self, run: Callable[[int], DecodeOutput], packed: Tensor, buckets: Sequence[int], on_progress: OnProgress
+        self, run: Callable[[int], Output], packed: Tensor, buckets: Sequence[int], on_progress: OnProgress
     ) -> None:
         """run: one of the steps above, for a number of rows. packed: its inputs."""
         began = time.monotonic()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
         pool = torch.cuda.graph_pool_handle()
         packed[SLOT] = -1  # nothing is stored while capturing
         for num_rows in sorted(buckets, reverse=True):
@@ -81,7 +90,7 @@ class DecodeGraphs:
             on_progress("capturing decode graphs", len(self._graphs) / len(buckets))
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.monotonic() - began)
 
-    def replay(self, num_rows: int) -> DecodeOutput:
+    def replay(self, num_rows: int) -> Output:
         graph, output = self._graphs[num_rows]
         graph.replay()
         return output

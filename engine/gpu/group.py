@@ -65,9 +65,9 @@ class DeviceGroup:
             torch.tensor([address + sums for address in addresses], device=device), _zeros(num_chunks, device),
             self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
         )  # fmt: skip
-        self._nccl = _open_nccl(store, self.rank, self.size)
+        self._nccl = open_nccl(store, self.rank, self.size)
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks while the store exists
-        _keep(self._nccl)
+        keep_group(self._nccl)
 
     def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add all ranks' pending outputs to the residual, in place; the norm of that."""
@@ -165,14 +165,18 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _keep(nccl: Any) -> None:
+def keep_group(nccl: Any) -> None:
     """Never destroy the process group: rank 0 hung where an engine of several ranks was garbage-collected."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
 
-def _open_nccl(store: Path, rank: int, size: int) -> Any:
-    """The process group; it opens its connections with the first collective."""
+def open_nccl(store: Path, rank: int, size: int, timeout: timedelta = NCCL_TIMEOUT, goes_first: bool = False) -> Any:
+    """The process group; it opens its connections with the first collective.
+
+    timeout: of one collective. goes_first: before what else waits for the GPU's multiprocessors.
+    """
     dist: Any = torch.distributed  # its process groups have no annotations
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = NCCL_TIMEOUT
+    options._timeout = timeout
+    options.is_high_priority_stream = goes_first
     return dist.ProcessGroupNCCL(dist.FileStore(str(store), size), rank, size, options)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from torch import Tensor
+
 from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
@@ -16,7 +18,7 @@ from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
-from engine.layers.forward import Forward
+from engine.layers.forward import Forward, plain_sum
 from engine.layers.moe import Moe
 from engine.models.model import Model
 
@@ -26,8 +28,9 @@ MAX_TUNED_ROWS = 64  # the kernels of more rows are the same for any number of t
 class GpuForwards:
     """A model's lowered forms, by class of steps."""
 
-    def __init__(self, model: Model, group: DeviceGroup | None = None) -> None:
-        """group: of the ranks that have the other shards of the model."""
+    def __init__(self, model: Model, group: DeviceGroup | None = None, passes_on: bool = False) -> None:
+        """group: of the ranks that have the other shards of the model. passes_on: hidden states, to another stage."""
+        self._passes_on = passes_on
         self._lowered = cache(self._lower)
         experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
         if is_plain_alone(model):
@@ -54,4 +57,12 @@ class GpuForwards:
         return self._lowered(Target(num_tokens, is_decode))
 
     def _lower(self, target: Target) -> Forward[GpuStep]:
-        return next(form for form in self._forms if form.takes(target)).lower(target)
+        lowered = next(form for form in self._forms if form.takes(target)).lower(target)
+        return lowered.ended_by(sum_of_partials) if self._passes_on else lowered
+
+
+def sum_of_partials(residual: Tensor, pending: Tensor | None) -> Tensor:
+    """The residual with what is pending added, plain or in partial sums, without a norm."""
+    if pending is not None and pending.dim() == 3:
+        pending = pending.sum(0)
+    return plain_sum(residual, pending)

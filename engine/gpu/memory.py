@@ -21,7 +21,7 @@ from engine.engine import Runner
 from engine.gpu.config import GpuConfig
 from engine.gpu.rows import bucket_sizes, prompt_shapes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
-from engine.kv_memory import allocate_pool
+from engine.kv_memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel
 from engine.plan import StepPlan
 from engine.request import SamplingParams
@@ -102,19 +102,28 @@ def kv_cache_gb(
     return kv_bytes(use, gpu.gpu_memory_fraction, geometry.block_bytes) / 1e9
 
 
+def num_blocks_that_fit(loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, max_model_len: int) -> int:
+    """KV blocks of a rank's part of the model. Raises ConfigError with the numbers."""
+    one = replace(config, num_gpu_blocks=1)
+    geometry = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype, loaded.shard)
+    return int(kv_cache_gb(loaded, geometry, config, gpu, max_model_len) * 1e9) // geometry.block_bytes
+
+
 def measure(
     loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
 ) -> MemoryUse:
     """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
     from engine.gpu.group import group_bytes  # these need triton
     from engine.gpu.runner import GpuRunner
+    from engine.gpu.stages import ends_alone, stage_bytes
 
     device = loaded.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     pool = allocate_pool(replace(geometry, num_blocks=TRIAL_BLOCKS), device)
     # Graphs are not captured here: the step that they would hold is measured instead.
-    runner = GpuRunner(loaded, pool, None, config, replace(gpu, use_cuda_graph=False), max_model_len)
+    no_graphs = replace(gpu, use_cuda_graph=False)
+    runner = GpuRunner(loaded, pool, None, config, no_graphs, max_model_len, ends=ends_alone(loaded))
     trials = [decode_trial(config), prompt_graph_trial(config, max_model_len)] if gpu.use_cuda_graph else []
     graph_bytes = int(sum(_peak_of(runner, plan, device) for plan in trials) * GRAPH_SLACK)
     for plan in prefill_trials(config, max_model_len):
@@ -129,9 +138,8 @@ def measure(
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
         graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
-    return MemoryUse(
-        total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + group_bytes(loaded, config)
-    )  # fmt: skip
+    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config)
+    return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + of_ranks)
 
 
 def _gb(num_bytes: int) -> str:

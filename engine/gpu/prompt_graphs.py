@@ -57,6 +57,7 @@ def prompt_step(
 ) -> tuple[Tensor, Tensor]:
     """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and its logits.
 
+    Of a stage that passes hidden states on: those of all tokens, and nothing.
     attended: (max(PROMPT_BUCKETS), num_heads * head_dim), finite, so that padding is.
     """
     source = inputs.fields[SOURCE].long()
@@ -69,6 +70,8 @@ def prompt_step(
         token_ids, inputs.fields[POSITION], inputs.fields[SLOT], state.block_tables[:0], none, plan, attended
     )
     hidden = forward.hidden(step)
+    if forward.passes_on:
+        return hidden, hidden[:0]
     index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
     logits = forward.logits(hidden[index])
     sampled = sampler.sample(logits, rows.clamp(max=sampler.max_rows - 1), inputs.samples[LENGTH])

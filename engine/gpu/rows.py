@@ -1,13 +1,14 @@
 """Stable rows of the device's per-request state: which request has which row, and what must be uploaded.
 
-Pure. A request keeps its row while it is in every step. Rows stay dense enough that a decode step's graph, which
-computes all rows up to the last one in use, wastes little: a row far out moves into a vacant one nearer to zero.
+Pure. A request keeps its row while it is in every step, in a pipeline for as long as it runs. Rows stay dense
+enough that a decode step's graph, which computes all rows up to the last one in use, wastes little: a row far out
+moves into a vacant one nearer to zero.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -51,8 +52,10 @@ class RowChanges:
 class RowTable:
     """Rows 0 .. max_rows - 1."""
 
-    def __init__(self, max_rows: int, buckets: Sequence[int]) -> None:
+    def __init__(self, max_rows: int, buckets: Sequence[int], keeps: bool = False) -> None:
+        """keeps: rows of requests that a step leaves out stay theirs until they are forgotten, and none moves."""
         self._buckets = buckets
+        self._keeps = keeps
         self._rows: dict[RequestId, int] = {}
         self._owner: list[RequestState | None] = [None] * max_rows
         self._vacant = list(range(max_rows))  # heap
@@ -72,9 +75,9 @@ class RowTable:
     def sync(self, requests: Sequence[RequestState]) -> RowChanges:
         """Give every request of the step a row and take the rows of all others. At most max_rows requests."""
         changes = RowChanges()
-        names = {request.request_id for request in requests}
-        for name in [name for name in self._rows if name not in names]:
-            self._release(name)
+        if not self._keeps:
+            names = {request.request_id for request in requests}
+            self.forget([name for name in self._rows if name not in names])
         for request in requests:
             row = self._rows.get(request.request_id)
             if row is not None and self._owner[row] is not request:
@@ -82,13 +85,19 @@ class RowTable:
                 row = None
             if row is None:
                 changes.fresh.append((self._take(request), request))
-        self._compact(changes)
+        if not self._keeps:
+            self._compact(changes)
         return changes
+
+    def forget(self, names: Iterable[RequestId]) -> None:
+        """Take the rows of those of `names` that have one."""
+        for name in names:
+            if name in self._rows:
+                self._release(name)
 
     def clear(self) -> None:
         """Forget all rows: every request of the next step is a fresh one."""
-        for name in list(self._rows):
-            self._release(name)
+        self.forget(list(self._rows))
 
     def _compact(self, changes: RowChanges) -> None:
         """Move the farthest rows inwards as long as that allows a smaller bucket."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +22,22 @@ from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, DecodeOutput, decode_step, draft_step
+from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step, draft_step, stage_step
 from engine.gpu.group import DeviceGroup, VocabShards
 from engine.gpu.inputs import query_inputs, step_tokens, upload
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes
 from engine.gpu.samples import StepSamples
+from engine.gpu.stages import most_tokens
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
+from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import ScheduledRow, StepPlan, StepResult
-from engine.request_states import RequestState, RequestStates
+from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
 
@@ -54,12 +57,21 @@ class GpuRunner:
         gpu: GpuConfig,
         max_model_len: int,
         group: DeviceGroup | None = None,
+        ends: StageEnds = WHOLE_MODEL,
     ) -> None:
-        """group: of the ranks that have the other shards of the model."""
+        """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
         model_config = loaded.model.config  # of this rank's shard
         vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
-        self._takes_drafts = config.num_speculative_tokens > 0
-        self.max_steps_in_flight = 2 if gpu.overlap and not self._takes_drafts else 1
+        # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
+        self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
+        self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
+        num_buffers = max(NUM_BUFFERS, config.pp + 1)
+        self._sink = ends.sink
+        self._inbox: Inbox | None = None
+        if ends.source is not None:
+            shape = most_tokens(config), model_config.hidden_size
+            loaded.model.embedding = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+            self._inbox = Inbox(ends.source, loaded.model.embedding)
         self._requests = RequestStates()
         self._device = loaded.device
         self._queries_per_kv_head = model_config.num_heads // model_config.num_kv_heads
@@ -70,7 +82,7 @@ class GpuRunner:
         self._max_tokens = config.max_num_batched_tokens
         self._use_graphs = gpu.use_cuda_graph and loaded.device.type == "cuda"
         self._buckets = bucket_sizes(self._max_rows)
-        self._rows = RowTable(self._max_rows, self._buckets)
+        self._rows = RowTable(self._max_rows, self._buckets, keeps=config.pp > 1)
         max_blocks = -(-max_model_len // config.block_size)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device)
         attention: PrefillAttention
@@ -80,24 +92,35 @@ class GpuRunner:
             attention = open_attention(
                 gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
             )
-        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group)
-        packed = (5 if self._takes_drafts else 3), self._max_rows
+        passes_on = ends.sink is not None
+        self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
+        packed = (5 if self._knows_tokens else 3), self._max_rows
         self._packed = torch.zeros(packed, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
-        self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(NUM_BUFFERS)]
+        self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
         self._turn = 0
         self._shards = None if group is None else VocabShards(group, vocab_size)
-        self._samples = StepSamples(self._state, self._max_rows, vocab_size, NUM_BUFFERS, self._shards)
+        of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
+        self._samples = StepSamples(self._state, self._max_rows, of_vocab, num_buffers, self._shards)
         self.hooks = self._samples.hooks
-        step = draft_step if self._takes_drafts else decode_step
-        self._decode = partial(step, self._forward, self._state, self._samples.on_device, self._packed)
-        self._graphs: DecodeGraphs | None = None
+        step = draft_step if self._knows_tokens else decode_step
+        self._decode: Callable[[int], Any] = partial(
+            step, self._forward, self._state, self._samples.on_device, self._packed
+        )
+        if passes_on:
+            self._decode = partial(stage_step, self._forward, self._state, self._packed)
+        self._graphs: DecodeGraphs[Any] | None = None  # of DecodeOutput, or hidden states
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> GpuStep:
+    def launch(self, plan: StepPlan) -> GpuStep | UnsampledStep:
         """See Runner."""
         requests = self._requests.apply(plan)
+        self._rows.forget(plan.finished)
+        step = self._launch(plan, requests)
+        return step if self._sink is None else UnsampledStep(plan.rows, requests, step.waits)
+
+    def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> GpuStep:
         if not (plan.copies_out or plan.copies_in):
             return self._launch_rows(plan.rows, requests)
         assert self._copies is not None, "a plan copies to host slots that do not exist"
@@ -130,15 +153,18 @@ class GpuRunner:
         return step
 
     def _queue_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], step: GpuStep) -> None:
-        self._turn = (self._turn + 1) % NUM_BUFFERS
+        self._turn = (self._turn + 1) % len(self._staging)
         changes = self._rows.sync(requests)
         self._state.apply(changes)
-        self._samples.apply(changes)
+        if self._sink is None:
+            self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
+        if self._inbox is not None:
+            self._inbox.receive(sum(row.num_tokens for row in rows))
         if all(row.samples and row.is_decode for row in rows):
-            if self._takes_drafts:
-                self._queue_drafts(batch, step)
+            if self._knows_tokens:
+                self._queue_queries(batch, step)
             else:
                 self._queue_decode(batch, step)
         elif self.prompt_graphs is not None and self._takes_graph(batch, self.prompt_graphs):
@@ -154,9 +180,15 @@ class GpuRunner:
         num_tokens = min(self._max_tokens, pool_tokens, self._state.block_tables.shape[1] * self._block_size) - 1
         self.launch(prompt_plan(num_tokens, self._block_size)).result()
         self._requests.clear()
+        self._rows.clear()
         if self._use_graphs:
-            self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets, on_progress)
-            self.prompt_graphs = self.open_prompt_graphs()
+            self.capture(on_progress)
+
+    @torch.inference_mode()
+    def capture(self, on_progress: OnProgress = no_progress) -> None:
+        """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
+        self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets, on_progress)
+        self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         """See PromptGraphs."""
@@ -165,7 +197,7 @@ class GpuRunner:
             self._state,
             self._samples.on_device,
             self._queries_per_kv_head,
-            NUM_BUFFERS,
+            len(self._staging),
             self._max_tokens,
             captures,
         )
@@ -186,8 +218,8 @@ class GpuRunner:
         sampled = sampled_rows(batch, range(len(rows)), device_rows)
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
-    def _queue_drafts(self, batch: GpuBatch, step: GpuStep) -> None:
-        """A step of decode rows where all tokens before the drafts are known: nothing else is in flight."""
+    def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
+        """A step of decode rows where all tokens before the drafts are known."""
         queries = query_inputs(batch, self._block_size)
         num_rows = self._buckets[bisect_left(self._buckets, queries.shape[1])]
         packed = self._staging[self._turn].numpy()
@@ -195,10 +227,13 @@ class GpuRunner:
         packed[SLOT, :num_rows] = -1
         packed[:, : queries.shape[1]] = queries
         output = self._run_decode(num_rows)
+        if self._sink is not None:
+            self._sink.send(output[: queries.shape[1]])
+            return
         self._samples.take(output.token_ids, output.logits, batch, sampled_queries(batch), self._turn, step)
 
-    def _run_decode(self, num_rows: int) -> DecodeOutput:
-        """Run the decode step whose inputs are staged."""
+    def _run_decode(self, num_rows: int) -> Any:
+        """Run the decode step whose inputs are staged. Returns a DecodeOutput, or hidden states to be passed on."""
         staging = self._staging[self._turn]
         self._packed[:, :num_rows].copy_(staging[:, :num_rows], non_blocking=True)
         return self._decode(num_rows) if self._graphs is None else self._graphs.replay(num_rows)
@@ -209,6 +244,9 @@ class GpuRunner:
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         token_ids, logits, sampling = graphs.run(batch, self._block_size, self._turn)
+        if self._sink is not None:
+            self._sink.send(token_ids[: sum(row.num_tokens for row in batch.rows)])
+            return
         self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), self._turn, step)
         if not sampling:
             step.waits.append(mark(self._device))
@@ -219,6 +257,9 @@ class GpuRunner:
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
         inputs, last_of = self._mixed_inputs(batch, decodes, chunks)
         hidden = self._forward.hidden(inputs)
+        if self._sink is not None:
+            self._sink.send(hidden)
+            return
         self._add_prompt_logprobs(batch, chunks, last_of, hidden, step.found)
         sampling = [i for i in decodes + chunks if rows[i].samples]
         if not sampling:

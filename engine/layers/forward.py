@@ -53,7 +53,7 @@ class Forward(Generic[S]):
         self, start: Callable[[S], Stream], ops: Sequence[Op[S]], final: AddNorm[Tensor], head: LinearLayer
     ) -> None:
         self._start = start
-        self._ops = [*ops, Op(final, lambda x, step: x)]
+        self._ops: list[Op[S]] = [*ops, Op(final, lambda x, step: x)]
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, step: S) -> Tensor:
@@ -72,6 +72,10 @@ class Forward(Generic[S]):
         hidden: Tensor = x
         return hidden
 
+    def ended_by(self, final: AddNorm[Tensor]) -> Forward[S]:
+        """The same with `final` in the place of the final norm."""
+        return Forward(self._start, self._ops[:-1], final, self.logits)
+
 
 def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
     """The model as its family's file says it, on any device, with a residual in float32.
@@ -86,6 +90,13 @@ def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forw
     ops = [Op(summed(plain_norm(block.norm, block.eps), group), block.__call__) for block in model.blocks]
     final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
+
+
+def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
+    """An AddNorm without a norm."""
+    if pending is not None:
+        residual += pending
+    return residual
 
 
 def plain_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:

@@ -18,6 +18,7 @@ from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
+from engine.layers.pipeline import Stage
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.counted import CountedWeights
@@ -30,6 +31,7 @@ from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
+from engine.loader.staged import StagedWeights, blocks_of, divide_layers, stage_weights
 from engine.models.config import (
     ModelConfig,
     architecture_of,
@@ -50,7 +52,7 @@ GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPU
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, or one rank's shard of it, whose shapes `model.config` has; `config` is the whole one's.
+    """A model ready to run, or a rank's part of it, whose shapes `model.config` has; `config` is the whole one's.
 
     `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are, on all ranks.
     """
@@ -126,10 +128,11 @@ def load_model(
     device: torch.device | None = None,
     shard: Shard = WHOLE,
     on_progress: OnProgress = no_progress,
+    stage: Stage | None = None,
 ) -> LoadedModel:
     """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do.
 
-    shard: which part of them.
+    shard, stage: which part of them.
     """
     started = time.perf_counter()
     device = device or resolve_device(engine_config)
@@ -137,10 +140,15 @@ def load_model(
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
-        if shard.size > 1:
+        if shard.size > 1 or stage is not None:
             wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode
             quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
-            model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
+            if stage is None:
+                model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
+            else:
+                layers = divide_layers(source.config, stage.count)[stage.index]
+                shard = replace(shard, layers=(layers.start, layers.stop))
+                model = _build_stage(source, engine_config, quant_mode, layers, dtype, device, on_progress)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device, on_progress)
@@ -187,6 +195,32 @@ def _build_shard(
     weights = _counted(source, config, ShardedWeights(source.weights, whole.shapes, shard), on_progress)
     model = source.family.build(config, weights, _finish_block(engine_config, quantizer, None))
     quantizer.finish(model)
+    return model
+
+
+def _build_stage(
+    source: _Source,
+    engine_config: EngineConfig,
+    quant_mode: str,
+    layers: range,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: OnProgress,
+) -> Model:
+    """The layers of one pipeline stage, of plain weights or of weights made so. Raises ConfigError."""
+    shapes = ShapeRecorder()
+    source.family.build(source.config, shapes)
+    _checked_skeleton(source, device)
+    quantizer = Quantizer(quant_mode, None, device.type == "cuda")
+    needed = stage_weights(source.config, shapes.shapes, layers)
+    drawn = source.weights if source.shapes is None else None  # random weights are drawn in turn
+    weights = StagedWeights(CountedWeights(source.weights, needed, on_progress), needed, drawn, dtype, device)
+    finish = _finish_block(engine_config, quantizer, None)
+    model = source.family.build(source.config, weights, lambda block: None if block.norm.is_meta else finish(block))
+    model.blocks = blocks_of(model.blocks, layers)
+    model.config = replace(model.config, num_layers=len(layers))
+    if layers.stop == source.config.num_layers:
+        quantizer.finish(model)
     return model
 
 

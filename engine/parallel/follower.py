@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,13 @@ from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
-from engine.loader import load_model
-from engine.parallel.followers import READY, FollowerPool, FollowerStart, FollowerStep, receive_fds
+from engine.layers.pipeline import WHOLE_MODEL, StageEnds
+from engine.loader import LoadedModel, load_model
+from engine.parallel.followers import READY, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
+from engine.parallel.hidden_ring import RingSink, RingSource
 from engine.parallel.plan_ring import LENGTH, RingReader
-from engine.plan import PendingStep
+from engine.parallel.socket_frames import SocketSink, receive_frame, send_frame
 from kvstore.layout import PoolGeometry
 
 T = TypeVar("T")
@@ -39,22 +42,28 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
     start, _ = _receive(link, FollowerStart)
-    setup_logging(f"rank {start.shard.rank}", "warning", start.log_format)
+    setup_logging(f"rank {start.rank}", "warning", start.log_format)
     try:
         runner = _start(link, start)
     except MiniInferError as error:
-        report_end(f"rank {start.shard.rank}", error)
+        report_end(f"rank {start.rank}", error)
         return 1
-    return _follow(RingReader(start.ring_fd, start.wake_fd, start.shard.rank - 1, start.shard.size - 1), runner)
+    if start.is_remote:
+        return follow(partial(_plan_from, link), runner)
+    ring = RingReader(start.ring_fd, start.wake_fd, start.rank - 1, start.engine.num_ranks - 1)
+    return follow(ring.read, runner)
 
 
-def _follow(ring: RingReader, runner: Any) -> NoReturn:
-    """Until rank 0 ends."""
+def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
+    """Launch the steps that come, until rank 0 ends."""
     decoder = msgspec.msgpack.Decoder(FollowerStep)
-    in_flight: deque[PendingStep] = deque()
+    in_flight: deque[Any] = deque()  # PendingStep, of stages UnsampledStep
     num_finished = 0
     while True:
-        step = decoder.decode(ring.read())
+        step = decoder.decode(read())
+        for sampled in step.sampled:
+            in_flight.popleft().take(sampled)
+            num_finished += 1
         while num_finished < step.num_finished:
             in_flight.popleft().result()
             num_finished += 1
@@ -64,33 +73,77 @@ def _follow(ring: RingReader, runner: Any) -> NoReturn:
 def _start(link: socket.socket, start: FollowerStart) -> Any:
     """Load this rank's part of the model, join the group, and warm up together with the others."""
     on_gpu = start.device == "cuda"
-    torch.set_num_threads(start.engine.num_threads)
-    device = torch.device("cuda", start.shard.rank) if on_gpu else torch.device("cpu")
+    if start.engine.num_threads:
+        torch.set_num_threads(start.engine.num_threads)
+    device = torch.device("cuda", 0 if start.is_remote else start.rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard)
-    link.sendall(READY)
+    loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard, stage=start.stage)
+    send_frame(link, msgspec.msgpack.encode(FollowerLoaded(loaded.fingerprint, _num_blocks(loaded, start))))
     pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, start.shard)
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
     runner: Any
     if on_gpu:
         from engine.gpu.group import open_group  # these need triton
         from engine.gpu.runner import GpuRunner
+        from engine.gpu.stages import open_ends
 
         kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
-        group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
-        _watch(link)
-        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group)
+        group, ends = None, WHOLE_MODEL
+        if start.stage is None:
+            group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
+        if start.is_remote:
+            ends = StageEnds(sink=SocketSink(link, _end))
+        else:
+            _watch(link)
+        if start.stage is not None and not start.is_remote:
+            ends = open_ends(loaded, config, start.stage, Path(start.store))
+        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group, ends)
+    elif start.is_remote:
+        kv_pool = allocate_pool(geometry, device)
+        runner = ModelRunner(loaded, kv_pool, slots, config, ends=StageEnds(sink=SocketSink(link, _end)))
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
-        runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
+        if start.stage is None:
+            runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
+        else:
+            runner = ModelRunner(loaded, kv_pool, slots, config, ends=_ring_ends(start))
     runner.warmup()
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
     return runner
+
+
+def _plan_from(link: socket.socket) -> bytes:
+    """Ends the process when the engine is gone."""
+    try:
+        return bytes(receive_frame(link))
+    except OSError:
+        _end()
+
+
+def _end() -> NoReturn:
+    os._exit(1)
+
+
+def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
+    """KV blocks that fit the GPU, of a stage whose layers need other memory than rank 0's; else 0."""
+    config = start.engine
+    if start.device != "cuda" or start.stage is None or config.num_gpu_blocks or config.kv_cache_gb:
+        return 0
+    from engine.gpu.memory import num_blocks_that_fit  # needs triton
+
+    return num_blocks_that_fit(loaded, config, start.gpu, loaded.config.context_length(config.max_model_len))
+
+
+def _ring_ends(start: FollowerStart) -> StageEnds:
+    return StageEnds(
+        None if start.hidden_in is None else RingSource(start.hidden_in),
+        None if start.hidden_out is None else RingSink(start.hidden_out),
+    )
 
 
 def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
@@ -110,8 +163,11 @@ def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
 def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
     """Ends the process when rank 0 is gone."""
     data, fds, _, _ = socket.recv_fds(link, LENGTH.size, 1)
-    if len(data) < LENGTH.size:
-        os._exit(1)
+    while len(data) < LENGTH.size:
+        piece = link.recv(LENGTH.size - len(data)) if data else b""
+        if not piece:
+            os._exit(1)
+        data += piece
     (length,) = LENGTH.unpack(data)
     body = b""
     while len(body) < length:

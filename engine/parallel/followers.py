@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -22,8 +23,12 @@ from common.logging import current_format
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError
 from engine.gpu.config import GpuConfig
+from engine.layers.pipeline import Stage
+from engine.parallel.hidden_ring import RingFds, RingSource
 from engine.parallel.plan_ring import LENGTH, RingWriter, ring_bytes
+from engine.parallel.socket_frames import receive_frame
 from engine.plan import StepPlan
+from engine.request import TokenId
 from kvstore.layout import Shard
 
 READY = b"\x01"
@@ -34,6 +39,7 @@ POLL_SECONDS = 0.5
 class FollowerStart(msgspec.Struct):
     """First message to a follower. The descriptors are inherited under the same numbers."""
 
+    rank: int  # this process's
     shard: Shard
     device: str  # type of it
     engine: EngineConfig  # resolved
@@ -42,10 +48,21 @@ class FollowerStart(msgspec.Struct):
     ring_fd: int
     wake_fd: int
     log_format: str
+    stage: Stage | None = None
+    hidden_in: RingFds | None = None  # on a CPU, of stages: where hidden states come from, and where they go
+    hidden_out: RingFds | None = None
+    is_remote: bool = False  # on another host: what descriptors and rings carry comes and goes by the link
+
+
+class FollowerLoaded(msgspec.Struct):
+    """Its answer, when its weights are there."""
+
+    fingerprint: str
+    num_blocks: int = 0  # of KV that fit its GPU; 0: it has not looked
 
 
 class FollowerPool(msgspec.Struct):
-    """Second message, when its weights are there. On a CPU the descriptor of its pool's memory comes with it."""
+    """Second message. On a CPU of this host the descriptor of its pool's memory comes with it."""
 
     num_blocks: int
     num_host_slots: int
@@ -54,10 +71,15 @@ class FollowerPool(msgspec.Struct):
 
 
 class FollowerStep(msgspec.Struct):
-    """A plan, and how many of the steps before it rank 0 has read the results of."""
+    """A plan, and how many of the steps before it rank 0 has read the results of.
+
+    sampled: for stages that do not sample, the tokens of each row of those steps whose results were read since the
+        last plan.
+    """
 
     plan: StepPlan
     num_finished: int
+    sampled: Sequence[Sequence[Sequence[TokenId]]] = ()
 
 
 STEP_ENCODER = msgspec.msgpack.Encoder()
@@ -67,8 +89,14 @@ class Followers:
     """Processes that run the same plans as this one, each on its own shard."""
 
     def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
-        """Start the ranks of `config.tp` but the first; returns while they load. config: resolved."""
-        num_followers = config.tp - 1
+        """Start the ranks of `config` but the first; returns while they load. config: resolved.
+
+        Of a pipeline, rank 0 is the last stage, and rank n is stage n - 1.
+        """
+        num_followers = config.num_ranks - 1
+        self.on_work: Callable[[], None] = lambda: None
+        self._work = 0
+        self.hidden_rings = [RingFds.create() for _ in range(config.pp - 1)] if device == "cpu" else []
         self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
         self._links: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -78,34 +106,47 @@ class Followers:
         self._ring = RingWriter(ring_fd, wake_fds, partial(_check, self._processes))
         for rank, wake_fd in enumerate(wake_fds, 1):
             ours, theirs = socket.socketpair()
+            start = FollowerStart(
+                rank, Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
+            )
+            if config.pp > 1:
+                ends = [None, *self.hidden_rings][rank - 1 : rank + 1] if self.hidden_rings else [None, None]
+                start.shard, start.stage = Shard(), Stage(rank - 1, config.pp)
+                start.hidden_in, start.hidden_out = ends
+            hidden = [fd for ring in (start.hidden_in, start.hidden_out) if ring for fd in (ring.memory, ring.wake)]
             with theirs:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
                         stdin=subprocess.DEVNULL,
-                        pass_fds=(theirs.fileno(), ring_fd, wake_fd),
+                        pass_fds=(theirs.fileno(), ring_fd, wake_fd, *hidden),
                     )
                 )
             self._links.append(ours)
-            start = FollowerStart(
-                Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
-            )
             _send(ours, start, [])
         os.close(ring_fd)
         self._ending = threading.Event()
         weakref.finalize(self, _end, self._ending, self._links, self._processes, self.store.parent)
 
-    def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
-        """Wait until all have their weights, and tell each of its pool. fds: of the pools' memory, one each or none.
+    def wait_for_weights(self) -> list[FollowerLoaded]:
+        """Wait until all have their weights.
 
         Raises ConfigError when one has ended instead; it has said why.
         """
+        found = []
         for rank, link in enumerate(self._links, 1):
             while not select.select([link], [], [], POLL_SECONDS)[0]:
                 continue  # a process that ends closes its link, which is then readable
-            if link.recv(1) != READY:
-                raise ConfigError(f"rank {rank} of the model could not start: its message is above")
-            _send(link, pool, [*fds[rank - 1 : rank]])
+            try:
+                found.append(msgspec.msgpack.decode(receive_frame(link), type=FollowerLoaded))
+            except OSError as error:
+                raise ConfigError(f"rank {rank} of the model could not start: its message is above") from error
+        return found
+
+    def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
+        """Tell each of its pool. fds: of the pools' memory, one each or none."""
+        for index, link in enumerate(self._links):
+            _send(link, pool, [*fds[index : index + 1]])
 
     def receive(self) -> list[int]:
         """A descriptor from each follower, to be closed."""
@@ -118,14 +159,28 @@ class Followers:
             socket.send_fds(link, [READY], fds)
         return fds
 
-    def send(self, plan: StepPlan, num_finished: int) -> None:
+    def hidden_source(self) -> RingSource:
+        """Hidden states of the stage before the last one. While they do not come, `on_work` tells of work on them."""
+        return RingSource(self.hidden_rings[-1], self._check_work)
+
+    def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
         """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
         self.check()
-        self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished)))
+        self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
 
     def check(self) -> None:
         """Raises DeviceLostError when a process has ended."""
         _check(self._processes)
+
+    def _check_work(self) -> None:
+        self.check()
+        work, is_runnable = 0, False
+        for process in self._processes:
+            spent, runs = work_of(process.pid)
+            work, is_runnable = work + spent, is_runnable or runs
+        if work != self._work or is_runnable:
+            self.on_work()
+        self._work = work
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost` from a thread once a process ends, which a step that waits for it on a GPU does not see."""
@@ -151,6 +206,17 @@ def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
     if data != READY or len(fds) != count:
         raise ConfigError(f"{peer} could not start: its message is above")
     return fds
+
+
+def work_of(pid: int) -> tuple[int, bool]:
+    """Ticks of processor time that a process has had, and whether one of its threads runs or wants to."""
+    ticks, is_runnable = 0, False
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread may end while it is read
+            fields = path.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+            ticks += int(fields[11]) + int(fields[12])
+            is_runnable = is_runnable or fields[0] == "R"
+    return ticks, is_runnable
 
 
 def _check(processes: list[subprocess.Popen[bytes]]) -> None:

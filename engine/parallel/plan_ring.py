@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import struct
 import time
 from collections.abc import Callable
@@ -88,8 +89,18 @@ class RingWriter(_Ring):
 class RingReader(_Ring):
     """Reading end number `index` of `num_readers`."""
 
-    def __init__(self, memory_fd: int, wake_fd: int, index: int, num_readers: int, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        memory_fd: int,
+        wake_fd: int,
+        index: int,
+        num_readers: int,
+        capacity: int = CAPACITY,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """check: is called while nothing comes, and raises when the writer is gone."""
         super().__init__(memory_fd, num_readers, capacity)
+        self._check = check
         self._wake_fd = wake_fd
         self._index = index
         self._read = 0
@@ -99,12 +110,19 @@ class RingReader(_Ring):
         (length,) = LENGTH.unpack(self._take(LENGTH.size))
         return self._take(length)
 
+    def _wait(self) -> None:
+        """Until the writer has waked this end."""
+        if self._check is not None:
+            while not select.select([self._wake_fd], [], [], CHECK_SECONDS)[0]:
+                self._check()
+        os.eventfd_read(self._wake_fd)
+
     def _take(self, num_bytes: int) -> bytes:
         pieces: list[bytes] = []
         while num_bytes:
             available = self._counters[0] - self._read
             if not available:
-                os.eventfd_read(self._wake_fd)
+                self._wait()
                 continue
             piece = self._memory[self._span(self._read, min(available, num_bytes))]
             pieces.append(piece)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from common.errors import MiniInferError, TransferError, UnavailableError
 from kvstore.layout import PoolGeometry
 from kvstore.transport.handle import PeerLease, PeerShard
-from kvstore.transport.head_split import split_heads
+from kvstore.transport.head_split import split_blocks
 from kvstore.transport.host_pull import BlockPull, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nixl import NixlTransport
@@ -122,7 +122,7 @@ class KvClient:
             raise TransferError("a position outside the KV handle")
         began = time.monotonic()
         check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
-        split = split_heads(self._geometry, len(lease.shards))
+        split = split_blocks(self._geometry, tuple(shard.geometry.shard for shard in lease.shards))
         parts = [SourcePart(lease.shards[part.rank], part.copy) for part in split]
         transport, digests = self._pull_best(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
         for part, found in zip(parts, digests, strict=True):

@@ -60,14 +60,11 @@ class Device(Protocol):
 class _Mapping:
     """One epoch of a peer's pool. `remote` is None when it has ended; readers hold `lock`."""
 
+    name: PoolName
     info: PoolInfo
     remote: RemotePool | None
     connection: socket.socket
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def name(self) -> PoolName:
-        return self.info.worker_id, self.info.geometry.shard.rank
 
 
 class CudaIpcTransport:
@@ -142,7 +139,7 @@ class CudaIpcTransport:
         finally:
             os.close(fd)
         connection.settimeout(None)
-        return _Mapping(info, remote, connection)
+        return _Mapping(shard.pool_name, info, remote, connection)
 
     def _watch(self, mapping: _Mapping) -> None:
         """Wait for the end of the connection, and end the mapping with it."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from common.errors import HandshakeError, TransferError
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.layout import PoolGeometry, are_all_shards
 from kvstore.pool.leases import Lease
 from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, geometry_to_wire
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
@@ -78,10 +78,11 @@ class PeerShard:
     address: ShardAddress
     block_ids: tuple[BlockId, ...]
     digests: tuple[int, ...]  # one per block
+    rank: int = 0  # its index among the handle's shards, by which the owner knows the pool
 
     @property
     def pool_name(self) -> PoolName:
-        return self.worker_id, self.geometry.shard.rank
+        return self.worker_id, self.rank
 
     def check_offer(self, offered: PoolInfo) -> None:
         """Raise TransferError unless what a socket hands out is the pool that the handle means.
@@ -147,9 +148,12 @@ def open_handle(handle: KvHandle) -> PeerLease:
     """
     if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
         raise TransferError("malformed KV handle")
-    shards = tuple(_unpack_shard(handle, data) for data in handle.shards)
-    for rank, shard in enumerate(shards):
-        if not shard.geometry.has_blocks_of(replace(shards[0].geometry, shard=Shard(rank, len(shards)))):
+    shards = tuple(_unpack_shard(handle, data, rank) for rank, data in enumerate(handle.shards))
+    first = shards[0].geometry
+    if not are_all_shards([shard.geometry.shard for shard in shards], first.layout):
+        raise TransferError("a KV handle whose shards are not all those of one worker")
+    for shard in shards:
+        if not shard.geometry.has_blocks_of(replace(first, shard=shard.geometry.shard)):
             raise TransferError("a KV handle whose shards are not all those of one worker")
         if len(shard.block_ids) != len(shards[0].block_ids):
             raise TransferError("a KV handle whose shards hold different numbers of blocks")
@@ -158,7 +162,7 @@ def open_handle(handle: KvHandle) -> PeerLease:
     )  # fmt: skip
 
 
-def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
+def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
     """Decode and check one shard. Raises TransferError or HandshakeError."""
     if len(data) > MAX_SHARD_BYTES:
         raise TransferError("a KV handle of impossible size")
@@ -200,4 +204,5 @@ def _unpack_shard(handle: KvHandle, data: bytes) -> PeerShard:
         ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu, nixl_agent),
         tuple(map(BlockId, np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
+        rank,
     )

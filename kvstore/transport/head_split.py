@@ -1,4 +1,4 @@
-"""Re-split of KV heads: which bytes of which shards a reader of another TP degree than the writer needs. Pure.
+"""Re-split of KV heads and layers: which bytes of which shards a reader needs that is divided otherwise. Pure.
 
 With h heads in a shard, one block of it is layers x planes rows of h pieces, a piece being one head's block_size x
 head_dim elements. So consecutive heads are one range of bytes in every row, and the ranges are evenly spaced: a copy
@@ -7,9 +7,10 @@ in two dimensions, with a pitch on either side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from common.errors import HandshakeError
 from kvstore.layout import PoolGeometry, Shard
 
 
@@ -34,6 +35,40 @@ class ShardPart:
 
     rank: int
     copy: HeadCopy | None
+
+
+@lru_cache(maxsize=64)
+def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPart, ...]:
+    """The parts that make up a block of `mine`, when the writer has divided the same layout into `shards`.
+
+    Raises HandshakeError where one side divides layers and the other one heads.
+    """
+    if mine.shard.layers is None and all(shard.layers is None for shard in shards):
+        return split_heads(mine, len(shards))
+    if any(shard.size > 1 for shard in (mine.shard, *shards)):
+        raise HandshakeError("KV is not read between a worker of --tp and one of --pp: give both the same flag")
+    parts = []
+    for rank, shard in enumerate(shards):
+        theirs = replace(mine, shard=shard)
+        if theirs.layers == mine.layers:
+            return (ShardPart(rank, None),)
+        first, stop = max(theirs.layers.start, mine.layers.start), min(theirs.layers.stop, mine.layers.stop)
+        if first < stop:
+            parts.append(ShardPart(rank, _copy_of_layers(mine, theirs, range(first, stop))))
+    return tuple(parts)
+
+
+def _copy_of_layers(mine: PoolGeometry, theirs: PoolGeometry, layers: range) -> HeadCopy:
+    """The copy of all heads of some layers: one range of bytes on both sides."""
+    each = mine.layer_bytes
+    return HeadCopy(
+        height=1,
+        width=len(layers) * each,
+        source_offset=(layers.start - theirs.layers.start) * each,
+        source_pitch=theirs.block_bytes,
+        target_offset=(layers.start - mine.layers.start) * each,
+        target_pitch=mine.block_bytes,
+    )
 
 
 @lru_cache(maxsize=64)

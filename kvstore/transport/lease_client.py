@@ -61,9 +61,7 @@ class LeaseClient:
         Raises UnavailableError, or TransferError when the peer cannot.
         """
         stub = self.stub(shard.address.kv_address)
-        request = kvstore_pb2.StageRequest(
-            lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.geometry.shard.rank, first=first
-        )
+        request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.rank, first=first)
         rows = call(lambda: stub.Stage(request, timeout=deadline_seconds, metadata=self.metadata)).rows
         if len(rows) != len(shard.block_ids) - first:
             raise TransferError("the peer has staged another lease")

@@ -196,8 +196,7 @@ class NcclTransport:
             raise UnavailableError(f"the peer cannot be reached: {error.strerror or error}") from error
         connection = Connection(sock)
         try:
-            rank = shard.geometry.shard.rank
-            connection.ask([self._token, shard.worker_id, shard.epoch, rank, self._device.gpu])
+            connection.ask([self._token, shard.worker_id, shard.epoch, shard.rank, self._device.gpu])
             unique_id = self._device.unique_id()
             connection.send(unique_id)
             return connection, self._device.connect(unique_id, READER, time.monotonic() + JOIN_SECONDS)

@@ -82,7 +82,7 @@ class NixlTransport:
     def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
         shard, peer = part.shard, self._peer(part.shard)
         try:
-            memory = peer.pools[shard.geometry.shard.rank]
+            memory = peer.pools[shard.rank]
         except IndexError:
             raise TransferError("the peer has not as many ranks as its KV handle says") from None
         block_bytes = shard.geometry.block_bytes

@@ -49,7 +49,8 @@ def geometry_to_wire(geometry: PoolGeometry) -> list[Any]:
     ]
     shard = geometry.shard
     return [
-        HASH_VERSION, geometry.fingerprint, geometry.num_blocks, geometry.block_size, shard.rank, shard.size, groups
+        HASH_VERSION, geometry.fingerprint, geometry.num_blocks, geometry.block_size, shard.rank, shard.size, groups,
+        *([] if shard.layers is None else [shard.layers]),
     ]  # fmt: skip
 
 
@@ -63,14 +64,17 @@ def geometry_from_wire(value: Any) -> PoolGeometry:
             )
         case [int(), str() as fingerprint, int() as num_blocks, int() as block_size, int() as rank, int() as size,
               list() as groups]:  # fmt: skip
-            pass
+            shard = Shard(rank, size)
+        case [int(), str() as fingerprint, int() as num_blocks, int() as block_size, int() as rank, int() as size,
+              list() as groups, [int() as first, int() as stop]]:  # fmt: skip
+            shard = Shard(rank, size, (first, stop))
         case _:
             raise HandshakeError("the peer's description of its KV pool is malformed")
     if not 1 <= num_blocks <= MAX_BLOCKS or len(fingerprint) > MAX_TEXT or len(groups) > MAX_GROUPS:
         raise HandshakeError("the peer's description of its KV pool is out of bounds")
     try:
         layout = KvLayout(tuple(map(_group_from_wire, groups)))
-        geometry = PoolGeometry(layout, num_blocks, block_size, fingerprint, Shard(rank, size))
+        geometry = PoolGeometry(layout, num_blocks, block_size, fingerprint, shard)
     except ConfigError as error:
         raise HandshakeError(f"the peer describes KV that this worker does not know: {error}") from error
     if geometry.pool_bytes > MAX_POOL_BYTES:

@@ -47,7 +47,7 @@ class TcpTransport:
             return
         stub = self._client.stub(shard.address.kv_address)
         request = kvstore_pb2.ReadRequest(
-            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.geometry.shard.rank
+            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
         )
         stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
         try:

@@ -77,6 +77,14 @@ def test_workers_of_several_ranks_take_as_many_gpus():
         plan("--tp=4", gpus=["0", "1"])
 
 
+def test_a_pipeline_takes_a_gpu_for_each_stage():
+    _, specs = plan("--pp=2", gpus=["0", "1", "2", "3"])
+    assert [specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("decode-0", "decode-1")] == ["0,1,2,3", "2,3,0,1"]
+    assert all(settings(specs[name])["pp"] == 2 for name in ("decode-0", "decode-1"))
+    with pytest.raises(ConfigError, match="--pp 4: there are 2 GPUs"):
+        plan("--pp=4", gpus=["0", "1"])
+
+
 GB = 10**9
 
 

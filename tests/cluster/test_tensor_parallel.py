@@ -38,25 +38,29 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
 
 
 @pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "transport"),
+    ("prefill", "decode", "transport"),
     [
-        (2, 2, "shm"),
-        (2, 1, "tcp"),
-        (1, 2, "nixl"),
-        (4, 2, "tcp"),
-        pytest.param(2, 2, "tcp", marks=pytest.mark.soak),
-        pytest.param(2, 1, "shm", marks=pytest.mark.soak),
-        pytest.param(1, 2, "shm", marks=pytest.mark.soak),
-        pytest.param(1, 2, "tcp", marks=pytest.mark.soak),
+        ("--tp=2", "--tp=2", "shm"),
+        ("--tp=1", "--tp=2", "nixl"),
+        ("--tp=4", "--tp=2", "tcp"),
+        ("--pp=2", "--pp=2", "shm"),
+        pytest.param("--pp=2", "--pp=1", "tcp", marks=pytest.mark.soak),
+        pytest.param("--pp=1", "--pp=2", "nixl", marks=pytest.mark.soak),
+        pytest.param("--pp=2", "--pp=2", "tcp", marks=pytest.mark.soak),
+        pytest.param("--tp=2", "--tp=2", "tcp", marks=pytest.mark.soak),
+        pytest.param("--tp=2", "--tp=1", "shm", marks=pytest.mark.soak),
+        pytest.param("--tp=2", "--tp=1", "tcp", marks=pytest.mark.soak),
+        pytest.param("--tp=1", "--tp=2", "shm", marks=pytest.mark.soak),
+        pytest.param("--tp=1", "--tp=2", "tcp", marks=pytest.mark.soak),
     ],
     ids=str,
 )
-def test_tokens_equal_those_of_one_rank(reference: LLM, prefill_tp: int, decode_tp: int, transport: str) -> None:
+def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: str, transport: str) -> None:
     """4 ranks share 2 KV heads: two hold each."""
     with running_cluster(
         engine_args=ENGINE,
         worker_args=(f"--kv-transport={transport}",),
-        role_args={"prefill": [f"--tp={prefill_tp}"], "decode": [f"--tp={decode_tp}"]},
+        role_args={"prefill": [prefill], "decode": [decode]},
     ) as cluster:
         for params in (GREEDY, SAMPLED):
             expected = [completion.text for completion in reference.generate(PROMPTS, params)]
@@ -82,10 +86,11 @@ def ready_workers(cluster: Cluster) -> set[str]:
     return {worker["id"] for worker in cluster.get("/v1/cluster")["workers"] if worker["state"] == "ready"}
 
 
-def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM) -> None:
+@pytest.mark.parametrize("flag", ["--tp=2", pytest.param("--pp=2", marks=pytest.mark.soak)])
+def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) -> None:
     params = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
-    with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": ["--tp=2"]}) as cluster:
+    with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": [flag]}) as cluster:
         texts: dict[int, str] = {}
 
         def ask(index: int) -> None:
@@ -105,6 +110,23 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM) -> None:
         for thread in threads:
             thread.join(60.0)
         assert [texts[index] for index in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.soak
+def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
+    with running_cluster(0, 1, engine_args=ENGINE, worker_args=("--pp=2",)) as cluster:
+        complete(cluster, "one", GREEDY)
+        (follower,) = followers_of(cluster.services["decode-0"].pid)
+        os.kill(follower, signal.SIGSTOP)
+        thread = threading.Thread(target=complete, args=(cluster, "two", GREEDY))
+        thread.start()
+        began = time.monotonic()
+        while ready_workers(cluster):
+            assert time.monotonic() - began < 8.0
+            time.sleep(0.1)
+        os.kill(follower, signal.SIGCONT)
+        thread.join(60.0)
+        assert ready_workers(cluster) == {"decode-0"}
 
 
 def test_ranks_end_with_the_engine() -> None:

@@ -198,8 +198,8 @@ def test_heads_are_split_again_on_the_way(piece_blocks: int, monkeypatch: pytest
         name = (lease.lease_id, WorkerId("owner"), Epoch(1))
         address = ShardAddress(nccl_address=f"127.0.0.1:{server.port}", gpu="GPU-owner")
         shards = tuple(
-            PeerShard(*name, geometry, address, lease.block_ids, tuple(digest_blocks(row)))
-            for geometry, row in zip(geometries, rows, strict=True)
+            PeerShard(*name, geometry, address, lease.block_ids, tuple(digest_blocks(row)), rank)
+            for rank, (geometry, row) in enumerate(zip(geometries, rows, strict=True))
         )
         assert reader.pull(PeerLease(*name, 12, 10.0, shards), [0, 2], ids(1, 6)) == "nccl"
         wanted = whole.view(6, -1).view(torch.uint8).numpy()[[4, 5]]
@@ -250,7 +250,7 @@ def test_who_is_not_let_in(tmp_path: Path, owner: NcclOwner, reader: Reader, mon
         reader.transport.open(with_shard(owner.lease([3]), epoch=Epoch(5)).shards[0])
     shard = owner.lease([3]).shards[0]
     with pytest.raises(TransferError, match="rank 1 of a worker of 1"):
-        reader.transport.open(replace(shard, geometry=replace(GEOMETRY, shard=Shard(1, 2))))
+        reader.transport.open(replace(shard, geometry=replace(GEOMETRY, shard=Shard(1, 2)), rank=1))
     guarded = NcclOwner(tmp_path, name="guarded", token="secret")
     with pytest.raises(TransferError, match="token"):
         reader.pull(guarded.lease([3]), [0], ids(0))

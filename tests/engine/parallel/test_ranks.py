@@ -112,7 +112,9 @@ class ThreadedRanks:
 
     def _run(self, rank: int, data: bytes) -> CompletedStep:
         self._group.join(rank)
-        return self._ranks[rank].launch(msgspec.msgpack.decode(data, type=StepPlan))
+        step = self._ranks[rank].launch(msgspec.msgpack.decode(data, type=StepPlan))
+        assert isinstance(step, CompletedStep)
+        return step
 
 
 def open_ranks(path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:

@@ -45,10 +45,24 @@ def test_shards_of_several_ranks_belong_together() -> None:
     assert [list(shard.geometry.heads) for shard in read.shards] == [[0], [1]]
 
 
+def stage_of(first: int, stop: int) -> bytes:
+    return pack_shard(replace(GEOMETRY, shard=Shard(layers=(first, stop))), ADDRESS, BLOCKS, DIGESTS)
+
+
+def test_shards_of_several_stages_belong_together() -> None:
+    read = open_handle(replace(GOOD, shards=[stage_of(1, 2), stage_of(0, 1)]))
+    assert [list(shard.geometry.layers) for shard in read.shards] == [[1], [0]]
+    assert [shard.pool_name[1] for shard in read.shards] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "shards",
     [
         [],
+        [stage_of(0, 1)],
+        [stage_of(0, 1), stage_of(0, 1)],
+        [stage_of(0, 1), stage_of(0, 2)],
+        [stage_of(0, 1), SHARD],
         [SHARD] * 300,
         [shard_of(0, 2)],
         [shard_of(1, 2), shard_of(0, 2)],

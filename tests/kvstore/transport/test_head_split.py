@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstore.transport.client import Blocks, KvClient, host_client
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease, open_handle
-from kvstore.transport.head_split import HeadCopy, ShardPart, split_heads
+from kvstore.transport.head_split import HeadCopy, ShardPart, split_blocks, split_heads
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
@@ -63,7 +64,8 @@ def bytes_of(blocks: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def shard_of(blocks: torch.Tensor, geometry: PoolGeometry) -> np.ndarray:  # type: ignore[type-arg]
-    return bytes_of(blocks[:, :, :, geometry.heads.start : geometry.heads.stop])
+    layers, heads = geometry.layers, geometry.heads
+    return bytes_of(blocks[:, layers.start : layers.stop, :, heads.start : heads.stop])
 
 
 def spans(part: ShardPart, block_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -111,12 +113,12 @@ def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
 class Ranks:
     """A worker of several ranks, each with a pool of its own, behind one KvTransfer service."""
 
-    def __init__(self, folder: Path, heads: int, size: int) -> None:
+    def __init__(self, folder: Path, heads: int, shards: Sequence[Shard]) -> None:
         self.blocks = whole_blocks(heads)
         self.epoch = new_epoch()
         self.owners = []
-        for rank in range(size):
-            geometry = geometry_of(heads, Shard(rank, size))
+        for rank, shard in enumerate(shards):
+            geometry = geometry_of(heads, shard)
             owner = Owner(folder, geometry, f"w-{rank}", epoch=self.epoch, worker_id="w")
             owner.blocks[:] = shard_of(self.blocks, geometry)
             self.owners.append(owner)
@@ -149,8 +151,8 @@ class Ranks:
 
 
 @asynccontextmanager
-async def running(folder: Path, heads: int, size: int) -> AsyncIterator[Ranks]:
-    worker = Ranks(folder, heads, size)
+async def running(folder: Path, heads: int, size: int, shards: Sequence[Shard] = ()) -> AsyncIterator[Ranks]:
+    worker = Ranks(folder, heads, shards or [Shard(rank, size) for rank in range(size)])
     await worker.server.start()
     try:
         yield worker
@@ -201,6 +203,51 @@ async def test_pools_of_other_ranks_arrive(
             np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
             assert not mine[[2, 4]].any()
             client.close()
+
+
+def stages(*bounds: int) -> list[Shard]:
+    """In the order of a worker: the last stage first."""
+    found = [Shard(layers=(first, stop)) for first, stop in pairwise(bounds)]
+    return [found[-1], *found[:-1]]
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
+@pytest.mark.parametrize(
+    ("writers", "readers"),
+    [
+        (stages(0, 1, 3), [Shard()]),
+        ([Shard()], stages(0, 2, 3)),
+        (stages(0, 1, 3), stages(0, 2, 3)),
+        (stages(0, 1, 2, 3), stages(0, 1, 3)),
+        (stages(0, 2, 3), stages(0, 2, 3)),
+    ],
+    ids=str,
+)
+async def test_pools_of_other_stages_arrive(
+    tmp_path: Path, transport: str, writers: list[Shard], readers: list[Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(2, Shard()).block_bytes)  # several pieces
+    async with running(tmp_path, 2, 0, writers) as worker:
+        lease = worker.lease([4, 1, 2, 0, 5], transport)
+        for shard in readers:
+            geometry = geometry_of(2, shard)
+            mine = empty_pool(geometry)
+            client = client_of(geometry, mine, transport)
+            result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
+            assert (result.transport, result.num_bytes) == (transport, 4 * geometry.block_bytes)
+            np.testing.assert_array_equal(mine[[5, 0, 3, 1]], shard_of(worker.blocks[[4, 1, 2, 5]], geometry))
+            assert not mine[[2, 4]].any()
+            client.close()
+
+
+def test_equal_stages_read_whole_blocks_and_ranks_none() -> None:
+    writers = tuple(stages(0, 1, 3))
+    assert split_blocks(geometry_of(2, writers[0]), writers) == (ShardPart(0, None),)
+    assert split_blocks(geometry_of(2, writers[1]), writers) == (ShardPart(1, None),)
+    with pytest.raises(HandshakeError, match="same flag"):
+        split_blocks(geometry_of(2, Shard(0, 2)), writers)
+    with pytest.raises(HandshakeError, match="same flag"):
+        split_blocks(geometry_of(2, writers[0]), (Shard(0, 2), Shard(1, 2)))
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])

@@ -1,0 +1,130 @@
+"""One pipeline stage's part of a model: which layers, and their weights from any source of all of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.layers.attention import AttentionBlock
+from engine.layers.block import Block
+from engine.layers.weights import Partition, ShapeRecorder, WeightSource
+from engine.loader.checkpoint import Shape
+from engine.models.config import ModelConfig
+from engine.models.families import family_of
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def divide_layers(config: ModelConfig, count: int) -> list[range]:
+    """Layers of each of `count` stages, such that the one with the most weights has as few as possible.
+
+    The head counts, which every step with a sample reads; the embedding, of which a step reads rows, does not. Raises
+    ConfigError for more stages than layers.
+    """
+    if count > config.num_layers:
+        raise ConfigError(f"--pp {count}: the model has {config.num_layers} layers: choose at most so many stages")
+    shapes = whole_shapes(config)
+    sizes = [0] * config.num_layers
+    for name, shape in shapes.items():
+        if (layer := layer_of(name)) is not None:
+            sizes[layer] += math.prod(shape)
+    return _divide(sizes, config.vocab_size * config.hidden_size, count)
+
+
+def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
+    total = [0, *accumulate(sizes)]
+    # least[n]: the largest stage's size when layers [0, n) are divided among so many stages; starts: how.
+    least: list[float] = [0.0] + [math.inf] * len(sizes)
+    starts: list[list[int]] = []
+    for stage in range(count):
+        extra = head if stage == count - 1 else 0
+        costs = [
+            [(max(least[first], total[stop] - total[first] + extra), first) for first in range(stop)]
+            for stop in range(len(sizes) + 1)
+        ]
+        best = [min(options, default=(math.inf, 0)) for options in costs]
+        least, start = [cost for cost, _ in best], [first for _, first in best]
+        starts.append(start)
+    found: list[range] = []
+    stop = len(sizes)
+    for start in reversed(starts):
+        found.append(range(start[stop], stop))
+        stop = start[stop]
+    return found[::-1]
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Shapes of all weights of the model by name, in the order in which it asks for them."""
+    recorder = ShapeRecorder()
+    family_of(config.architecture).build(config, recorder)
+    return recorder.shapes
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a weight belongs to; None: the embedding, the final norm or the head."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
+
+
+def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: range) -> dict[str, Shape]:
+    """Those of `shapes` that the stage of `layers` needs: embedding and head are the first and the last stage's."""
+    is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+    first_layer = next(index for index, name in enumerate(shapes) if layer_of(name) is not None)
+    needed = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        layer = layer_of(name)
+        if layer is not None:
+            is_needed = layer in layers
+        elif index < first_layer:
+            is_needed = is_first or (is_last and config.tie_word_embeddings)
+        else:
+            is_needed = is_last
+        if is_needed:
+            needed[name] = shape
+    return needed
+
+
+class StagedWeights:
+    """Reads the weights of one stage. Others come without storage, or those of no layer without rows."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        needed: Mapping[str, Shape],
+        skipped: WeightSource | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """skipped: is asked for the others, too, because it draws all of them in turn; None: nothing is."""
+        self._weights = weights
+        self._needed = needed
+        self._skipped = skipped
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        if name in self._needed:
+            return self._weights.take(name, shape, partition)
+        if self._skipped is not None:
+            self._skipped.take(name, shape, partition)
+        if layer_of(name) is not None:
+            return torch.empty(shape, device="meta")
+        return torch.empty((0, *shape[1:]), dtype=self._dtype, device=self._device)
+
+
+def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:
+    """The blocks of `layers`, which begin with attention; the stage's pool has their K and V from its layer 0 on."""
+    kept, layer = [], -1
+    for block in blocks:
+        if isinstance(block, AttentionBlock):
+            layer = block.layer
+            block.layer -= layers.start
+        if layer in layers:
+            kept.append(block)
+    return kept

@@ -1,0 +1,114 @@
+"""The runner of a pipeline: the last stage's, in the engine's process, behind those of the stages before it.
+
+As many steps are in flight as there are stages, each with other requests: while this stage runs one, the others
+run the next ones. Results are known here first, where they are needed: to plan, and to tell the other stages with the
+next plan which tokens were sampled (docs/decisions/0235).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.cpu.pool_attention import BatchAttention
+from engine.engine import DeviceLostError
+from engine.parallel.followers import Followers
+from engine.parallel.remote_stage import RemoteStage
+from engine.plan import PendingStep, StepPlan, StepResult
+from engine.request import TokenId
+from engine.start_progress import OnProgress, no_progress
+
+
+class PipelineRunner:
+    """A step that fails in one stage leaves the others waiting: any exception ends the pipeline."""
+
+    def __init__(self, local: Any, followers: Followers | RemoteStage, num_stages: int, is_eager: bool) -> None:
+        """local: the last stage's runner. is_eager: its `launch` computes, and so waits for the stages before."""
+        self.local = local
+        self.max_steps_in_flight = num_stages
+        self._followers = followers
+        self._is_eager = is_eager
+        self._queued: deque[PipelineStep] = deque()  # other stages have them, this one has not begun
+        self._num_finished = 0
+        self._sampled: list[Sequence[Sequence[TokenId]]] = []  # of steps that ended since the last plan was sent
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner. Raises DeviceLostError for whatever happens."""
+        sampled, self._sampled = self._sampled, []
+        self._followers.send(plan, self._num_finished, sampled)
+        step = PipelineStep(plan, self)
+        self._queued.append(step)
+        if not self._is_eager:
+            self.start_queued()
+        return step
+
+    def start_queued(self) -> None:
+        """Launch this stage's share of the steps that are queued; where that computes, all stages are done then."""
+        while self._queued:
+            self._start_next()
+
+    def finish(self, step: PipelineStep) -> StepResult:
+        """Wait until a step has ended, in the order of launches."""
+        while step.pending is None:
+            self._start_next()
+        try:
+            found = step.pending.result()
+        except Exception as error:  # whatever it was, no stage can tell where the others are
+            raise self._lost(error) from error
+        self._num_finished += 1
+        self._sampled.append(found.token_ids)
+        return found
+
+    def _start_next(self) -> None:
+        step = self._queued.popleft()
+        try:
+            step.pending = self.local.launch(step.plan)
+        except Exception as error:  # see above
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> DeviceLostError:
+        self._followers.check()
+        return (
+            error
+            if isinstance(error, DeviceLostError)
+            else DeviceLostError(f"a step failed ({type(error).__name__})")
+        )
+
+    def warmup(self, on_progress: OnProgress = no_progress) -> None:
+        """The other stages do the same when they are ready."""
+        self.local.warmup(on_progress)
+        self._followers.forget_store()
+
+    def check(self) -> None:
+        """See Runner."""
+        self._followers.check()
+
+    def watch_ranks(self, on_lost: Callable[[str], None]) -> None:
+        """See Followers.watch."""
+        self._followers.watch(on_lost)
+
+    def tell_of_work(self, on_work: Callable[[], None]) -> None:
+        """Call `on_work` now and then while this stage waits for others that compute."""
+        self._followers.on_work = on_work
+
+    def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
+        """See ModelRunner: the last stage's."""
+        self.local.wrap_attention(wrap)
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner: rows of requests whose tokens are pending are in no plan."""
+        return False
+
+
+class PipelineStep:
+    """A step that the other stages have been given. pending: this stage's share, once it has begun."""
+
+    def __init__(self, plan: StepPlan, runner: PipelineRunner) -> None:
+        self.plan = plan
+        self.pending: PendingStep | None = None
+        self._runner = runner
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        return self._runner.finish(self)

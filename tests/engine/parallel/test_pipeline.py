@@ -1,0 +1,279 @@
+"""Pipeline stages: the tokens of one process for every family, all stages at work, an end when one of them ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.errors import ConfigError, EngineError
+from common.model_files import ModelFiles
+from engine import LLM, SamplingParams
+from engine.assembly import EngineParts, assemble
+from engine.config import EngineConfig
+from engine.cpu.runner import ModelRunner
+from engine.kv_memory import allocate_pool, pool_geometry
+from engine.layers.pipeline import Stage, StageEnds
+from engine.loader import LoadedModel, load_model
+from engine.loader.staged import _divide, divide_layers
+from engine.parallel.follower import follow
+from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
+from engine.parallel.pipeline import PipelineRunner
+from engine.plan import StepPlan
+from engine.request import TokenId
+from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 10
+PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+WAIT_SECONDS = 60.0
+
+
+class QueueLink:
+    """Both ends of what is between two stages."""
+
+    def __init__(self) -> None:
+        self._sent: queue.Queue[Tensor] = queue.Queue()
+
+    def send(self, hidden: Tensor) -> None:
+        self._sent.put(hidden.clone())
+
+    def receive(self, hidden: Tensor) -> None:
+        hidden.copy_(self._sent.get(timeout=WAIT_SECONDS))
+
+
+class ThreadedStages:
+    """Stands in for `Followers`: the stages before the last one, in threads that are given the plans' bytes."""
+
+    def __init__(
+        self, loaded: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, links: Sequence[QueueLink]
+    ) -> None:
+        files = ModelFiles("tiny", "directory", Path(config.model))
+        self._plans: list[queue.Queue[bytes]] = []
+        for index, sink in enumerate(links):
+            stage = load_model(files, config, CPU, stage=Stage(index, len(links) + 1))
+            assert stage.fingerprint == loaded.fingerprint
+            geometry = pool_geometry(stage.config, config, stage.fingerprint, stage.dtype, stage.shard)
+            slots = None
+            if host_buffer is not None:
+                slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
+            ends = StageEnds(links[index - 1] if index else None, sink)
+            runner = ModelRunner(stage, allocate_pool(geometry, CPU), slots, config, ends=ends)
+            plans: queue.Queue[bytes] = queue.Queue()
+            threading.Thread(target=follow, args=(plans.get, runner), daemon=True).start()
+            self._plans.append(plans)
+
+    def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]]) -> None:
+        for plans in self._plans:
+            plans.put(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
+
+    def check(self) -> None:
+        pass
+
+    def forget_store(self) -> None:
+        pass
+
+
+class UnwarmedRunner(PipelineRunner):
+    """The stages in threads have been warmed up by nobody."""
+
+    def warmup(self, *_: object) -> None:
+        pass
+
+
+def open_stages(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
+    """An engine over stages in threads."""
+
+    def make(
+        _whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
+    ) -> PipelineRunner:
+        files = ModelFiles("tiny", "directory", path)
+        last = load_model(files, config, CPU, stage=Stage(count - 1, count))
+        links = [QueueLink() for _ in range(count - 1)]
+        geometry = pool_geometry(last.config, config, last.fingerprint, last.dtype, last.shard)
+        slots = None
+        if host is not None:
+            slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
+        local = ModelRunner(last, allocate_pool(geometry, CPU), slots, config, ends=StageEnds(links[-1]))
+        stages = ThreadedStages(last, host, config, links)
+        return UnwarmedRunner(local, stages, count, is_eager=True)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
+    parts = assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
+    parts.engine.scheduler.num_stages = count
+    return parts
+
+
+def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
+    requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+    while parts.engine.has_work():
+        parts.engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize(("name", "count"), zip(TINY_MODELS, cycle([2, 3]), strict=False), ids=str)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
+    assert run(parts) == expected
+    assert run(parts) == expected  # from the prefix cache
+    assert parts.engine.num_failed_steps == 0
+
+
+def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(
+        path, 3, monkeypatch, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(parts) == expected
+    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.num_failed_steps == 0
+
+
+def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    parts = open_stages(path, 2, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
+    draw = random.Random(3)
+    live = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    for _ in range(12):
+        parts.engine.step()
+        index = draw.randrange(len(PROMPTS))
+        if parts.engine.abort(live[index].request_id) is not None:
+            live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
+    while parts.engine.has_work():
+        parts.engine.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in live] == expected
+
+
+def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of steps in flight at the same time are equal shares, and everybody gets a token in each round."""
+    torch.set_num_threads(1)
+    parts = open_stages(TINY_MODELS["llama"].save(tmp_path), 3, monkeypatch, max_num_batched_tokens=40)
+    in_flight, sizes = [], []
+    params = replace(GREEDY, max_tokens=20)
+    for prompt in PROMPTS:
+        parts.engine.add_request(prompt, params)
+    while parts.engine.has_work():
+        parts.engine.step()
+        in_flight.append(len(parts.engine._in_flight))
+        sizes.append(len(parts.engine.last_plan.rows))
+    assert in_flight.count(2) > 0.9 * len(in_flight)  # and a third one was, until its result was read
+    assert sizes.count(2) > 0.7 * len(sizes)  # of six
+    assert parts.engine.num_steps < 3 * 20 + 12
+
+
+def test_processes_are_stages() -> None:
+    """All that the last stage needs to know of a request, and prompts in chunks that are recomputed."""
+    params = [
+        SamplingParams(
+            max_tokens=70, temperature=0.9 * (index % 2), seed=index, ignore_eos=True, logprobs=2,
+            repetition_penalty=1.2 - index % 3 * 0.1, min_tokens=5, top_k=30, prompt_logprobs=index % 2 or None,
+        )
+        for index in range(6)
+    ]  # fmt: skip
+    prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
+    settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
+    expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
+    llm = LLM("dry-run", pp=2, **settings)
+    found = llm.generate(prompts, params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert mine.token_id == theirs.token_id
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert llm.engine.scheduler.num_preemptions > 0
+    (follower,) = followers_of(os.getpid())
+    os.kill(follower, signal.SIGKILL)
+    for prompt in ("again", "and again"):
+        with pytest.raises(EngineError, match=r"rank \d"):
+            llm.generate(prompt, GREEDY)
+
+
+def test_a_stage_that_computes_is_told_from_one_that_does_not() -> None:
+    code = "import time\nwhile True: {}\n"
+    busy, idle = (subprocess.Popen([sys.executable, "-c", code.format(what)]) for what in ("pass", "time.sleep(9)"))
+    try:
+        deadline = time.monotonic() + 5.0
+        while work_of(busy.pid)[0] < 5:
+            assert time.monotonic() < deadline
+        time.sleep(0.2)
+        before = work_of(idle.pid)
+        time.sleep(0.2)
+        assert work_of(idle.pid) == before == (before[0], False)
+        os.kill(busy.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        before = work_of(busy.pid)
+        time.sleep(0.1)
+        assert work_of(busy.pid) == before == (before[0], False)
+    finally:
+        busy.kill()
+        idle.kill()
+        busy.wait()
+        idle.wait()
+
+
+def test_layers_are_divided_by_what_a_step_reads() -> None:
+    assert _divide([4, 4, 4, 4, 4, 4], 0, 3) == [range(2), range(2, 4), range(4, 6)]
+    assert _divide([4, 4, 4, 4, 4, 4], 8, 2) == [range(4), range(4, 6)]
+    assert _divide([1, 1, 1, 9], 0, 2) == [range(3), range(3, 4)]
+    draw = random.Random(0)
+    for _ in range(50):
+        sizes, head = [draw.randint(1, 9) for _ in range(draw.randint(3, 8))], draw.randint(0, 9)
+        found = _divide(sizes, head, 3)
+        assert [layer for part in found for layer in part] == list(range(len(sizes)))
+        assert all(found)
+
+        def largest(first: int, second: int, sizes: list[int] = sizes, head: int = head) -> float:
+            return max(sum(sizes[:first]), sum(sizes[first:second]), sum(sizes[second:]) + head)
+
+        least = min(largest(a, b) for a in range(1, len(sizes)) for b in range(a + 1, len(sizes)))
+        assert largest(found[0].stop, found[1].stop) == least < math.inf
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"pp": 3}, "has 2 layers"),
+        ({"pp": 0}, "choose 1 to 64"),
+        ({"pp": 2, "tp": 2}, "--pp with --tp"),
+        ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LLM("dry-run", num_gpu_blocks=64, **settings)
+    assert len(divide_layers(LLM("dry-run", num_gpu_blocks=64).model_config, 2)) == 2

@@ -1,0 +1,242 @@
+"""Pipeline stages of GPU runners give the tokens of one: on one GPU or interpreted, and as processes on two GPUs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.assembly
+from common.model_files import ModelFiles
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.engine import DeviceLostError, Engine
+from engine.gpu import rows
+from engine.gpu.config import GpuConfig
+from engine.gpu.runner import GpuRunner
+from engine.kv_memory import allocate_pool, pool_geometry
+from engine.layers.pipeline import Stage, StageEnds
+from engine.loader import load_model
+from engine.parallel.pipeline import PipelineRunner
+from engine.plan import StepPlan
+from engine.request import SamplingParams
+from tests.cluster.test_tensor_parallel import followers_of
+from tests.gpu.models import save_tiny_model
+from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
+from tests.gpu.test_tensor_parallel import GREEDY, PARAMS
+from tests.gpu.test_tensor_parallel import PROMPTS as LONG_PROMPTS
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SAMPLED = [
+    SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=6, temperature=1.0, seed=4, top_p=0.8, top_k=30, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.8, seed=5, presence_penalty=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0.0, bad_words=((5, 6),), prompt_logprobs=0, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Link:
+    """Both ends of what is between two stages on one device."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Tensor] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        self.sent.append(hidden.clone())
+
+    def receive(self, hidden: Tensor) -> None:
+        hidden.copy_(self.sent.popleft())
+
+
+class StagesHere:
+    """Stands in for `Followers`: the stages before the last one, which launch a step as soon as they are given it."""
+
+    def __init__(self, runners: Sequence[GpuRunner]) -> None:
+        self.runners = runners
+        self._in_flight: list[deque[Any]] = [deque() for _ in runners]
+
+    def send(self, plan: StepPlan, _num_finished: int, sampled: Sequence[Any]) -> None:
+        for runner, in_flight in zip(self.runners, self._in_flight, strict=True):
+            for token_ids in sampled:
+                in_flight.popleft().take(token_ids)
+            in_flight.append(runner.launch(plan))
+
+    def check(self) -> None:
+        pass
+
+    def forget_store(self) -> None:
+        pass
+
+
+class RunnerHere(PipelineRunner):
+    """Warms up each stage by itself, in the order of stages."""
+
+    stages: StagesHere
+
+    def warmup(self, *_: object) -> None:
+        runners = [*self.stages.runners, self.local]
+        trial_graphs = [runner._use_graphs for runner in runners]
+        for runner in runners:  # the first step passes through all of them; graphs hold none of it
+            runner._use_graphs = False
+            runner.warmup()
+        for runner, captures in zip(runners, trial_graphs, strict=True):
+            runner._use_graphs = captures
+            if captures:
+                runner.capture()
+            else:
+                runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
+
+
+def open_stages(model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, **settings: Any) -> Engine:
+    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> PipelineRunner:
+        files, config = ModelFiles("tiny", "directory", model), replace(config, pp=count)
+        links, runners = [Link() for _ in range(count - 1)], []
+        for index in range(count):
+            part = load_model(files, config, loaded.device, stage=Stage(index, count))
+            assert part.fingerprint == loaded.fingerprint
+            geometry = pool_geometry(part.config, config, part.fingerprint, part.dtype, part.shard)
+            slots = None
+            if host is not None:
+                slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
+            ends = StageEnds(links[index - 1] if index else None, links[index] if index < count - 1 else None)
+            pool = allocate_pool(geometry, loaded.device)
+            runners.append(GpuRunner(part, pool, slots, config, gpu, config.max_model_len, ends=ends))
+        made = RunnerHere(runners[-1], StagesHere(runners[:-1]), count, is_eager=False)  # type: ignore[arg-type]
+        made.stages = made._followers  # type: ignore[assignment]
+        return made
+
+    monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
+    monkeypatch.setattr(rows, "FEW_ROWS", 3)
+    monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
+    monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    settings = {
+        "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
+        "max_model_len": 96, "dtype": "float32", **settings,
+    }  # fmt: skip
+    parts = assemble(EngineConfig(str(model), device="cuda" if ON_GPU else "cpu", **settings), gpu=gpu)
+    parts.engine.scheduler.num_stages = count
+    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+
+
+def test_prompts_and_decode_steps_pass_through_stages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(3), PROMPTS[:2])
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=16)
+    assert generate(made, greedy(3), PROMPTS[:2]) == expected
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak  # interpreted: a minute
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 10}], ids=["whole", "chunks"])
+def test_stages_on_one_device_give_the_tokens_of_one_runner(
+    settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [generate(reference(model), params) for params in (greedy(8), SAMPLED)]
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, **settings)
+    for params, tokens in zip((greedy(8), SAMPLED, greedy(8)), (*expected, expected[0]), strict=True):
+        assert generate(made, params) == tokens
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak
+def test_stages_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path, num_experts=4)
+    expected = generate(reference(model), greedy(5))
+    made = open_stages(model, 2, monkeypatch, GpuConfig(use_cuda_graph=False))
+    assert generate(made, greedy(5)) == expected
+
+
+@pytest.mark.soak
+def test_stages_swap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(12))
+    made = open_stages(
+        model, 2, monkeypatch, GpuConfig(), block_size=4, num_gpu_blocks=20, preemption="swap", host_tier_gb=0.01,
+        max_num_batched_tokens=16, max_model_len=64,
+    )  # fmt: skip
+    assert generate(made, greedy(12)) == expected
+    assert made.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", ["fp8", "int8-weight"])
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same layers in the same form as one runner's, so the same tokens."""
+    model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    settings = {"dtype": "bfloat16", "quant_mode": mode}
+    with monkeypatch.context() as patch:
+        whole, _ = open_gpu(model, patch, GpuConfig(), **settings)
+        expected = generate(whole, greedy(8))
+    made = open_stages(model, 2, monkeypatch, GpuConfig(), **settings)
+    found = generate(made, greedy(8))
+    same = sum(a == b for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True))
+    assert same >= 24  # of 32: other GEMMs for the same rows may tip a choice
+
+
+def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Engine:
+    settings = {"quant_mode": "none", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings}
+    config = EngineConfig(
+        str(model), device="cuda", dtype="float32", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
+    )  # fmt: skip
+    parts = assemble(config, gpu=gpu)
+    return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
+
+
+@two_gpus
+@pytest.mark.parametrize(("overlap", "graphs"), [(True, True), (False, True), (True, False)])
+def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Path) -> None:
+    found = []
+    for pp in (1, 2):
+        made = open_processes(model, pp, GpuConfig(overlap=overlap, use_cuda_graph=graphs))
+        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
+        del made
+        gc.collect()
+    assert found[0] == found[1]
+
+
+@two_gpus
+def test_two_gpus_measure_their_memory(model: Path) -> None:
+    made = open_processes(model, 2, GpuConfig(gpu_memory_fraction=0.2), num_gpu_blocks=0)
+    assert made.scheduler.kv.pool.num_blocks > 128
+    assert generate(made, greedy(5)) == generate(reference(model), greedy(5))
+    del made
+    gc.collect()
+
+
+def lose_a_stage(model: str) -> None:
+    """In a process of its own, whose kernels wait for the lost stage until it ends."""
+    made = open_processes(Path(model), 2, GpuConfig())
+    request = made.add_request(LONG_PROMPTS[0], replace(GREEDY, max_tokens=200))
+    while len(request.output_token_ids) < 5:
+        made.step()
+    (follower,) = followers_of(os.getpid())
+    os.kill(follower, signal.SIGKILL)
+    time.sleep(0.3)
+    try:
+        made.step()
+    except DeviceLostError as error:
+        print(f"lost: {error}", flush=True)
+    os._exit(0)
+
+
+@two_gpus
+def test_a_stage_that_dies_ends_the_engine(model: Path) -> None:
+    code = "import sys; from tests.gpu.test_pipeline_parallel import lose_a_stage; lose_a_stage(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(model)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "lost: rank 1 of the model ended" in found.stdout
