@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
-from kernels.gpu.grouped_gemm import SortedPairs, grouped_gemm, sort_pairs
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
 from kernels.gpu.tuning import (
@@ -124,7 +124,8 @@ class Layer:
         self.row(index, DOWN_ROW, False)
 
     def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
-        (shares, _), pairs, top_k = self.routes[index], self.pairs[index], self.shape.top_k
+        (shares, chosen), top_k = self.routes[index], self.shape.top_k
+        pairs = self.pairs[index] if chosen.shape[0] > MAX_UNSORTED else chosen
         if is_gate_up:
             grouped_gemm(self.x, self.gate_up, pairs, config, top_k, scales=self.scales[0])
         else:

@@ -5,9 +5,9 @@
 
 Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
 `sort_pairs` puts those of one expert next to each other, and a program takes a tile of an expert's pairs and of its
-columns: no rows are moved or padded in memory, the tile's x is gathered by pair. With few, nothing is sorted:
-`kernels/gpu/grouped_gemv.py`. The grid depends on the number of pairs alone, so a step can be captured; programs
-without a tile return.
+columns: no rows are moved or padded in memory, the tile's x is gathered by pair. Of up to 16 tokens, an expert's tile
+has a row for each, chosen or not, and nothing is sorted; for fewer still there is `kernels/gpu/grouped_gemv.py`. The
+grid depends on the number of pairs alone, so a step can be captured; programs without a tile return.
 
 y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
 the token's experts: a token's result does not depend on the tokens beside it.
@@ -28,6 +28,7 @@ from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.tuning import TileConfig
 
+MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 
 
@@ -101,6 +102,16 @@ def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl
 
 
 @triton.jit
+def _tokens_of(chosen_ptr, expert, num_tokens, TOP_K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(pairs (BLOCK_M,), whether each exists) of an expert whose row m is token m: one tile holds all tokens."""
+    tokens, places = tl.arange(0, BLOCK_M), tl.arange(0, CHOICES)
+    is_there = (tokens < num_tokens)[:, None] & (places < TOP_K)[None, :]
+    chosen = tl.load(chosen_ptr + tokens[:, None] * TOP_K + places[None, :], mask=is_there, other=-1)
+    matches = (chosen == expert).to(tl.int32)  # a token chooses an expert once
+    return tokens * TOP_K + tl.sum(matches * places[None, :], axis=1), tl.sum(matches, axis=1) > 0
+
+
+@triton.jit
 def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
     """Row of each pair in (top_k * num_tokens) partial sums, and its expert's share."""
     return (pairs % TOP_K) * num_tokens + pairs // TOP_K, tl.load(shares_ptr + pairs, mask=exists, other=0.0)
@@ -118,17 +129,24 @@ def _as_compute(x, COMPUTE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
-    expert, pairs, has_row = _tile_of(
-        counts_ptr, order_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M
-    )  # fmt: skip
-    if expert >= NUM_EXPERTS:
-        return
+    if IS_SORTED:
+        expert, pairs, has_row = _tile_of(
+            counts_ptr, order_ptr, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M
+        )  # fmt: skip
+        if expert >= NUM_EXPERTS:
+            return
+    else:  # order_ptr: the choices of all tokens
+        expert = tl.program_id(0)
+        pairs, has_row = _tokens_of(order_ptr, expert, num_tokens, TOP_K, CHOICES, BLOCK_M)
+        if tl.sum(has_row.to(tl.int32)) == 0:
+            return
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (columns < N)[:, None]
     x_rows = pairs // TOP_K if GATED else pairs
@@ -176,26 +194,34 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
 
 
 def grouped_gemm(
-    x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig, top_k: int, shares: Tensor | None = None,
-    scales: Tensor | None = None,
+    x: Tensor, weight: Tensor, pairs: SortedPairs | Tensor, config: TileConfig, top_k: int,
+    shares: Tensor | None = None, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """GEMMs of many pairs.
 
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
-    Weights of 8 bits have scales, float32 (num_experts, rows).
+    Weights of 8 bits have scales, float32 (num_experts, rows). pairs: sorted, or of up to MAX_UNSORTED tokens the
+    choices as they are, int32 (num_tokens, top_k), contiguous.
     """
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
     block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
-    num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last may be partly empty
+    if isinstance(pairs, SortedPairs):
+        order, counts = pairs.order, pairs.counts
+        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last is partly empty
+    else:
+        if num_tokens > MAX_UNSORTED:
+            raise ValueError(f"{num_tokens} tokens: more than {MAX_UNSORTED} must be sorted")
+        order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else scales, pairs.order, pairs.counts, x if shares is None else shares, out,
+        x, weight, x if scales is None else scales, order, counts, x if shares is None else shares, out,
         num_tokens, n, k, x.stride(0),
-        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, GATED=shares is None,
+        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
         COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,

@@ -17,7 +17,7 @@ from engine.gpu.ops.form import GpuBody
 from engine.gpu.quantized import EightBitLinear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
-from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs, sum_of_held
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
 from kernels.gpu.tuning import (
@@ -160,7 +160,7 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
         gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
         down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
         assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
-        pairs = sort_pairs(chosen, num_experts)
+        pairs = sort_pairs(chosen, num_experts) if x.shape[0] > MAX_UNSORTED else chosen
         inside = grouped_gemm(x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales)
         return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales)
 
