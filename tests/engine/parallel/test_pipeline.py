@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from engine.loader.staged import _divide, divide_layers
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
 from engine.parallel.pipeline import PipelineRunner
+from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
@@ -220,6 +222,29 @@ def test_processes_are_stages() -> None:
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
+
+
+def test_hidden_states_over_a_socket() -> None:
+    """More than the system buffers, while the other side sends, too, and does not read."""
+    ours, theirs = socket.socketpair()
+    sent, lost = [torch.randn(count, 1000) for count in (1, 3000, 7)], threading.Event()
+    with ours, theirs:
+        sink = SocketSink(theirs, lost.set)
+        for hidden in sent:
+            sink.send(hidden)
+        plan = bytes(range(256)) * 20_000
+        thread = threading.Thread(target=send_frame, args=(ours, plan))
+        thread.start()
+        assert receive_frame(theirs) == plan
+        thread.join()
+        source = SocketSource(ours, lambda: None)
+        for hidden in sent:
+            found = torch.empty_like(hidden)
+            source.receive(found)
+            assert torch.equal(found, hidden)
+        ours.close()
+        sink.send(sent[1])
+        assert lost.wait(10.0)
 
 
 def test_a_stage_that_computes_is_told_from_one_that_does_not() -> None:
