@@ -302,3 +302,15 @@ def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: st
     with pytest.raises(ConfigError, match=told):
         LLM("dry-run", num_gpu_blocks=64, **settings)
     assert len(divide_layers(LLM("dry-run", num_gpu_blocks=64).model_config, 2)) == 2
+
+
+@pytest.mark.soak
+def test_the_default_model_keeps_its_four_bit_weights() -> None:
+    """As one process has them, so that its KV is the same."""
+    whole, stages = LLM(num_threads=1, num_gpu_blocks=64), LLM(pp=3, num_gpu_blocks=64)
+    prompts = ["The capital of France is", "Once upon a time", "def fib(n):"]
+    params = replace(GREEDY, max_tokens=16)
+    found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
+    assert found[0] == found[1]
+    fingerprints = {llm.engine.scheduler.kv._fingerprint for llm in (whole, stages)}
+    assert len(fingerprints) == 1
