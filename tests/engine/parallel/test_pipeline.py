@@ -295,6 +295,7 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
         ({"pp": 0}, "choose 1 to 64"),
         ({"pp": 2, "tp": 2}, "--pp with --tp"),
         ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
+        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
     ids=str,
 )
