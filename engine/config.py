@@ -109,6 +109,10 @@ class EngineConfig:
             "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
         )
         require(
+            self.pp == 1 or not self.itl_objective_ms,
+            "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, not a step",
+        )
+        require(
             not self.stage_address or self.pp == 2,
             f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here",
         )

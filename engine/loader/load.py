@@ -140,21 +140,22 @@ def load_model(
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
-        if shard.size > 1 or stage is not None:
+        has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
+        if shard.size > 1 or (stage is not None and packed is not None):
             wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode
             quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
-            if stage is None:
-                model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
-            else:
-                layers = divide_layers(source.config, stage.count)[stage.index]
-                shard = replace(shard, layers=(layers.start, layers.stop))
-                model = _build_stage(source, engine_config, quant_mode, layers, dtype, device, on_progress)
+        else:
+            quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
+        if shard.size > 1:
+            model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
+        elif stage is not None:
+            layers = divide_layers(source.config, stage.count)[stage.index]
+            shard = replace(shard, layers=(layers.start, layers.stop))
+            model = _build_stage(source, engine_config, quant_mode, layers, dtype, device, on_progress)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device, on_progress)
         else:
-            has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
-            quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
             model = _build_plain(source, engine_config, quant_mode, device, on_progress)
     identity = {
         "config": _as_cached(source.config),
@@ -211,17 +212,26 @@ def _build_stage(
     shapes = ShapeRecorder()
     source.family.build(source.config, shapes)
     _checked_skeleton(source, device)
-    quantizer = Quantizer(quant_mode, None, device.type == "cuda")
+    int4 = _kept_int4(source.weights, quant_mode)
+    quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
     needed = stage_weights(source.config, shapes.shapes, layers)
     drawn = source.weights if source.shapes is None else None  # random weights are drawn in turn
     weights = StagedWeights(CountedWeights(source.weights, needed, on_progress), needed, drawn, dtype, device)
-    finish = _finish_block(engine_config, quantizer, None)
+    finish = _finish_block(engine_config, quantizer, int4)
     model = source.family.build(source.config, weights, lambda block: None if block.norm.is_meta else finish(block))
     model.blocks = blocks_of(model.blocks, layers)
     model.config = replace(model.config, num_layers=len(layers))
     if layers.stop == source.config.num_layers:
         quantizer.finish(model)
     return model
+
+
+def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
+    """Takes the file's own 4-bit weights as they are read, where they are wanted."""
+    if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
+        weights.keep_int4 = True
+        return weights.int4
+    return None
 
 
 def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[str, Int4Rows] | None) -> OnBlock:
@@ -260,10 +270,7 @@ def _build_plain(
 ) -> Model:
     """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
     weights = source.weights
-    int4: dict[str, Int4Rows] | None = None
-    if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
-        weights.keep_int4 = True
-        int4 = weights.int4
+    int4 = _kept_int4(weights, quant_mode)
     _checked_skeleton(source, device)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
     counted = _counted(source, source.config, weights, on_progress)

@@ -61,6 +61,7 @@ class BlockMemoryRunner:
         self.num_computed_tokens = 0
         self.plans: list[StepPlan] = []
         self.last_token: dict[str, int] = {}
+        self.is_pipeline = False  # its rows follow tokens that are known
         self.fail_on: set[int] = set()  # token ids that make a row's computation raise
         self._requests = RequestStates()
 
@@ -106,4 +107,5 @@ class BlockMemoryRunner:
     def _tokens(self, request: RequestState, start: int, stop: int) -> list[int]:
         """Known tokens, and behind them the one that only the device has seen."""
         known = request.token_ids[start:stop]
+        assert len(known) == stop - start or not self.is_pipeline
         return known if len(known) == stop - start else [*known, self.last_token[request.request_id]]

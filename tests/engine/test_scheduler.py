@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +43,7 @@ def make_engine(
     policy: SchedulingPolicy | None = None,
     speculation: Speculation | None = None,
     prompt_budget: PromptBudget | None = None,
+    num_stages: int = 1,
 ) -> tuple[Engine, BlockMemoryRunner]:
     tier = FakeTier(host_slots) if host_slots else None
     kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
@@ -53,8 +56,10 @@ def make_engine(
         policy=policy,
         speculation=speculation,
         prompt_budget=prompt_budget,
+        num_stages=num_stages,
     )
-    runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else 1)
+    runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else num_stages)
+    runner.is_pipeline = num_stages > 1
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
 
 
@@ -428,6 +433,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     budget=st.integers(4, 24),
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
+    num_stages=st.integers(1, 3),
     policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
 )
 def test_any_order_of_events_keeps_every_token(
@@ -438,6 +444,7 @@ def test_any_order_of_events_keeps_every_token(
     budget: int,
     prefix_cache: bool,
     overlap: bool,
+    num_stages: int,
     policy: SchedulingPolicy,
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
@@ -448,8 +455,9 @@ def test_any_order_of_events_keeps_every_token(
         budget=budget,
         max_num_seqs=4,
         prefix_cache=prefix_cache,
-        overlap=overlap,
+        overlap=overlap and num_stages == 1,
         policy=policy,
+        num_stages=num_stages,
     )
     live: dict[str, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}
@@ -479,3 +487,28 @@ def test_any_order_of_events_keeps_every_token(
     for name, (prompt, limit) in live.items():
         assert tokens[name] == expected_tokens(prompt, limit)
     assert_quiet(engine)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_steps_of_a_pipeline_are_even_and_leave_nobody_out(num_stages: int) -> None:
+    """Requests come and go at random; a token for each of them in at most two rounds."""
+    engine, runner = make_engine(400, max_num_seqs=24, budget=64, num_stages=num_stages)
+    draw = random.Random(num_stages)
+    waited: dict[Request, int] = {}  # steps that ended since its last token
+    sizes: list[float] = []
+    for number in range(400):
+        if len(waited) < 20:
+            params = SamplingParams(max_tokens=draw.randint(1, 40), ignore_eos=True)
+            waited[engine.add_request([number % 7 + 1] * draw.randint(1, 9), params)] = 0
+        outputs = engine.step()
+        for request in waited:
+            waited[request] += 1
+        for output in outputs:
+            waited[output.request] = 0
+            if output.finish_reason is not None:
+                del waited[output.request]
+        assert max(waited.values(), default=0) <= 2 * num_stages + 1
+        num_decodes = sum(row.is_decode for row in engine.last_plan.rows)
+        sizes.append(num_decodes / max(len(waited), 1))
+    assert runner.most_in_flight == num_stages
+    assert sum(0.7 / num_stages < size < 1.3 / num_stages for size in sizes[100:]) > 0.8 * len(sizes[100:])

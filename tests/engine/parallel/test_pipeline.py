@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from engine.loader.staged import _divide, divide_layers
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
 from engine.parallel.pipeline import PipelineRunner
+from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
@@ -222,6 +224,29 @@ def test_processes_are_stages() -> None:
             llm.generate(prompt, GREEDY)
 
 
+def test_hidden_states_over_a_socket() -> None:
+    """More than the system buffers, while the other side sends, too, and does not read."""
+    ours, theirs = socket.socketpair()
+    sent, lost = [torch.randn(count, 1000) for count in (1, 3000, 7)], threading.Event()
+    with ours, theirs:
+        sink = SocketSink(theirs, lost.set)
+        for hidden in sent:
+            sink.send(hidden)
+        plan = bytes(range(256)) * 20_000
+        thread = threading.Thread(target=send_frame, args=(ours, plan))
+        thread.start()
+        assert receive_frame(theirs) == plan
+        thread.join()
+        source = SocketSource(ours, lambda: None)
+        for hidden in sent:
+            found = torch.empty_like(hidden)
+            source.receive(found)
+            assert torch.equal(found, hidden)
+        ours.close()
+        sink.send(sent[1])
+        assert lost.wait(10.0)
+
+
 def test_a_stage_that_computes_is_told_from_one_that_does_not() -> None:
     code = "import time\nwhile True: {}\n"
     busy, idle = (subprocess.Popen([sys.executable, "-c", code.format(what)]) for what in ("pass", "time.sleep(9)"))
@@ -270,6 +295,7 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
         ({"pp": 0}, "choose 1 to 64"),
         ({"pp": 2, "tp": 2}, "--pp with --tp"),
         ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
+        ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
     ids=str,
 )
@@ -277,3 +303,15 @@ def test_what_cannot_be_divided_is_refused(settings: dict[str, object], told: st
     with pytest.raises(ConfigError, match=told):
         LLM("dry-run", num_gpu_blocks=64, **settings)
     assert len(divide_layers(LLM("dry-run", num_gpu_blocks=64).model_config, 2)) == 2
+
+
+@pytest.mark.soak
+def test_the_default_model_keeps_its_four_bit_weights() -> None:
+    """As one process has them, so that its KV is the same."""
+    whole, stages = LLM(num_threads=1, num_gpu_blocks=64), LLM(pp=3, num_gpu_blocks=64)
+    prompts = ["The capital of France is", "Once upon a time", "def fib(n):"]
+    params = replace(GREEDY, max_tokens=16)
+    found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
+    assert found[0] == found[1]
+    fingerprints = {llm.engine.scheduler.kv._fingerprint for llm in (whole, stages)}
+    assert len(fingerprints) == 1
