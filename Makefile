@@ -10,7 +10,7 @@ ARGS   ?=
 .PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s test-prometheus clean
 
 help:            ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
 
 serve: setup     ## start a cluster on the default model (ARGS="--decode 2 ...")
 	@$(BIN)/mini-infer serve $(ARGS)
