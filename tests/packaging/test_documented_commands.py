@@ -9,9 +9,11 @@ import ast
 import base64
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.deploy.kustomize import build, copy_with_secret
@@ -60,6 +62,7 @@ def test_make_has_the_targets_and_lists_them() -> None:
         assert printed.splitlines()[-1].strip() == f".venv/bin/mini-infer {target}"
 
 
+@pytest.mark.skipif(not (shutil.which("kubectl") and shutil.which("openssl")), reason="are what it runs")
 def test_what_kubectl_is_told_makes_and_names_what_exists(tmp_path: Path) -> None:
     copy_with_secret(tmp_path)
     (tmp_path / "k8s/components/secret/secret.env").unlink()
