@@ -1,8 +1,8 @@
 """Triton's interpreter without two of its detours, which took two fifths of these tests' time.
 
-It replaces the functions of its language anew for every launch and every call of a device function, and looks a type of
-numpy up in a table that it builds for each look-up. Here a process replaces them once, for good: nothing is compiled in
-it. What is computed stays the same. Written for the Triton that constraints.txt names.
+It replaces the functions of its language anew for every launch and every call of a device function, and looks a type
+of numpy up in a table that it builds for each look-up. Here a process replaces them once, for good: nothing is
+compiled in it. What is computed stays the same. Written for the Triton that constraints.txt names.
 """
 
 from __future__ import annotations
