@@ -95,9 +95,10 @@ def imported_first(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-                yield from imported_first([child for child in ast.walk(node) if isinstance(child, ast.stmt)][1:])
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "TYPE_CHECKING" not in ast.unparse(
+            node
+        ):
+            yield from imported_first([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
 
 
 def test_every_module_can_be_the_first_one_imported() -> None:
