@@ -63,7 +63,7 @@ def benchmark_parser(module: str, arguments: list[str]) -> argparse.ArgumentPars
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
         patch.setattr(sys, "argv", [module, *arguments])
         try:
-            runpy.run_module(module, run_name="__main__")
+            runpy.run_path(str(ROOT / f"{module.replace('.', '/')}.py"), run_name="__main__")
         except Parsed as parsed:
             parser, rest = parsed.parser, parsed.rest
         else:
