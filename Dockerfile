@@ -1,8 +1,8 @@
 # One image, every role: the first argument names the package that runs.
 #
-#   docker build --target cpu  -t mini-infer:cpu .
+#   docker build --target cpu -t mini-infer:cpu .
 #   docker build --target cuda -t mini-infer:cuda .
-#   docker run --rm -p 8000:8000 mini-infer:cpu                         # a whole cluster: cli serve
+#   docker run --rm -p 127.0.0.1:8000:8000 mini-infer:cpu               # a whole cluster: cli serve
 #   docker run --rm mini-infer:cpu decode_service --help                # or router, prefill_service, kvstore
 #
 # Arguments (Compose takes them from .env):

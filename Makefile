@@ -10,7 +10,7 @@ ARGS   ?=
 .PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s test-kubelet test-prometheus clean
 
 help:            ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
 
 serve: setup     ## start a cluster on the default model (ARGS="--decode 2 ...")
 	@$(BIN)/mini-infer serve $(ARGS)
@@ -20,14 +20,14 @@ chat: setup      ## talk to a running cluster
 
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
-# These start no clusters of processes: two at a time, one core each.
-LIGHT := $(addprefix tests/,common compile deploy engine kvstore router test_repository.py)
+# All but clusters under load, whose times matter: three at a time on two cores, since many wait for something.
+SHARED := $(addprefix tests/,cli common compile deploy engine examples kvstore packaging router worker test_repository.py)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 $(INTERPRETED)
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(LIGHT)
-	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED) $(LIGHT))
+	@$(BIN)/python -m pytest -q -n 3 --dist loadfile $(SHARED)
+	@$(BIN)/python -m pytest -q tests $(addprefix --ignore=,$(INTERPRETED) $(SHARED))
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif

@@ -85,12 +85,16 @@ class ReportConfig:
     plot: str = setting("", "draw distributions and throughput into this file (.png, .svg, .pdf)")
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 1 when no request succeeded."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mini-infer bench", description=TargetConfig.__doc__)
     for title, cls in (("server", TargetConfig), ("workload", WorkloadConfig), ("report", ReportConfig)):
         add_arguments(parser.add_argument_group(title), cls)
-    namespace = parser.parse_args(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command. Exit code 1 when no request succeeded."""
+    namespace = build_parser().parse_args(argv)
     # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
     env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
     target_config = from_namespace(TargetConfig, namespace, env)

@@ -104,14 +104,18 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
     return table
 
 
-def run(argv: Sequence[str]) -> int:
-    """The command."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mini-infer demo",
         description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
     add_server_arguments(parser)
-    arguments, serve_flags = parser.parse_known_args(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command."""
+    arguments, serve_flags = build_parser().parse_known_args(argv)
     with (
         server_for(arguments, serve_flags, sys.stdin.isatty()) as (url, is_ours),
         ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,

@@ -20,6 +20,7 @@ import pytest
 from cli.ports import check_port, free_ports
 from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
+from tests.packaging.documentation import commands_of, runnable
 
 FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
 
@@ -138,8 +139,9 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         assert served.complete() == answer
         served.wait_for(r"(?s)restarting it.*decode-1: ready")
 
-        drained = next(pid for pid in session_pids("--worker-id=decode-0") if pid in pids)
-        os.kill(drained, signal.SIGTERM)  # as after a drain, it finishes its requests and ends with status 0
+        (drain,) = commands_of("tests/cli/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
+        reply = subprocess.check_output(["bash", "-c", runnable(drain, served.url)])
+        assert json.loads(reply) == {"id": "decode-0", "draining": True, "open_requests": 0}
         served.wait_for(r"(?s)decode-0 ended normally: replacing it now.*decode-0: ready")
         assert served.complete() == answer
     finally:

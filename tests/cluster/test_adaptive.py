@@ -97,11 +97,26 @@ async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[l
         return jobs, texts, (await counted(http))["moves"] - before["moves"]
 
 
+async def check_explanation(cluster: Cluster) -> None:
+    """Placements and predictions of a request, on workers that have been measured."""
+    body = {"model": "dry-run", "prompt": "z" * 300, "max_tokens": 4}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        response_id = (await client.post("/v1/completions", json=body)).json()["id"]
+    [choice] = cluster.get(f"/explain/{response_id}")["choices"]
+    [decision] = choice["decisions"]
+    assert {candidate["placement"] for candidate in decision["candidates"]} >= {"disaggregated", "local"}
+    assert all(candidate["ttft_seconds"] > 0 for candidate in decision["candidates"])
+    assert all(candidate["itl_seconds"] > 0 for candidate in decision["candidates"])
+    assert decision["chosen"]["violation"] == min(c["violation"] for c in decision["candidates"])
+
+
 async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kill: str = "") -> None:
     """Answers are right in every attempt. In some a kept request ends before it could move: then again."""
     for attempt in range(4):
         with adaptive_cluster(num_prefill, num_decode) as cluster:
             await ask_all(cluster, streams(4 * num_decode, 100), prompts(20, 100))  # measures the workers
+            if not kill:
+                await check_explanation(cluster)
             jobs, texts, num_moves = await run_with_drain(cluster, 200 + 200 * attempt, kill)
             assert texts == expected_texts(reference, jobs)
             cluster.wait_quiet()
@@ -113,7 +128,7 @@ async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kil
 
 
 @pytest.mark.timeout(240)
-async def test_kept_and_moved_answers_are_equal(reference: LLM) -> None:
+async def test_kept_and_moved_answers_are_equal_and_explained(reference: LLM) -> None:
     await moved_somewhere(reference, 1, 1)
 
 
@@ -121,18 +136,3 @@ async def test_kept_and_moved_answers_are_equal(reference: LLM) -> None:
 @pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
 async def test_a_worker_dies_while_requests_move(reference: LLM, kill: str) -> None:
     await moved_somewhere(reference, 2, 2, kill)
-
-
-@pytest.mark.timeout(120)
-async def test_explain_shows_placements_and_predictions() -> None:
-    with adaptive_cluster() as cluster:
-        await ask_all(cluster, streams(6, 600), prompts(10, 600))
-        body = {"model": "dry-run", "prompt": "z" * 300, "max_tokens": 4}
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
-            response_id = (await client.post("/v1/completions", json=body)).json()["id"]
-        [choice] = cluster.get(f"/explain/{response_id}")["choices"]
-        [decision] = choice["decisions"]
-        assert {candidate["placement"] for candidate in decision["candidates"]} >= {"disaggregated", "local"}
-        assert all(candidate["ttft_seconds"] > 0 for candidate in decision["candidates"])
-        assert all(candidate["itl_seconds"] > 0 for candidate in decision["candidates"])
-        assert decision["chosen"]["violation"] == min(c["violation"] for c in decision["candidates"])

@@ -88,6 +88,7 @@ def ready_workers(cluster: Cluster) -> set[str]:
 
 @pytest.mark.parametrize("flag", ["--tp=2", pytest.param("--pp=2", marks=pytest.mark.soak)])
 def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) -> None:
+    """And ranks end with their engine."""
     params = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
     with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": [flag]}) as cluster:
@@ -110,6 +111,12 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
         for thread in threads:
             thread.join(60.0)
         assert [texts[index] for index in range(len(PROMPTS))] == expected
+        (follower,) = followers_of(cluster.services["decode-1"].pid)
+        cluster.services["decode-1"].kill()
+        deadline = time.monotonic() + 5.0
+        while Path(f"/proc/{follower}").exists():
+            assert time.monotonic() < deadline, "a rank outlives its engine"
+            time.sleep(0.02)
 
 
 @pytest.mark.soak
@@ -127,13 +134,3 @@ def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
         os.kill(follower, signal.SIGCONT)
         thread.join(60.0)
         assert ready_workers(cluster) == {"decode-0"}
-
-
-def test_ranks_end_with_the_engine() -> None:
-    with running_cluster(0, 1, engine_args=ENGINE, worker_args=("--tp=2",)) as cluster:
-        (follower,) = followers_of(cluster.services["decode-0"].pid)
-        cluster.services["decode-0"].kill()
-        deadline = time.monotonic() + 5.0
-        while Path(f"/proc/{follower}").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)

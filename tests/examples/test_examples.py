@@ -1,4 +1,4 @@
-"""Every script of examples/ runs as its first lines say, on the dry-run model."""
+"""Every script of examples/ runs as its first lines say, and the README's Python as it is, on the dry-run model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import re
 import runpy
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cli.test_serve import Served
+from tests.packaging.documentation import ROOT, page, runnable
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 OFFLINE = {
-    "llm.py": r"(?s)length: .*length: .* \| .*chat: '",
-    "async_llm.py": r"(?s)(?=.*Ann: )(?=.*Bob: ).*chat: '",
+    "llm.py": r"(?s)length: .*length: .* \| .*chat: ['\"]",
+    "async_llm.py": r"(?s)(?=.*Ann: )(?=.*Bob: ).*chat: ['\"]",
 }
 SERVED = {
     "openai_streaming.py": r"\n[1-9]\d* tokens from dry-run\n$",
     "openai_multi_turn.py": r"(?s)> Name .*\(0 tokens.*> Which .*\([1-9]\d* tokens.*> What .*\([1-9]\d* tokens",
 }
 MODULES = {"scheduling_policy.py"}  # for --scheduling-policy; tests/engine/test_scheduling_policy.py serves with it
+
+
+def as_script(text: str) -> str:
+    """What is written for asyncio's own prompt (`python -m asyncio`), with a coroutine around it."""
+    if "async with" not in text:
+        return text
+    return f"import asyncio\nasync def main():\n{textwrap.indent(text, '    ')}\nasyncio.run(main())\n"
 
 
 def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +51,12 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             run(OFFLINE, "--model", "dry-run")  # while the cluster starts
             served.wait_for("stop with Ctrl-C")
             run(SERVED, "--url", served.url)
+            blocks = [text for language, text in page(ROOT / "README.md").blocks if language == "python"]
+            assert len(blocks) == 3
+            for block in blocks:
+                script = Path(folder) / "readme.py"
+                script.write_text(runnable(as_script(block), served.url))
+                runpy.run_path(str(script))  # what a random model answers may be nothing
         finally:
             served.process.terminate()
             served.process.wait(60)

@@ -5,7 +5,9 @@ Third-party packages are those of this environment, because torch is large; the 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +23,12 @@ import httpx
 import pytest
 
 from common.version import VERSION
-from tests.cli.test_serve import Served, command_line, descendants
+from tests.cli.test_serve import FLAGS, Served, command_line, descendants
+from tests.packaging.documentation import commands_of, runnable
 from tests.test_repository import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = "tests/packaging/test_wheel.py"
 BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
 TOP_LEVEL = [*PACKAGES, "protos"]
 
@@ -116,23 +120,47 @@ def test_the_python_api_of_an_installation(folder: Path, installed: Path) -> Non
     assert files.count(str(folder / "venv" / "lib")) == len(TOP_LEVEL)
 
 
-def test_the_installed_commands_serve_chat_and_show_the_demo(folder: Path, installed: Path) -> None:
-    """In a folder with modules that have the names of our packages."""
+# What a documented command prints, by its beginning.
+PRINTS = {
+    "curl http": '"finish_reason":',
+    "mini-infer-chat": ".",
+    "mini-infer-demo": "stopped reading after 3 pieces",
+    "mini-infer bench --concurrency": "16/16 requests",
+    "mini-infer bench --trace": "goodput: ",
+    "curl ROUTER/livez": "ok",
+}
+TRACE = """{"timestamp": 0, "input_length": 600, "output_length": 90, "hash_ids": [1, 2]}
+{"timestamp": 400, "input_length": 700, "output_length": 80, "hash_ids": [1, 3]}
+"""
+
+
+def test_the_installed_commands_serve_chat_bench_and_show_the_demo(folder: Path, installed: Path) -> None:
+    """As the documentation has them, in a folder with modules that have the names of our packages."""
     here = folder / "project"
     here.mkdir()
     for package in TOP_LEVEL:
         (here / f"{package}.py").write_text("raise ImportError('a module of the user')\n")
+    (here / "conversation_trace.jsonl").write_text(TRACE)
     served = Served(here, program=[str(installed / "mini-infer-serve")])
+    env = clean_environment(here) | {"PATH": f"{installed}:{os.environ['PATH']}"}
     try:
         served.wait_for("stop with Ctrl-C")
-        assert served.complete()
         assert httpx.get(f"{served.url}/version").json() == {"version": VERSION}
         for pid in descendants(served.process.pid):
             assert command_line(pid).startswith((str(installed), "/bin/sh"))
-        answer = run(installed / "mini-infer-chat", "--url", served.url, "--max-tokens=32", cwd=here, input="hello\n")
-        assert answer.strip()
-        tour = run(installed / "mini-infer-demo", "--url", served.url, cwd=here)
-        assert "stopped reading after 3 pieces" in tour
+        for command in commands_of(f"{HERE}::test_the_installed_commands_serve_chat_bench_and_show_the_demo"):
+            if command == "mini-infer-serve --dry-run":
+                assert "--dry-run" in FLAGS  # with which it was started
+                continue
+            done = subprocess.run(
+                ["bash", "-c", runnable(command, served.url)], cwd=here, env=env, input="hello\n", text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60,
+            )  # fmt: skip
+            (printed,) = (pattern for prefix, pattern in PRINTS.items() if command.startswith(prefix))
+            assert done.returncode == 0, f"{command}:\n{done.stdout}"
+            assert re.search(printed, done.stdout), f"{command}:\n{done.stdout}"
+        assert json.loads((here / "result.json").read_text())["num_completed"] == 2
+        assert (here / "result.png").read_bytes().startswith(b"\x89PNG")
     finally:
         served.process.terminate()
         assert served.process.wait(60) == 0, served.log.read_text()[-3000:]

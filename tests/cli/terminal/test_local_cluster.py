@@ -3,10 +3,10 @@
 import sys
 
 from tests.cli.terminal.session import CTRL_C, CTRL_D, ENTER, Session
-from tests.cli.test_serve import FLAGS, environment, session_pids
+from tests.cli.test_serve import FLAGS, environment, session_pids, tmp_path  # noqa: F401
 
 
-def test_a_cluster_is_announced_started_with_progress_and_taken_away(tmp_path):
+def test_a_cluster_is_announced_started_with_progress_and_taken_away(tmp_path):  # noqa: F811
     command = [sys.executable, "-m", "cli", "chat", *FLAGS, "--prefill=0", "--host-tier-gb=0", "--max-tokens=2000"]
     env = environment(tmp_path) | {"XDG_STATE_HOME": str(tmp_path)}
     with Session(command, env, columns=120) as session:

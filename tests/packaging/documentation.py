@@ -1,0 +1,133 @@
+"""Commands in the pages that users follow, as they are written there. Knows Markdown and comments, runs nothing."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Every command in these must be in documented_commands.toml.
+GUIDES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/operating.md", "docs/faq.md",
+                             "docs/adding_a_model.md")
+]  # fmt: skip
+# The same for what the comments at the top of these tell a reader to type.
+FILES = [
+    *(ROOT / name for name in ("Dockerfile", "docker-compose.yml", "docker-compose.cuda.yml")),
+    *sorted((ROOT / "k8s").rglob("*.yaml")), *sorted((ROOT / "monitoring").glob("*.yml")),
+]  # fmt: skip
+# These say what was measured with which command: the commands must parse, no test runs them.
+RECORDS = [ROOT / "docs" / name for name in ("benchmarks.md", "architecture.md", "glossary.md", "request_path.md")]
+PROGRAMS = (
+    "apt-get", "curl", "docker", "echo", "git", "grep", "kind", "kubectl", "make", "mini-infer",
+    "mini-infer-chat", "mini-infer-demo", "mini-infer-serve", "pip", "pipx", "pytest", "python", "python3",
+    "serve", "uv",
+)  # fmt: skip
+# A name of one of these alone, in a sentence, tells nobody to run it.
+NAMES = {"serve", "make", "mini-infer", "pipx", "uv tool", "pip install", "kubectl", "docker", "mini-infer-serve"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One file, taken apart."""
+
+    path: Path
+    blocks: tuple[tuple[str, str], ...]  # (language, text) of every fenced block
+    spans: tuple[str, ...]  # `...` outside of them, each on one line
+
+    @property
+    def commands(self) -> list[str]:
+        """What the page tells the reader to type in a shell."""
+        found = [line for language, text in self.blocks if language in ("bash", "sh") for line in lines(text)]
+        found += [span for span in self.spans if span.split()[0] in PROGRAMS and span not in NAMES]
+        return list(dict.fromkeys(found))
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags that are written without their program, with their values if there are some."""
+        return [span for span in self.spans if span.startswith("--") and span != "--"]
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """(method, path) of HTTP requests that it names."""
+        pairs = [re.fullmatch(r"(?:(GET|POST) )?(/[a-z0-9_{}/A-Z]+)", span) for span in self.spans]
+        return [(found[1] or "GET", found[2]) for found in pairs if found]
+
+
+def lines(text: str) -> Iterator[str]:
+    """Commands of a shell block, without comments, continued ones on one line."""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        yield from filter(None, re.sub(r"(^|\s)\s*#\s.*$", "", line).strip().split(" && "))
+
+
+@functools.cache
+def page(path: Path) -> Page:
+    """A Markdown page; indented blocks count as shell, which all of them are."""
+    text = path.read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    indented = re.findall(r"(?<=\n\n)((?:    +\S.*\n)+)", prose)
+    spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)
+    blocks += [("sh", "\n".join(map(str.strip, block.splitlines()))) for block in indented]
+    return Page(path, tuple(blocks), tuple(" ".join(span.split()).replace("\\|", "|") for span in spans))
+
+
+def commands_in_comments(path: Path) -> list[str]:
+    """Those of `#   command` lines."""
+    return list(lines("\n".join(re.findall(r"^#   (\S.*)$", path.read_text(), re.M))))
+
+
+def documented() -> dict[str, list[str]]:
+    """Command -> pages that have it."""
+    found: dict[str, list[str]] = {}
+    for path in (*GUIDES, *FILES):
+        for command in page(path).commands if path.suffix == ".md" else commands_in_comments(path):
+            found.setdefault(command, []).append(str(path.relative_to(ROOT)))
+    return found
+
+
+# -- the same commands where they can be run ----------------------------------------------------------------------
+
+SUBSTITUTES = {"http://127.0.0.1:8000": "{url}", "ROUTER": "{url}", "SmolLM2-135M-Instruct": "dry-run"}
+APPENDED = {
+    "mini-infer-chat": "--url {url} --max-tokens 32",
+    "mini-infer-demo": "--url {url}",
+    "mini-infer bench": "--url {url}",
+    "mini-infer bench --concurrency": "--num-requests 16",
+    "curl": "--fail-with-body --silent --show-error",
+}
+
+
+def runnable(command: str, url: str) -> str:
+    """A documented command for the dry-run model of a cluster at `url`."""
+    for written, meant in SUBSTITUTES.items():
+        command = command.replace(written, meant)
+    for prefix, flags in APPENDED.items():
+        command += f" {flags}" if command.startswith(prefix) else ""
+    return command.replace("{url}", url)
+
+
+@dataclass(frozen=True)
+class Group:
+    """An entry of documented_commands.toml: exactly one of the last three says how its commands are run."""
+
+    commands: list[str]
+    tests: list[str] = field(default_factory=list)
+    script: str = ""
+    reason: str = ""
+
+
+@functools.cache
+def groups() -> list[Group]:
+    table = tomllib.loads(Path(__file__).with_name("documented_commands.toml").read_text())
+    return [Group(**entry) for entry in table["group"]]
+
+
+def commands_of(test: str, program: str = "") -> list[str]:
+    """The commands that a test, `path::name`, says it runs; all, or those of one program."""
+    (found,) = (group.commands for group in groups() if test in group.tests)
+    return [command for command in found if command.startswith(program)]
