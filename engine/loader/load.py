@@ -136,6 +136,8 @@ def load_model(
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
+        if device.type == "cuda":
+            source = replace(source, config=replace(source.config, is_window_limit=True))
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         if shard.size > 1:
             wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode

@@ -77,6 +77,7 @@ TINY_MODELS = {
     "llama-rope-llama3": TinyModel("Llama", LLAMA3_ROPE),
     "llama-rope-yarn": TinyModel("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mistral": TinyModel("Mistral", {"sliding_window": None}),
+    "mistral-window": TinyModel("Mistral", {"sliding_window": 21}),
     "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
     "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
