@@ -251,6 +251,8 @@ def _checked_skeleton(source: _Source, device: torch.device) -> Model:
     needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
     skeleton = source.family.build(source.config, needed)
     latent = source.config.latent
+    if device.type == "cuda" and not source.family.has_gpu_kernels:
+        raise UnsupportedModelError(f"{source.family.architecture} has no GPU kernels yet: use --device cpu")
     if device.type == "cuda" and latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
     if isinstance(source.weights, PackedWeights):

@@ -59,10 +59,12 @@ class Model:
     head: LinearLayer
     rotary: Tensor
     local_rotary: Tensor | None = None
+    embedding_scale: Tensor | None = None  # in the embedding's dtype, as transformers rounds it
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """(num_tokens,) -> (num_tokens, hidden)."""
-        return functional.embedding(token_ids, self.embedding)
+        rows = functional.embedding(token_ids, self.embedding)
+        return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers, the output projection last."""
@@ -93,4 +95,5 @@ def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock
         return rotary_table(rope, config.rope_dim, num_positions, torch.float32 if on_cpu else dtype, device)
 
     rotary, local_rotary = table_of(config.rope), None if config.local_rope is None else table_of(config.local_rope)
-    return Model(config, embedding, blocks, head.norm, head.linear, rotary, local_rotary)
+    scale = None if config.embedding_scale == 1 else torch.tensor(config.embedding_scale, dtype=dtype, device=device)
+    return Model(config, embedding, blocks, head.norm, head.linear, rotary, local_rotary, scale)

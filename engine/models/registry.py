@@ -27,6 +27,7 @@ class ModelFamily:
         Face name.
     gguf_name: value of `general.architecture` in GGUF files; empty: none.
     gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
+    has_gpu_kernels: for all of its blocks.
     """
 
     architecture: str
@@ -34,6 +35,7 @@ class ModelFamily:
     parts: Parts
     gguf_name: str = ""
     gguf_permuted: bool = False
+    has_gpu_kernels: bool = True
 
     def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
         return assemble_model(config, self.parts(config, weights), on_block)
@@ -43,12 +45,19 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register(
-    architecture: str, adapt_config: AdaptConfig, *, gguf_name: str = "", gguf_permuted: bool = False
+    architecture: str,
+    adapt_config: AdaptConfig,
+    *,
+    gguf_name: str = "",
+    gguf_permuted: bool = False,
+    has_gpu_kernels: bool = True,
 ) -> Callable[[Parts], Parts]:
     """Decorator of a function that yields a model's parts."""
 
     def add(parts: Parts) -> Parts:
-        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, gguf_name, gguf_permuted)
+        _FAMILIES[architecture] = ModelFamily(
+            architecture, adapt_config, parts, gguf_name, gguf_permuted, has_gpu_kernels
+        )
         return parts
 
     return add

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 24
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 5, 20, 21, 22, 47, 60, 90)]
 SCARCE = -1
-SCARCE_BLOCKS = {"mistral-window": 14}  # hold the longest sequence, and not two of them
+SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100}  # hold the longest sequence, and not two of them
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 12, "max_num_seqs": 4},
@@ -41,14 +41,14 @@ class Family:
 
     def engine(self, **settings: Any) -> EngineParts:
         """An engine with blocks of 4 tokens."""
-        base = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 400, "block_size": 4}
+        base = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks": 1200, "block_size": 4}
         settings = {**base, **settings}
         if settings["num_gpu_blocks"] == SCARCE:
             settings |= {"num_gpu_blocks": SCARCE_BLOCKS[self.name], "max_num_batched_tokens": 16, "max_num_seqs": 8}
         return assemble(EngineConfig(str(self.path), **settings))
 
 
-@pytest.fixture(scope="module", params=["mistral-window"])
+@pytest.fixture(scope="module", params=["mistral-window", "gemma3"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param) / "m")
 

@@ -1,0 +1,96 @@
+"""Gemma-3, text: mostly layers with a window, norms before and after each block, scaled embeddings.
+
+Weights of norms are stored less one; they are kept in float32, which the sum needs. The queries' scale is part of
+their norm's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from common.errors import UnsupportedModelError
+from engine.layers.attention import Attention
+from engine.layers.block import Step
+from engine.layers.mlp import Mlp
+from engine.layers.post_norm import PostNormed
+from engine.layers.weights import WeightSource
+from engine.models.config import ModelConfig, positive
+from engine.models.model import Embedding, Head, Part
+from engine.models.registry import register
+from engine.models.rope import rope_from_hf
+
+ACTIVATION = "gelu_pytorch_tanh"
+NOT_SUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """Rotary embedding differs between layers with a window and others, in two spellings."""
+    activation = raw.get("hidden_activation", ACTIVATION)
+    wrong = [name for name in NOT_SUPPORTED if raw.get(name)]
+    if activation != ACTIVATION or wrong:
+        what = ", ".join(wrong) or f"activation {activation!r}"
+        raise UnsupportedModelError(f"{what} is not supported in Gemma-3 (known: {ACTIVATION})")
+    full_layers = config.full_layers
+    if not raw.get("layer_types"):
+        step = int(raw.get("sliding_window_pattern") or 6)
+        full_layers = tuple(layer for layer in range(config.num_layers) if (layer + 1) % step == 0)
+    rope = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
+    full = {"rope_theta": raw.get("rope_theta") or 1e6, **scaling, **rope.get("full_attention", {})}
+    local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **rope.get("sliding_attention", {})}
+    max_position = config.max_position_embeddings
+    scalar = positive(raw, "query_pre_attn_scalar") if "query_pre_attn_scalar" in raw else 256
+    return replace(
+        config,
+        qk_norm=True,
+        full_layers=full_layers,
+        rope=rope_from_hf({"rope_parameters": full}, max_position),
+        local_rope=rope_from_hf({"rope_parameters": local}, max_position),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        attention_output_bias=bool(raw.get("attention_bias", False)),
+        query_scale=(config.head_dim / scalar) ** 0.5,
+        embedding_scale=config.hidden_size**0.5,
+        is_indivisible=True,
+    )
+
+
+class GeluMlp(Mlp):
+    """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.gelu(gate, approximate="tanh") * up)
+
+
+def plus_one(norm: Tensor) -> Tensor:
+    """float32; without storage nothing is computed."""
+    return norm if norm.is_meta else norm.float() + 1
+
+
+@register("Gemma3ForCausalLM", adapt_config, has_gpu_kernels=False)
+def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    def post_normed(block: Attention | Mlp, name: str) -> PostNormed:
+        block.norm = plus_one(block.norm)
+        return PostNormed(block, plus_one(weights.take(f"{name}.weight", (config.hidden_size,))))
+
+    embedding = Embedding(config, weights, "model.embed_tokens")
+    yield embedding
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        attention = Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
+        assert attention.qk_norm is not None
+        attention.qk_norm = plus_one(attention.qk_norm)
+        if not attention.qk_norm.is_meta:
+            attention.qk_norm[: config.num_heads] *= config.query_scale
+        yield post_normed(attention, f"{layer}.post_attention_layernorm")
+        mlp = GeluMlp(config, weights, f"{layer}.mlp", f"{layer}.pre_feedforward_layernorm")
+        yield post_normed(mlp, f"{layer}.post_feedforward_layernorm")
+    head = Head(config, weights, "model.norm", "lm_head", embedding)
+    head.norm = plus_one(head.norm)
+    yield head
