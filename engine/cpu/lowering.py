@@ -55,11 +55,11 @@ def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size
     def start(step: Step) -> Stream:
         return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
 
-    def fold(norm: torch.Tensor, eps: float) -> AddNorm[torch.Tensor]:
-        return summed(add_rms_norm_of_opposed(norm, eps, model.embedding.dtype), group)
+    def fold(norm: torch.Tensor, eps: float, dtype: torch.dtype) -> AddNorm[torch.Tensor]:
+        return summed(add_rms_norm_of_opposed(norm, eps, dtype), group)
 
-    ops = [Op(fold(block.norm, block.eps), block.__call__) for block in model.blocks]
-    final = fold(model.final_norm, model.config.rms_norm_eps)
+    ops = [Op(fold(block.norm, block.eps, model.embedding.dtype), block.__call__) for block in model.blocks]
+    final = fold(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 

@@ -86,7 +86,7 @@ def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forw
 
     dtype = model.embedding.dtype
     ops = [Op(summed(plain_norm(block.norm, block.eps, dtype), group), block.__call__) for block in model.blocks]
-    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps, dtype), group)
+    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 

@@ -58,6 +58,7 @@ class Model:
     final_norm: Tensor
     head: LinearLayer
     rotary: Tensor
+    hidden_dtype: torch.dtype  # of the head's input
     local_rotary: Tensor | None = None
     embedding_scale: Tensor | None = None  # in the embedding's dtype, as transformers rounds it
 
@@ -96,4 +97,4 @@ def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock
 
     rotary, local_rotary = table_of(config.rope), None if config.local_rope is None else table_of(config.local_rope)
     scale = None if config.embedding_scale == 1 else torch.tensor(config.embedding_scale, dtype=dtype, device=device)
-    return Model(config, embedding, blocks, head.norm, head.linear, rotary, local_rotary, scale)
+    return Model(config, embedding, blocks, head.norm, head.linear, rotary, dtype, local_rotary, scale)
