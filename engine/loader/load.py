@@ -24,6 +24,7 @@ from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
+from engine.loader.mxfp4 import Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_linears import can_keep_packed, packed_names, place_packed_linears
 from engine.loader.quantize import Quantizer
@@ -40,7 +41,7 @@ from engine.models.config import (
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.model import Model, OnBlock
-from engine.models.quantization import quantization_from_hf
+from engine.models.quantization import is_mxfp4, quantization_from_hf
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
@@ -274,12 +275,15 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
-    quantization = quantization_from_hf(raw)
+    quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
     if engine_config.load_format == "dummy":
         if quantization is not None:
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
+    if is_mxfp4(raw):
+        expanded = Mxfp4Weights(tensors)
+        return _Source(config, family, expanded, expanded.shapes, {}, tensors.files)
     weights = tensors if quantization is None else PackedWeights(tensors, quantization)
     return _Source(config, family, weights, tensors.shapes, {}, tensors.files)
 

@@ -38,6 +38,8 @@ class MoeConfig:
     group_top: int = 1
     weight_factor: float = 1.0
     float32_router: bool = False
+    swiglu_alpha: float = 1.0  # these two of experts with a clamped activation, see `engine.layers.stacked_moe`
+    swiglu_limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 24
 PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 5, 20, 21, 22, 47, 60, 90)]
 SCARCE = -1
-SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100}  # hold the longest sequence, and not two of them
+SCARCE_BLOCKS = {"mistral-window": 14, "gemma3": 100, "gpt-oss": 42}  # hold the longest sequence, and not two of them
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 12, "max_num_seqs": 4},
@@ -48,7 +48,7 @@ class Family:
         return assemble(EngineConfig(str(self.path), **settings))
 
 
-@pytest.fixture(scope="module", params=["mistral-window", "gemma3"])
+@pytest.fixture(scope="module", params=["mistral-window", "gemma3", "gpt-oss"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return Family(request.param, tmp_path_factory.mktemp(request.param) / "m")
 

@@ -77,6 +77,11 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
 }
+GPT_OSS = {
+    "num_hidden_layers": 4, "head_dim": 12, "sliding_window": 21, "num_local_experts": 6, "num_experts_per_tok": 4,
+    "intermediate_size": 32, "swiglu_limit": 0.5, **rope("yarn", factor=4.0, truncate=False,
+    original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+}  # fmt: skip
 QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
@@ -92,6 +97,7 @@ TINY_MODELS = {
         "Gemma3",
         {**GEMMA3, "query_pre_attn_scalar": 7, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPE},
     ),
+    "gpt-oss": TinyModel("GptOss", GPT_OSS),
     "mistral-window": TinyModel("Mistral", {"sliding_window": 21}),
     "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
