@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.block_groups import NO_BLOCK, BlockGroups
+from engine.block_groups import NO_BLOCK, BlockGroups, group_table
 from engine.kv_manager import KVManager
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
@@ -20,6 +20,8 @@ from kvstore.types import BlockId
 
 class GroupedKVManager(KVManager):
     """A `KVManager` whose requests have a table of `BlockGroups`."""
+
+    leases_in_order = False
 
     def __init__(
         self,
@@ -171,6 +173,12 @@ class GroupedKVManager(KVManager):
             table[entry] = NO_BLOCK
         self.pool.release([block_id for block_id in table if block_id != NO_BLOCK])
         return leased
+
+    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
+        """Those of the one group without a window: others may be left behind before the prompt is computed."""
+        if self.groups.windows.count(0) != 1:
+            return []
+        return group_table(request.block_ids, 0, self.groups.num_groups, first, last)
 
     def publish(self, request: Request) -> None:
         num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size

@@ -30,6 +30,9 @@ class CacheStats:
 class KVManager:
     """Blocks of requests in one pool, with an optional host tier behind it."""
 
+    leases_in_order = True
+    """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
+
     def __init__(
         self,
         pool: BlockPool,
@@ -170,6 +173,10 @@ class KVManager:
         count = self.num_blocks_for(num_tokens)
         self.pool.release(block_ids[count:])
         return block_ids[:count]
+
+    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
+        """Blocks at positions `first` to before `last` that are worth a lease while the prompt is being computed."""
+        return request.block_ids[first:last]
 
     def publish(self, request: Request) -> None:
         """Make the request's blocks findable that are full, computed and not published yet."""

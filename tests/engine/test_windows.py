@@ -10,6 +10,7 @@ import pytest
 
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
+from engine.grouped_kv_manager import GroupedKVManager
 from engine.request import Request
 from tests.engine.driving import GREEDY, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
@@ -71,9 +72,65 @@ def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) ->
     for _ in range(2):  # the second time from the prefix cache
         requests = run(parts, PROMPTS)
         assert [request.output_token_ids for request in requests] == family.expected
+    if "host_tier_gb" in settings:
+        assert parts.engine.scheduler.kv.stats.host_hit_tokens > 0
     if "preemption" in settings:
         assert parts.engine.scheduler.num_preemptions > 0
     elif settings.get("prefix_cache", True):
         assert requests[-1].num_cached_tokens == 88
     if "num_speculative_tokens" in settings:
         assert parts.engine.scheduler.num_draft_tokens > parts.engine.scheduler.num_accepted_tokens
+
+
+@pytest.mark.parametrize("loads", ["whole", "behind a cached prefix", "failing"])
+def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family, loads: str) -> None:
+    """As workers do it: the blocks of a lease, copied to where `schedule` has made room for them."""
+    prefill, decode = (family.engine(max_num_batched_tokens=32) for _ in range(2))
+    prompt, expected = PROMPTS[-1], family.expected[-1]
+    if loads != "whole":
+        run(decode, [prompt[:50]])
+    params = replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True)
+    sent = prefill.engine.add_request(prompt, params, prefill_only=True)
+    while prefill.engine.has_work():
+        prefill.engine.step()
+    leased = prefill.engine.scheduler.detach_blocks(sent)
+    kv = decode.engine.scheduler.kv
+    assert isinstance(kv, GroupedKVManager)
+    windows = kv.groups.windows
+    assert len(leased) == kv.num_blocks_to_load(len(prompt)) < kv.num_blocks_for(len(prompt))
+    assert len(leased) == windows.count(0) * 23 + (len(windows) - windows.count(0)) * 6
+    assert prefill.engine.scheduler.kv.pool.num_used == len(leased)
+    request = decode.engine.add_request(
+        prompt, params, output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
+    )
+    decode.engine.step()
+    [job] = decode.engine.scheduler.take_load_jobs()
+    num_cached = windows.count(0) * 12 if loads != "whole" else 0
+    assert len(job.positions) >= len(leased) - num_cached - (len(windows) - windows.count(0))
+    if loads == "failing":
+        decode.runner._pool[job.block_ids] = float("nan")
+    else:
+        decode.runner._pool[job.block_ids] = prefill.runner._pool[[leased[position] for position in job.positions]]
+    decode.engine.scheduler.finish_load(request.request_id, loads != "failing")
+    while decode.engine.has_work():
+        decode.engine.step()
+    assert request.output_token_ids == expected
+    prefill.engine.scheduler.kv.pool.release(leased)
+    for parts in (prefill, decode):
+        parts.engine.scheduler.kv.pool.check_integrity()
+        assert parts.engine.scheduler.kv.pool.num_used == 0
+
+
+def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
+    """While one long sequence runs, its groups with windows hold no more than they read."""
+    parts = family.engine(max_num_batched_tokens=16)
+    kv = parts.engine.scheduler.kv
+    assert isinstance(kv, GroupedKVManager)
+    num_full, num_windows = kv.groups.windows.count(0), len(kv.groups.windows) - kv.groups.windows.count(0)
+    request = parts.engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True))
+    held = 0
+    while parts.engine.has_work():
+        parts.engine.step()
+        held = max(held, kv.pool.num_used)
+    assert held <= num_full * 29 + num_windows * 11 < len(kv.groups.windows) * 29
+    assert request.output_token_ids == family.expected[-1]
