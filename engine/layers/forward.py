@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.layers.block import Step
 from engine.layers.linear import LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered, summed
+from engine.layers.parallel import Group, embedding_lookup, gathered, rank_body, summed
 from engine.models.model import Model
 from kernels.rms_norm import rms_norm
 
@@ -85,7 +85,9 @@ def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forw
         return Stream(embed(step.token_ids).float())
 
     dtype = model.embedding.dtype
-    ops = [Op(summed(plain_norm(block.norm, block.eps, dtype), group), block.__call__) for block in model.blocks]
+    ops = [
+        Op(summed(plain_norm(block.norm, block.eps, dtype), group), rank_body(block, group)) for block in model.blocks
+    ]
     final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 

@@ -12,7 +12,7 @@ from kernels.rms_norm import rms_norm
 
 
 class PostNormed(Block):
-    """y = norm(inner(x)). Not for a rank among several: the norm is of the sum of their outputs."""
+    """y = norm(inner(x))."""
 
     def __init__(self, inner: Block, post_norm: Tensor) -> None:
         self.inner = inner
@@ -20,7 +20,11 @@ class PostNormed(Block):
         self.post_norm = post_norm
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        return rms_norm(self.inner(x, step), self.post_norm, self.eps).to(x.dtype)
+        return self.normed(self.inner(x, step)).to(x.dtype)
+
+    def normed(self, y: Tensor) -> Tensor:
+        """y: the inner block's output, of all ranks."""
+        return rms_norm(y, self.post_norm, self.eps)
 
     def linears(self) -> Iterator[LinearRef]:
         return self.inner.linears()

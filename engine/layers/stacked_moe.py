@@ -17,7 +17,7 @@ from torch.nn import functional
 from engine.layers.linear import Linear
 from engine.layers.moe import Expert, Moe
 from engine.layers.routing import choose_experts
-from engine.layers.weights import WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 
 
@@ -35,7 +35,7 @@ class ClampedExpert(Expert):
 
 
 class StackedMoe(Moe):
-    """Router with a bias, and experts that are cut out of stacked weights. No rank's part of a model has it."""
+    """Router with a bias, and experts that are cut out of stacked weights."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
         moe = config.moe
@@ -47,10 +47,10 @@ class StackedMoe(Moe):
         self.router_bias = weights.take(f"{name}.router.bias", (count,))
         self.rule, self.num_chosen, self.shared = moe, moe.num_experts_per_token, None
         stacked = f"{name}.experts"
-        gate_up = weights.take(f"{stacked}.gate_up_proj", (count, hidden, 2 * inner))
-        gate_up_bias = weights.take(f"{stacked}.gate_up_proj_bias", (count, 2 * inner))
-        down = weights.take(f"{stacked}.down_proj", (count, inner, hidden))
-        down_bias = weights.take(f"{stacked}.down_proj_bias", (count, hidden))
+        gate_up = weights.take(f"{stacked}.gate_up_proj", (count, hidden, 2 * inner), Partition.LAST)
+        gate_up_bias = weights.take(f"{stacked}.gate_up_proj_bias", (count, 2 * inner), Partition.LAST)
+        down = weights.take(f"{stacked}.down_proj", (count, inner, hidden), Partition.ROWS)
+        down_bias = weights.take(f"{stacked}.down_proj_bias", (count, hidden), Partition.ONCE)
         self.experts = [
             ClampedExpert(
                 Linear(_rows_of(_halves(gate_up, expert, 1)), _halves(gate_up_bias, expert, 0)),

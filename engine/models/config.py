@@ -66,9 +66,9 @@ class ModelConfig:
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
     for `full_layers`; local_rope: that of such layers, if it is another one. is_window_limit: no kernels here stop at
-    a window, so that sequences end where it does. query_scale: a factor on 1/sqrt(head_dim). is_indivisible: blocks
-    that ranks cannot share. unused_weights: beginnings of names that a checkpoint may have
-    beyond the model. Of a rank of a tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's
+    a window, so that sequences end where it does. query_scale: a factor on 1/sqrt(head_dim). unused_weights:
+    beginnings of names that a checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads,
+    intermediate sizes and vocabulary are that rank's
     (`shard`).
     """
 
@@ -96,7 +96,6 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     query_scale: float = 1.0
     embedding_scale: float = 1.0
-    is_indivisible: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
@@ -154,8 +153,6 @@ class ModelConfig:
 
     def can_be_divided(self, size: int) -> bool:
         """Whether `size` ranks can have equal parts of the model."""
-        if self.is_indivisible:
-            return size == 1
         columns = [self.intermediate_size, *([self.moe.intermediate_size] if self.moe else [])]
         most, least = max(self.num_kv_heads, size), min(self.num_kv_heads, size)
         return most % least == 0 and not any(count % size for count in (self.num_heads, *columns))

@@ -56,7 +56,6 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
         attention_output_bias=bool(raw.get("attention_bias", False)),
         query_scale=(config.head_dim / scalar) ** 0.5,
         embedding_scale=config.hidden_size**0.5,
-        is_indivisible=True,
     )
 
 

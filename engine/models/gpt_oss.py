@@ -30,7 +30,6 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
         attention_output_bias=bias,
         full_layers=full_layers,
         moe=moe,
-        is_indivisible=True,
     )
 
 
