@@ -178,7 +178,7 @@ def _assemble(
     )
     runner.warmup(on_progress)
     logger.info(
-        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), ready in %.1f s",
+        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
         files.name,
         device,
         loaded.quant_mode,
@@ -186,6 +186,7 @@ def _assemble(
         geometry.block_size,
         geometry.block_bytes // geometry.block_size,
         geometry.pool_bytes / 2**30,
+        geometry.layout,
         time.monotonic() - began,
     )
     return EngineParts(

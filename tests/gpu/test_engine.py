@@ -245,8 +245,10 @@ def test_windows(windowed: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -
     alone = logprobs_of(reference(windowed))
     everywhere = logprobs_of(reference(model))
     assert max(abs(a.top_logprobs[1] - b.top_logprobs[1]) for a, b in zip(alone[2], everywhere[2], strict=True)) > 0.1
-    settings = {"num_gpu_blocks": 22, "block_size": 4, "max_num_batched_tokens": 16}
-    made, _ = open_gpu(windowed, monkeypatch, GpuConfig(), preemption="swap", host_tier_gb=0.01, **settings)
+    made, _ = open_gpu(
+        windowed, monkeypatch, GpuConfig(), num_gpu_blocks=22, block_size=4, max_num_batched_tokens=16,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
     for _ in range(2):
         for ours, theirs in zip(logprobs_of(made), alone, strict=True):
             assert_same_logprobs(ours, theirs)
