@@ -272,6 +272,8 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
         return _open_gguf(files.path, engine_config, dtype, device)
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
+    if family.text_config is not None:
+        raw = family.text_config(raw)
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
         config = with_latent(config, replace(config.latent, form=engine_config.mla))

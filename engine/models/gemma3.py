@@ -1,4 +1,6 @@
-"""Gemma-3, text: mostly layers with a window, norms before and after each block, scaled embeddings.
+"""Gemma-3: mostly layers with a window, norms before and after each block, scaled embeddings. Text alone.
+
+Checkpoints that see images too have the text model under names of their own; what else they hold is not read.
 
 Weights of norms are stored less one; they are kept in float32, which the sum needs. The queries' scale is part of
 their norm's weight.
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from common.errors import UnsupportedModelError
+from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.attention import Attention
 from engine.layers.block import Step
 from engine.layers.mlp import Mlp
@@ -25,6 +27,10 @@ from engine.models.registry import register
 from engine.models.rope import rope_from_hf
 
 ACTIVATION = "gelu_pytorch_tanh"
+TEXT_DEFAULTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 NOT_SUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -59,6 +65,19 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's, with what published files leave to transformers' defaults."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError("config.json: text_config is not an object")
+    outer = ("architectures", "eos_token_id", "bos_token_id", "quantization_config")
+    return {**TEXT_DEFAULTS, **text, **{key: raw[key] for key in outer if key in raw}}
+
+
+def adapt_multimodal(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    return replace(adapt_config(config, raw), unused_weights=("vision_tower.", "multi_modal_projector."))
+
+
 class GeluMlp(Mlp):
     """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
 
@@ -74,14 +93,23 @@ def plus_one(norm: Tensor) -> Tensor:
 
 @register("Gemma3ForCausalLM", adapt_config, has_gpu_kernels=False)
 def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    return _parts(config, weights, "")
+
+
+@register("Gemma3ForConditionalGeneration", adapt_multimodal, has_gpu_kernels=False, text_config=text_config)
+def gemma3_multimodal(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
+    return _parts(config, weights, "language_model.")
+
+
+def _parts(config: ModelConfig, weights: WeightSource, prefix: str) -> Iterator[Part]:
     def post_normed(block: Attention | Mlp, name: str) -> PostNormed:
         block.norm = plus_one(block.norm)
         return PostNormed(block, plus_one(weights.take(f"{name}.weight", (config.hidden_size,))))
 
-    embedding = Embedding(config, weights, "model.embed_tokens")
+    embedding = Embedding(config, weights, f"{prefix}model.embed_tokens")
     yield embedding
     for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
+        layer = f"{prefix}model.layers.{index}"
         attention = Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
         assert attention.qk_norm is not None
         attention.qk_norm = plus_one(attention.qk_norm)
@@ -90,6 +118,6 @@ def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
         yield post_normed(attention, f"{layer}.post_attention_layernorm")
         mlp = GeluMlp(config, weights, f"{layer}.mlp", f"{layer}.pre_feedforward_layernorm")
         yield post_normed(mlp, f"{layer}.post_feedforward_layernorm")
-    head = Head(config, weights, "model.norm", "lm_head", embedding)
+    head = Head(config, weights, f"{prefix}model.norm", f"{prefix}lm_head", embedding)
     head.norm = plus_one(head.norm)
     yield head

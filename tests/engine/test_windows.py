@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.grouped_kv_manager import GroupedKVManager
+from engine.loader import load_model
+from engine.models.config import config_from_hf
+from engine.models.families import family_of
 from engine.request import Request
-from tests.engine.driving import GREEDY, random_prompt
-from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
+from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
+from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +142,60 @@ def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
         held = max(held, kv.pool.num_used)
     assert held <= num_full * 29 + num_windows * 11 < len(kv.groups.windows) * 29
     assert request.output_token_ids == family.expected[-1]
+
+
+def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None:
+    """As Gemma-3 is published from 4B on: names with a prefix, a config inside of another, weights of no use here."""
+    path = TINY_MODELS["gemma3"].save(tmp_path / "m")
+    expected = logits_of(path)
+    raw = json.loads((path / "config.json").read_text())
+    text = {key: value for key, value in raw.items() if key not in ("architectures", "rms_norm_eps")}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    (path / "config.json").write_text(json.dumps({**outer, "text_config": {**text, "rms_norm_eps": 1e-5}}))
+    weights = {f"language_model.{name}": weight for name, weight in load_file(path / "model.safetensors").items()}
+    save_file({**weights, "vision_tower.x.weight": torch.zeros(2, 2)}, path / "model.safetensors")
+    assert torch.equal(logits_of(path), expected)
+    (path / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(ConfigError, match="text_config is not an object"):
+        open_model(directory(path))
+
+
+def logits_of(path: Path) -> Tensor:
+    loaded, config = open_model(directory(path), dtype="float32")
+    driver = Driver(make_runner(loaded, config), config)
+    request = driver.add(PROMPTS[-1], record_logits=True)
+    driver.finish([request], 1, chunk=90)
+    return driver.logits[request.request_id][0]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_gpus_are_refused(name: str, tmp_path: Path) -> None:
+    path = TINY_MODELS[name].save(tmp_path / "m")
+    with pytest.raises(UnsupportedModelError, match="has no GPU kernels yet: use --device cpu"):
+        load_model(directory(path), EngineConfig(str(path), quant_mode="none"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
+    ],
+)
+def test_what_gemma_configs_may_not_ask_for(change: dict[str, Any], told: str) -> None:
+    raw = {**SHAPE, **GEMMA3, "architectures": ["Gemma3ForCausalLM"], **change}
+    with pytest.raises(UnsupportedModelError, match=told):
+        family_of("Gemma3ForCausalLM").adapt_config(config_from_hf(raw), raw)
+
+
+def test_old_spellings_of_gemma_configs() -> None:
+    """A pattern instead of kinds of layers, and rotary embedding in flat fields."""
+    raw = {
+        **SHAPE, **GEMMA3, "architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3, "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    config = family_of("Gemma3ForCausalLM").adapt_config(config_from_hf(raw), raw)
+    assert config.windows == (21, 21, 0, 21, 21, 0, 21)
+    assert (config.rope.theta, config.rope.kind, config.rope.factor) == (5e5, "linear", 8.0)
+    assert config.local_rope == replace(config.rope, theta=2e4, kind="default", factor=1.0)
