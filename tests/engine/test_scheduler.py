@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
+from engine.block_groups import BlockGroups
 from engine.engine import DeviceLostError, Engine
+from engine.grouped_kv_manager import GroupedKVManager
 from engine.kv_manager import KVManager
 from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
 from engine.prompt_budget import PromptBudget
@@ -41,9 +45,14 @@ def make_engine(
     policy: SchedulingPolicy | None = None,
     speculation: Speculation | None = None,
     prompt_budget: PromptBudget | None = None,
+    windows: tuple[int, ...] = (),
 ) -> tuple[Engine, BlockMemoryRunner]:
-    tier = FakeTier(host_slots) if host_slots else None
-    kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
+    """windows: of KV groups, 0: none; of a model without any, nothing."""
+    tier: Any = FakeTier(host_slots) if host_slots else None
+    pool = BlockPool(num_blocks, prefix_cache)
+    kv = KVManager(pool, BLOCK, "test", tier, prefix_cache)
+    if windows:
+        kv = GroupedKVManager(pool, BlockGroups(BLOCK, windows, budget), "test", tier, prefix_cache)
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,
@@ -54,7 +63,7 @@ def make_engine(
         speculation=speculation,
         prompt_budget=prompt_budget,
     )
-    runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else 1)
+    runner = BlockMemoryRunner(BLOCK, 2 if overlap else 1, windows or (0,))
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
 
 
@@ -429,6 +438,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     prefix_cache=st.booleans(),
     overlap=st.booleans(),
     policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
+    windows=st.sampled_from([(), (), (6,), (0, 5), (0, 0, 3, 9)]),
 )
 def test_any_order_of_events_keeps_every_token(
     data: st.DataObject,
@@ -439,8 +449,11 @@ def test_any_order_of_events_keeps_every_token(
     prefix_cache: bool,
     overlap: bool,
     policy: SchedulingPolicy,
+    windows: tuple[int, ...],
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
+    if windows:  # else the longest sequence, of 23 tokens, does not fit
+        num_blocks += BlockGroups(BLOCK, windows, budget).most_live(23) - 6
     engine, _ = make_engine(
         num_blocks,
         host_slots=host_slots,
@@ -450,6 +463,7 @@ def test_any_order_of_events_keeps_every_token(
         prefix_cache=prefix_cache,
         overlap=overlap,
         policy=policy,
+        windows=windows,
     )
     live: dict[str, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}
