@@ -40,6 +40,12 @@ def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tens
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
+def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
+    """Sequences of equally many blocks: block_ids (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
+    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, m, planes, heads, block_size, head_dim)
+    return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+
 def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     """Causal attention of a sequence's last queries.
 
@@ -76,6 +82,25 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, si
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
     return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """One query per sequence.
+
+    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
+    hidden: bool (n, num_keys), keys that do not take part and may hold anything. Returns the shape of q.
+    """
+    num_kv_heads = keys.shape[1]
+    grouped = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
+    keys, values = keys.to(q.dtype), values.to(q.dtype).masked_fill_(hidden[:, None, :, None], 0)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5
+    scores.masked_fill_(hidden[:, None, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
+        weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values).view(q.shape)
 
 
 def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:
