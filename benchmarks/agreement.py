@@ -106,6 +106,7 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
     model = loaded.model
     model.embedding = model.embedding.float()
     model.final_norm, model.rotary = model.final_norm.float(), model.rotary.float()
+    model.hidden_dtype = torch.float32
     for ref in model.linears():
         linear: Any = ref.layer  # plain, or int8 with its weight computed anew
         ref.replace(Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float()))

@@ -88,8 +88,10 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens:
     return inner * min(PACKED_BYTES[scheme] for scheme in schemes) + head * plain
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    return config.num_layers * config.num_kv_planes * config.kv_size * DTYPE_BYTES[dtype]
+def kv_bytes(config: ModelConfig, dtype: str, num_tokens: float) -> float:
+    """Bytes of KV that a query behind so many tokens reads."""
+    seen = sum(min(num_tokens, window or num_tokens) for window in config.windows or [0] * config.num_layers)
+    return seen * config.num_kv_planes * config.kv_size * DTYPE_BYTES[dtype]
 
 
 def decode_floor_seconds(
@@ -97,15 +99,22 @@ def decode_floor_seconds(
     kv_dtype: str = "",
 ) -> float:  # fmt: skip
     """One step: all weights once, and the KV of every sequence. kv_dtype: of the cache, when it is not `dtype`."""
-    kv_bytes = batch * mean_context * kv_bytes_per_token(config, kv_dtype or dtype)
-    return (weight_bytes(config, dtype, quant_mode, batch) + kv_bytes) / peaks.read_bytes_per_second
+    read = batch * kv_bytes(config, kv_dtype or dtype, mean_context)
+    return (weight_bytes(config, dtype, quant_mode, batch) + read) / peaks.read_bytes_per_second
 
 
 def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) -> float:
     """Two operations per weight and token, four per query, visible key and dimension; logits of one token only."""
     inner = num_weights(config) - config.vocab_size * config.hidden_size
-    attention = 4 * config.num_layers * config.q_size * num_tokens * (num_tokens + 1) / 2
+    pairs = sum(_visible_pairs(num_tokens, window) for window in config.windows or [0] * config.num_layers)
+    attention = 4 * config.q_size * pairs
     return (2 * inner * num_tokens + attention) / peaks.flops_per_second
+
+
+def _visible_pairs(num_tokens: int, window: int) -> float:
+    """Pairs of a prompt's queries with keys that they see; window: 0, or keys that a query sees at most."""
+    hidden = max(num_tokens - window, 0) if window else 0
+    return (num_tokens * (num_tokens + 1) - hidden * (hidden + 1)) / 2
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

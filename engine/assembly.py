@@ -16,10 +16,12 @@ import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
+from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
+from engine.grouped_kv_manager import GroupedKVManager
 from engine.kv_manager import KVManager
 from engine.kv_memory import (
     DTYPE_NAMES,
@@ -170,13 +172,7 @@ def _assemble(
         runner = _make_parallel_runner(
             loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
         )
-    kv = KVManager(
-        BlockPool(geometry.num_blocks, config.prefix_cache),
-        config.block_size,
-        loaded.fingerprint,
-        host_tier,
-        config.prefix_cache,
-    )
+    kv = _make_kv_manager(geometry, config, host_tier)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -196,7 +192,7 @@ def _assemble(
     )
     runner.warmup(on_progress)
     logger.info(
-        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), ready in %.1f s",
+        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
         files.name,
         device,
         loaded.quant_mode,
@@ -204,6 +200,7 @@ def _assemble(
         geometry.block_size,
         geometry.block_bytes // geometry.block_size,
         geometry.pool_bytes / 2**30,
+        geometry.layout,
         time.monotonic() - began,
     )
     return EngineParts(
@@ -218,6 +215,14 @@ def _assemble(
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
     )
+
+
+def _make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+    pool, name = BlockPool(geometry.num_blocks, config.prefix_cache), geometry.fingerprint
+    if geometry.layout.has_windows:
+        groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+        return GroupedKVManager(pool, groups, name, host_tier, config.prefix_cache)
+    return KVManager(pool, config.block_size, name, host_tier, config.prefix_cache)
 
 
 def _speculation(config: EngineConfig, device: torch.device) -> Speculation | None:

@@ -30,6 +30,9 @@ class CacheStats:
 class KVManager:
     """Blocks of requests in one pool, with an optional host tier behind it."""
 
+    leases_in_order = True
+    """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
+
     def __init__(
         self,
         pool: BlockPool,
@@ -49,6 +52,18 @@ class KVManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_tokens_in(self, num_blocks: int) -> int:
+        """Tokens for which a request has room in `num_blocks` blocks of its own."""
+        return num_blocks * self.block_size
+
+    def longest_sequence(self, max_model_len: int) -> int:
+        """The longest sequence that the pool holds, at most `max_model_len`."""
+        return min(max_model_len, self.pool.num_blocks * self.block_size)
+
+    def held_blocks(self, request: Request) -> list[BlockId]:
+        """The blocks on which `request` has references."""
+        return request.block_ids
+
     # -- taking blocks ---------------------------------------------------------------------------------------
 
     def attach_cached(self, request: Request, max_tokens: int) -> int:
@@ -64,19 +79,24 @@ class KVManager:
         request.num_published_blocks = len(found)
         return len(found) * self.block_size
 
-    def attach_for_load(self, request: Request, num_tokens: int) -> list[int]:
+    def num_blocks_to_load(self, num_tokens: int) -> int:
+        """Number of blocks in a peer's lease on the KV of `num_tokens`."""
+        return self.num_blocks_for(num_tokens)
+
+    def attach_for_load(self, request: Request, num_tokens: int) -> tuple[dict[int, BlockId], int]:
         """Give `request` all blocks for `num_tokens`: cached ones where there are any, fresh ones to be filled else.
 
-        Returns the positions of the fresh ones. The caller has checked that they are available.
+        Returns the fresh ones by their position in the peer's lease, and the number of tokens that are cached. The
+        caller has checked that they are available.
         """
         first, num_full = len(request.block_ids), num_tokens // self.block_size
         found = [self._cached_block(key) for key in request.block_keys[first:num_full]]
         found += [None] * (self.num_blocks_for(num_tokens) - first - len(found))
         self.pool.acquire(block_id for block_id in found if block_id is not None)  # before others are evicted
         positions = [position for position, block_id in enumerate(found, first) if block_id is None]
-        fresh = iter(self.pool.allocate(len(positions)))
-        request.block_ids += [next(fresh) if block_id is None else block_id for block_id in found]
-        return positions
+        fresh = dict(zip(positions, self.pool.allocate(len(positions)), strict=True))
+        request.block_ids += [fresh[at] if block_id is None else block_id for at, block_id in enumerate(found, first)]
+        return fresh, (len(request.block_ids) - len(fresh)) * self.block_size
 
     def _cached_block(self, key: BlockKey) -> BlockId | None:
         return next(iter(self.pool.lookup([key])), None) if self.enable_prefix_cache else None
@@ -95,6 +115,10 @@ class KVManager:
         """
         num_shared = sum(1 for block_id in self.cached_blocks(request) if self.pool.refcount(block_id))
         return self.num_blocks_for(request.num_tokens) - num_shared
+
+    def num_blocks_to_resume(self, request: Request, num_tokens: int) -> int:
+        """How many of the available blocks swapped KV and the tokens up to `num_tokens` take."""
+        return self.num_blocks_for(num_tokens)
 
     def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
         """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
@@ -139,6 +163,20 @@ class KVManager:
         num_kept = self.num_blocks_for(request.num_computed_tokens)
         self.pool.release(request.block_ids[num_kept:])
         del request.block_ids[num_kept:]
+
+    def detach(self, request: Request, num_tokens: int) -> list[BlockId]:
+        """Take the blocks with the KV of the first `num_tokens` from `request`, with their references, for a lease.
+
+        Others are released.
+        """
+        block_ids, request.block_ids = request.block_ids, []
+        count = self.num_blocks_for(num_tokens)
+        self.pool.release(block_ids[count:])
+        return block_ids[:count]
+
+    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
+        """Blocks at positions `first` to before `last` that are worth a lease while the prompt is being computed."""
+        return request.block_ids[first:last]
 
     def publish(self, request: Request) -> None:
         """Make the request's blocks findable that are full, computed and not published yet."""
@@ -226,6 +264,7 @@ class BlocksFreed:
     """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
 
     def __init__(self, kv: KVManager, newcomer: Request) -> None:
+        self._kv = kv
         self._pool = kv.pool
         self._counts: Counter[BlockId] = Counter()
         # It shares these already: releasing them gains it nothing.
@@ -233,9 +272,10 @@ class BlocksFreed:
 
     def add(self, victim: Request) -> int:
         """Number of further blocks that preempting `victim` frees: those without any other reference."""
-        self._counts.update(victim.block_ids)
+        held = self._kv.held_blocks(victim)
+        self._counts.update(held)
         return sum(
             1
-            for block_id in victim.block_ids
+            for block_id in held
             if self._counts[block_id] == self._pool.refcount(block_id) and block_id not in self._shared
         )

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
+from kvstore.layout import (
+    WHOLE,
+    KvLayout,
+    PoolGeometry,
+    Shard,
+    full_attention,
+    latent_attention,
+    windowed_attention,
+)
 from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId, HostSlot
 
@@ -45,11 +54,10 @@ def pool_geometry(
 
 
 def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
-    """KV layout of the model, stored as `dtype`.
-
-    A sliding window is served up to its length (`ModelConfig.context_length`), where it equals full attention.
-    """
+    """KV layout of the model, stored as `dtype`."""
     config = model_config
+    if config.windows:
+        return windowed_attention(config.windows, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
     if config.num_kv_planes == 1:
         return latent_attention(config.num_layers, config.head_dim, DTYPE_NAMES[dtype])
     return full_attention(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
@@ -89,10 +97,11 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
     Raises ConfigError when the user asked for more than it holds; what the model declares is cut with a warning.
     """
-    room = geometry.num_blocks * geometry.block_size
-    if max_model_len <= room:
+    groups = BlockGroups.of(geometry.layout, geometry.block_size, engine_config.max_num_batched_tokens)
+    room = groups.longest(geometry.num_blocks)
+    if room is None or max_model_len <= room:
         return max_model_len
-    needed = -(-max_model_len // geometry.block_size) * geometry.block_bytes
+    needed = groups.most_live(max_model_len) * geometry.block_bytes
     numbers = (
         f"a sequence of {max_model_len} tokens needs {needed / 1e9:.2f} GB of KV blocks, and there are "
         f"{geometry.pool_bytes / 1e9:.2f} GB"

@@ -214,6 +214,7 @@ class LoadJob:
     source: object
     positions: list[int]
     block_ids: list[BlockId]
+    num_tokens: int  # whose KV that is
 
 
 @dataclass(frozen=True, slots=True)

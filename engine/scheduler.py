@@ -60,7 +60,7 @@ class Scheduler:
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.prefetches = Prefetches(kv.pool)
-        self.max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
+        self.max_model_len = kv.longest_sequence(max_model_len)
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # drafts that equal the tokens sampled at their positions
@@ -232,10 +232,7 @@ class Scheduler:
 
         They hold the KV of all tokens but the last, which a step in flight may be computing into one block more.
         """
-        block_ids, request.block_ids = request.block_ids, []
-        count = self.kv.num_blocks_for(request.num_known_tokens - 1)
-        self.kv.pool.release(block_ids[count:])
-        return block_ids[:count]
+        return self.kv.detach(request, request.num_known_tokens - 1)
 
     def take_prompt_chunks(self) -> list[PromptChunk]:
         """Chunks of prompts for peers that have been computed since the last call."""
@@ -449,7 +446,7 @@ class Scheduler:
         """
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_tokens - request.num_computed_tokens, max_tokens)
-            needed = self.kv.num_blocks_for(request.num_computed_tokens + num_new)
+            needed = self.kv.num_blocks_to_resume(request, request.num_computed_tokens + num_new)
         else:
             needed = self.kv.num_blocks_to_admit(request)
         return needed + len(self._running) - self.kv.pool.num_available
@@ -494,15 +491,15 @@ class Scheduler:
         source, request.kv_source = request.kv_source, None  # one attempt: a preempted request recomputes
         request.num_prefetched_tokens = self.prefetches.take_fetched(request.block_keys) * self.kv.block_size
         if request.num_source_tokens - num_cached < self.kv.block_size:
-            self._load_jobs.append(LoadJob(request, source, [], []))
+            self._load_jobs.append(LoadJob(request, source, [], [], 0))
             return False
-        positions = self.kv.attach_for_load(request, request.num_source_tokens)
-        self._count_cache_use(request, (len(request.block_ids) - len(positions)) * self.kv.block_size)
+        fresh, num_kept = self.kv.attach_for_load(request, request.num_source_tokens)
+        self._count_cache_use(request, num_kept)
         request.num_computed_tokens = num_cached
         request.status = RequestStatus.LOADING
         self._loading[request.request_id] = request
-        block_ids = [request.block_ids[position] for position in positions]
-        self._load_jobs.append(LoadJob(request, source, positions, block_ids))
+        num_tokens = request.num_source_tokens - num_kept
+        self._load_jobs.append(LoadJob(request, source, list(fresh), list(fresh.values()), num_tokens))
         return True
 
     def _count_cache_use(self, request: Request, num_computed: int) -> None:

@@ -12,19 +12,26 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 
 def trial_plan(
-    shares: Sequence[tuple[int, int]], block_size: int, params: SamplingParams = GREEDY, num_blocks: int = 1 << 30
+    shares: Sequence[tuple[int, int]],
+    block_size: int,
+    params: SamplingParams = GREEDY,
+    num_blocks: int = 1 << 30,
+    num_groups: int = 1,
 ) -> StepPlan:
-    """One sampling row per (start, num_tokens), of sequences of zeros over the pool's first `num_blocks` blocks."""
+    """One sampling row per (start, num_tokens), of sequences of zeros over the pool's first `num_blocks` blocks.
+
+    num_groups: KV groups of the model.
+    """
     plan = StepPlan()
     for index, (start, num_tokens) in enumerate(shares):
         length = start + num_tokens
         request_id = RequestId(f"trial-{index}")
-        block_ids = tuple(BlockId(i % num_blocks) for i in range(-(-length // block_size)))
+        block_ids = tuple(BlockId(i % num_blocks) for i in range(-(-length // block_size) * num_groups))
         plan.new.append(NewRequest(request_id, [0] * length, length, params))
         plan.rows.append(ScheduledRow(request_id, start, num_tokens, True, block_ids))
     return plan
 
 
-def prompt_plan(num_tokens: int, block_size: int) -> StepPlan:
+def prompt_plan(num_tokens: int, block_size: int, num_groups: int = 1) -> StepPlan:
     """A single prompt."""
-    return trial_plan([(0, num_tokens)], block_size)
+    return trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)

@@ -23,14 +23,16 @@ def opposed(x: Tensor, signs: Tensor) -> Tensor:
     return x.unsqueeze(1) * signs
 
 
-def add_rms_norm_of_opposed(weight: Tensor, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
+def add_rms_norm_of_opposed(
+    weight: Tensor, eps: float, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Make the function that adds x (rows, n), if given, to `pairs` (rows, 2, n) float32 in place, and norms the sum.
 
-    Its result (rows, n) is dense, in the dtype of `weight` (n,). All in one call: among GEMMs whose weights fill the
+    weight: (n,). Its result (rows, n) is dense, of `dtype`. All in one call: among GEMMs whose weights fill the
     caches, a call of a Python function takes about 0.5 us, and a step of SmolLM2 norms 61 times.
     """
     weights = torch.stack([weight, weight]).float()
-    signs, shape, dtype = signs_like(weights), weights.shape, weight.dtype
+    signs, shape = signs_like(weights), weights.shape
 
     def add_norm(pairs: Tensor, x: Tensor | None) -> Tensor:
         if x is not None:

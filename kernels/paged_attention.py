@@ -1,6 +1,8 @@
 """Attention over a paged KV pool, in plain torch: what every faster implementation must equal.
 
-For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i].
+For query i of a sequence at position p_i: softmax(q_i K[a..p_i]^T / sqrt(head_dim)) V[a..p_i], where a is 0, or with
+a window w the larger of 0 and p_i - w + 1. A sink s of a head takes part in its softmax as one score more, without a
+value: exp(s) is added to the denominator.
 
 A pool has planes of K and V; or of latent attention (MLA) one plane, whose first columns are V and which all query
 heads share. It holds them as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
@@ -38,6 +40,12 @@ def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tens
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
+def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
+    """Sequences of equally many blocks: block_ids (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
+    blocks = _indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, m, planes, heads, block_size, head_dim)
+    return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+
 def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     """Causal attention of a sequence's last queries.
 
@@ -47,25 +55,60 @@ def attend_sequence(q: Tensor, kv: Tensor) -> Tensor:
     return attend_causally(q, kv[0], kv[1])
 
 
-def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_causally(q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
     """Like `attend_sequence`, with values of any width.
 
     keys: (num_kv_heads, seq_len, head_dim); values: (num_kv_heads, seq_len, value_dim), which may be a view of keys.
+    With a window they may begin at any token before the first one that is read; 0: none. sinks: (num_heads,) or None.
     Returns (num_queries, num_heads, value_dim).
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, seq_len = keys.shape[:2]
     group = num_heads // num_kv_heads
     positions = torch.arange(seq_len - num_queries, seq_len, device=q.device).repeat(group)
-    visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
+    tokens = torch.arange(seq_len, device=q.device)[None, :]
+    visible = tokens <= positions[:, None]
+    if window:
+        visible &= tokens > positions[:, None] - window
     # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     keys, values = keys.to(q.dtype), values.to(q.dtype)
+    if sinks is not None:
+        by_row = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).flatten(1)
+        out = _attend_with_sinks(grouped, keys, values, visible, by_row)
+        return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
     # On a GPU torch chooses a memory-efficient kernel, which (2.11, float32, 65 tokens, a mask) gives the last query
     # the first one's result.
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible)
     return out.view(num_kv_heads, group, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """One query per sequence.
+
+    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
+    hidden: bool (n, num_keys), keys that do not take part and may hold anything. Returns the shape of q.
+    """
+    num_kv_heads = keys.shape[1]
+    grouped = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
+    keys, values = keys.to(q.dtype), values.to(q.dtype).masked_fill_(hidden[:, None, :, None], 0)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)).float() * q.shape[2] ** -0.5
+    scores.masked_fill_(hidden[:, None, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
+        weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values).view(q.shape)
+
+
+def _attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:
+    """q (kv_heads, rows, head_dim), keys and values (kv_heads, seq_len, ..), sinks (kv_heads, rows)."""
+    scores = torch.matmul(q, keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5
+    scores.masked_fill_(~visible, float("-inf"))
+    weights = torch.cat([scores, sinks.float()[..., None]], dim=-1).softmax(dim=-1)
+    return torch.matmul(weights[..., :-1].to(values.dtype), values)
 
 
 def _indexable(x: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard
-    block    = block_size consecutive tokens: layers x planes x heads of the shard x block_size x head_dim elements
+    block    = block_size consecutive tokens of one group: layers x planes x heads of the shard x block_size x
+               head_dim elements, as many layers as the largest group has (docs/decisions/0230)
 
-A block of all layers is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
+A block is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
 reader with another shard finds the heads that it wants (`kvstore/transport/head_split.py`). Standard library only.
 """
 
@@ -18,7 +19,8 @@ from typing import Literal, get_args
 from common.errors import ConfigError, UnsupportedModelError
 
 KvKind = Literal["full", "window", "latent", "state"]
-SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("latent", 1))  # kind and planes of a pool's one group
+SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("window", 2), ("latent", 1))  # kind and planes of a group
+MAX_WINDOW_GROUPS = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 MAX_DIMENSION = 1 << 16
 
@@ -79,6 +81,10 @@ class KvLayout:
     def bytes_per_token(self) -> int:
         return sum(group.bytes_per_token for group in self.groups if group.kind != "state")
 
+    @property
+    def has_windows(self) -> bool:
+        return any(group.window for group in self.groups)
+
     def __str__(self) -> str:
         return "; ".join(map(str, self.groups))
 
@@ -91,6 +97,41 @@ def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
 def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
     """The layout of a model of whose tokens every layer keeps one vector (MLA): the latent and the rotated key."""
     return KvLayout((KvGroup("attention", "latent", tuple(range(num_layers)), 1, width, dtype, num_planes=1),))
+
+
+def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
+    """The layout of a model of whose layers some or all attend to the last tokens only: `windows[layer]`; 0: to all.
+
+    Layers of one window are cut into groups of equally many, those that see most first.
+    """
+    by_window: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window, []).append(layer)
+    ordered = sorted(by_window.items(), key=lambda item: item[0] or math.inf, reverse=True)
+    size = _group_size([len(layers) for _, layers in ordered])
+    groups = [
+        KvGroup(
+            "attention", "window" if window else "full", tuple(layers[first : first + size]), num_kv_heads, head_dim,
+            dtype, window=window,
+        )
+        for window, layers in ordered
+        for first in range(0, len(layers), size)
+    ]  # fmt: skip
+    return KvLayout(tuple(groups))
+
+
+def _group_size(counts: Sequence[int]) -> int:
+    """Layers of a group, when so many layers have each window, the widest first.
+
+    Of at most MAX_WINDOW_GROUPS groups, those that pad the first layers least, then the others; few large ones else.
+    """
+
+    def cost(size: int) -> tuple[bool, int, int, int]:
+        paddings = [-count % size for count in counts]
+        num_groups = sum(-(-count // size) for count in counts)
+        return num_groups > MAX_WINDOW_GROUPS, paddings[0], sum(paddings), num_groups
+
+    return min(range(1, max(counts) + 1), key=cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +190,7 @@ def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """One rank's pool: `[num_blocks, layers and then planes and heads of the shard, block_size, head_dim]`.
+    """One rank's pool: `[num_blocks, layers of a group, planes, heads of the shard, block_size, head_dim]`.
 
     `fingerprint` names weights, config and quantization. KV may move between pools that agree in all but `num_blocks`
     and `shard`. Raises UnsupportedModelError for a layout that no pool serves, ConfigError for an impossible shard.
@@ -169,13 +210,16 @@ class PoolGeometry:
 
     @property
     def group(self) -> KvGroup:
-        """The group that the pool holds."""
+        """The group whose shape blocks have: no other has more layers, and in all else they are alike."""
         groups = self.layout.groups
-        if len(groups) == 1 and (groups[0].kind, groups[0].num_planes) in SERVED:
-            return groups[0]
+        shapes = {(group.num_kv_heads, group.head_dim, group.dtype, group.num_planes) for group in groups}
+        layers = [layer for group in groups for layer in group.layers]
+        is_served = all((group.kind, group.num_planes) in SERVED for group in groups)
+        if is_served and len(shapes) == 1 and len(set(layers)) == len(layers):
+            return max(groups, key=lambda group: len(group.layers))
         raise UnsupportedModelError(
-            f"KV that is not one group of full attention with K and V, or of latents, is not supported yet: "
-            f"{self.layout}"
+            f"KV that is not of groups of one shape, of full or windowed attention with K and V or of latents, is "
+            f"not supported yet: {self.layout}"
         )
 
     @property

@@ -46,13 +46,13 @@ class KvExports:
             if entry is None or not self._in_parts or not is_steady:
                 continue
             first, last = entry.num_leased_blocks, chunk.num_tokens // self._scheduler.kv.block_size
-            if last > first:
+            if last > first and self._scheduler.kv.part_blocks(request, first, last):
                 yield request.request_id, self._lease_part(entry, first, last, now)
 
     def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> Exported:
         request, kv = entry.request, self._scheduler.kv
         kv.extend_keys(request)
-        block_ids = request.block_ids[first:last]
+        block_ids = kv.part_blocks(request, first, last)
         digests = self._leases.digests(block_ids)
         kv.pool.acquire(block_ids)
         lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
@@ -62,7 +62,7 @@ class KvExports:
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
         """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""
         request: Request = entry.request
-        if request.num_preemptions:
+        if request.num_preemptions or not self._scheduler.kv.leases_in_order:
             entry.part_digests = []
         block_ids = self._scheduler.detach_blocks(request)
         new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])

@@ -46,7 +46,7 @@ class KvLoads:
         lease = self._open(handle)
         if lease is None:
             return None
-        if lease.num_tokens != num_tokens or lease.num_blocks != -(-num_tokens // self._block_size):
+        if lease.num_tokens != num_tokens or lease.num_blocks != self._scheduler.kv.num_blocks_to_load(num_tokens):
             logger.warning("a KV handle does not cover its request: computing the prompt here")
             self.abandon(lease)
             return None
@@ -91,8 +91,7 @@ class KvLoads:
                     entry.skip_pull(self._transports.get(lease.worker_id, ""))
                 continue
             if entry is not None:
-                num_cached_blocks = lease.num_blocks - len(job.positions)
-                entry.start_pull(lease.num_tokens - num_cached_blocks * self._block_size, now)
+                entry.start_pull(job.num_tokens, now)
             self._puller.load(request_id, lease, job.positions, job.block_ids)
 
     def _start_prefetch(self, job: PrefetchJob) -> None:

@@ -15,7 +15,7 @@ import torch
 from engine.layers.block import Step
 from engine.layers.forward import AddNorm, Forward, Op, Stream, plain, plain_sum
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered, summed
+from engine.layers.parallel import Group, embedding_lookup, gathered, rank_body, summed
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
@@ -60,11 +60,11 @@ def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size
     def start(step: Step) -> Stream:
         return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
 
-    def fold(norm: torch.Tensor, eps: float) -> AddNorm[torch.Tensor]:
-        return summed(add_rms_norm_of_opposed(norm, eps), group)
+    def fold(norm: torch.Tensor, eps: float, dtype: torch.dtype) -> AddNorm[torch.Tensor]:
+        return summed(add_rms_norm_of_opposed(norm, eps, dtype), group)
 
-    ops = [Op(fold(block.norm, block.eps), block.__call__) for block in model.blocks]
-    final = fold(model.final_norm, model.config.rms_norm_eps)
+    ops = [Op(fold(block.norm, block.eps, model.embedding.dtype), rank_body(block, group)) for block in model.blocks]
+    final = fold(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 

@@ -16,9 +16,10 @@ from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import StepBatch, build_batch
+from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.kv_memory import copy_in, copy_out, kv_dtype
+from engine.kv_memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.layers.parallel import Group
@@ -31,6 +32,7 @@ from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
+from kvstore.layout import KvLayout, PoolGeometry
 
 
 class ModelRunner:
@@ -54,11 +56,9 @@ class ModelRunner:
         """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
         model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
-        expected = (
-            model_config.num_layers, model_config.num_kv_planes, model_config.num_kv_heads, config.block_size,
-            model_config.head_dim,
-        )  # fmt: skip
         expected_dtype = kv_dtype(config, loaded.dtype)
+        layout = kv_layout(model_config, expected_dtype)
+        expected = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint).block_shape
         if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
             raise ConfigError(
                 f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
@@ -79,7 +79,8 @@ class ModelRunner:
         self._host_buffer = host_buffer
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._backend = _attention_for(loaded, kv_pool)
+        self._num_groups = len(layout.groups)
+        self._backend = _attention_for(loaded, kv_pool, layout)
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -128,11 +129,11 @@ class ModelRunner:
 
         Uses the pool's first blocks; call it before they hold anything.
         """
-        pool_tokens = self._pool.shape[0] * self._block_size
+        pool_tokens = self._pool.shape[0] // self._num_groups * self._block_size
         longest = min(self._max_num_batched_tokens, pool_tokens, self._model.config.max_position_embeddings)
         on_progress("warming up", None)
         for num_tokens in (1, longest):
-            self.launch(prompt_plan(num_tokens, self._block_size))
+            self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
         self._requests.clear()
 
     def _forward_for(self, batch: StepBatch) -> Forward[Step]:
@@ -189,7 +190,9 @@ class ModelRunner:
             first = stop
 
 
-def _attention_for(loaded: LoadedModel, kv_pool: Tensor) -> BatchAttention:
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor, layout: KvLayout) -> BatchAttention:
+    if layout.has_windows:
+        return GroupedAttention(kv_pool, layout, loaded.model.rotary, loaded.model.local_rotary)
     has_k_and_v = loaded.model.config.num_kv_planes == 2
     if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie
         return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)

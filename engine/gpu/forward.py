@@ -80,7 +80,8 @@ class FusedForward:
         self.attention = attention
         self.attention_width = config.num_heads * head_dim
         self.dtype = model.embedding.dtype
-        self._paged: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
+        self._window = config.windows[0] if config.windows else 0  # of all layers: others are not served here
+        self._paged: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads, self._window)
         self._latents = None if config.latent is None else PagedLatents(config.num_heads, config.latent)
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
@@ -104,18 +105,21 @@ class FusedForward:
             qkv = qkv[0]  # the sum of the partials
         q, layer = qkv[:, : block.num_heads], block.layer
         if inputs.prefill is None:
-            return paged_decode(q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace)
+            return self._attend_decode(q, layer, inputs)
         num_decode = inputs.lengths.shape[0]
         out = inputs.attended
         if out is None:
             out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
-            out[:num_decode] = paged_decode(
-                q[:num_decode], self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace
-            )
+            out[:num_decode] = self._attend_decode(q[:num_decode], layer, inputs)
         attention = self._paged if isinstance(inputs.prefill, PagedPlan) else self.attention
         attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
         return out
+
+    def _attend_decode(self, q: Tensor, layer: int, inputs: GpuInputs) -> Tensor:
+        return paged_decode(
+            q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace, window=self._window
+        )
 
     def _attend_latents(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See `AttendLatents`."""

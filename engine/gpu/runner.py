@@ -89,8 +89,9 @@ class GpuRunner:
         if model_config.latent is not None:
             attention = PagedLatents(model_config.num_heads, model_config.latent)
         else:
+            window = model_config.windows[0] if model_config.windows else 0
             attention = open_attention(
-                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens
+                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens, window
             )
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)

@@ -23,10 +23,11 @@ from kernels.rotary import rotate_
 class AttentionBlock(Block):
     """A block with K and V in the pool, and how a backend gets from what the block gives it to attention and back.
 
-    layer: whose K and V these are, in the pool.
+    layer: whose K and V these are, in the pool. sinks: (num_heads,), see `kernels/paged_attention.py`, or None.
     """
 
     layer: int
+    sinks: Tensor | None = None
 
     @abstractmethod
     def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from engine.layers.block import Step
 from engine.layers.linear import LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered, summed
+from engine.layers.parallel import Group, embedding_lookup, gathered, rank_body, summed
 from engine.models.model import Model
 from kernels.rms_norm import rms_norm
 
@@ -87,8 +88,11 @@ def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forw
     def start(step: Step) -> Stream:
         return Stream(embed(step.token_ids).float())
 
-    ops = [Op(summed(plain_norm(block.norm, block.eps), group), block.__call__) for block in model.blocks]
-    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps), group)
+    dtype = model.embedding.dtype
+    ops = [
+        Op(summed(plain_norm(block.norm, block.eps, dtype), group), rank_body(block, group)) for block in model.blocks
+    ]
+    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), group)
     return Forward(start, ops, final, gathered(model.head, vocab_size, group))
 
 
@@ -99,12 +103,12 @@ def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
     return residual
 
 
-def plain_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """The result has the dtype of the norm's weight."""
+def plain_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> AddNorm[Tensor]:
+    """The result has `dtype`, which is mostly the weight's."""
 
     def add_norm(residual: Tensor, pending: Tensor | None) -> Tensor:
         if pending is not None:
             residual += pending
-        return rms_norm(residual, weight, eps)
+        return rms_norm(residual, weight, eps).to(dtype)
 
     return add_norm

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+
+from engine.layers.block import Block, Step
+from engine.layers.post_norm import PostNormed
 
 if TYPE_CHECKING:
     from engine.layers.forward import AddNorm
@@ -64,6 +68,21 @@ def summed(add_norm: AddNorm[X_co], group: Group | None) -> AddNorm[X_co]:
         return add_norm(residual, None if pending is None else group.all_reduce(pending))
 
     return sum_add_norm
+
+
+def rank_body(block: Block, group: Group | None) -> Callable[[Tensor, Step], Tensor]:
+    """The block, whose output is this rank's share of a sum.
+
+    What is normed before it is added has to be summed before: the first rank has all of it then, and others nothing.
+    """
+    if group is None or not isinstance(block, PostNormed):
+        return block.__call__
+
+    def norm_sum(x: Tensor, step: Step) -> Tensor:
+        y = group.all_reduce(block.inner(x, step))
+        return block.normed(y).to(x.dtype) if group.rank == 0 else torch.zeros_like(x)
+
+    return norm_sum
 
 
 def gathered(head: LinearLayer, vocab_size: int, group: Group | None) -> LinearLayer:

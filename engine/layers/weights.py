@@ -27,6 +27,8 @@ class Partition(Enum):
     NONE = "every rank holds all of it: norms, routers"
     COLUMNS = "outputs are divided, dimension 0 of weight and bias: q, k and v by heads, gate and up"
     ROWS = "inputs are divided, dimension 1; outputs are summed over ranks, so that one rank alone has the bias"
+    LAST = "outputs are divided, the last dimension: gate and up of all experts in one weight, and their biases"
+    ONCE = "rank 0 alone has it, others zeros: a bias on what is summed"
     VOCAB = "rows of embedding and output projection are divided, dimension 0; the last rank's may end in padding"
 
 

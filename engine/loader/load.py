@@ -25,6 +25,7 @@ from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
+from engine.loader.mxfp4 import Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_linears import can_keep_packed, packed_names, place_packed_linears
 from engine.loader.quantize import Quantizer
@@ -42,7 +43,7 @@ from engine.models.config import (
 )
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.model import Model, OnBlock
-from engine.models.quantization import quantization_from_hf
+from engine.models.quantization import is_mxfp4, quantization_from_hf
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
@@ -139,6 +140,8 @@ def load_model(
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
+        if device.type == "cuda" and len(set(source.config.windows)) > 1:  # its runner knows one table a request
+            source = replace(source, config=replace(source.config, is_window_limit=True))
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
         if shard.size > 1 or (stage is not None and packed is not None):
@@ -209,6 +212,8 @@ def _build_stage(
     on_progress: OnProgress,
 ) -> Model:
     """The layers of one pipeline stage, of plain weights or of weights made so. Raises ConfigError."""
+    if source.config.windows:  # whose layers are not kept in their order
+        raise ConfigError("--pp: layers with sliding windows cannot be divided among stages yet: use --tp")
     shapes = ShapeRecorder()
     source.family.build(source.config, shapes)
     _checked_skeleton(source, device)
@@ -290,6 +295,8 @@ def _checked_skeleton(source: _Source, device: torch.device) -> Model:
     needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
     skeleton = source.family.build(source.config, needed)
     latent = source.config.latent
+    if device.type == "cuda" and not source.family.has_gpu_kernels:
+        raise UnsupportedModelError(f"{source.family.architecture} has no GPU kernels yet: use --device cpu")
     if device.type == "cuda" and latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
     if isinstance(source.weights, PackedWeights):
@@ -308,15 +315,20 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
         return _open_gguf(files.path, engine_config, dtype, device)
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
+    if family.text_config is not None:
+        raw = family.text_config(raw)
     config = family.adapt_config(config_from_hf(raw), raw)
     if config.latent is not None:
         config = with_latent(config, replace(config.latent, form=engine_config.mla))
-    quantization = quantization_from_hf(raw)
+    quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
     if engine_config.load_format == "dummy":
         if quantization is not None:
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
+    if is_mxfp4(raw):
+        expanded = Mxfp4Weights(tensors)
+        return _Source(config, family, expanded, expanded.shapes, {}, tensors.files)
     weights = tensors if quantization is None else PackedWeights(tensors, quantization)
     return _Source(config, family, weights, tensors.shapes, {}, tensors.files)
 

@@ -95,7 +95,7 @@ def give_float32_logits(model: Model) -> bool:
     if not HalfLinear.is_available() or not bool(head.weight.abs().amax() <= torch.finfo(torch.float16).max):
         return False
     model.head = HalfLinear(head.weight, head.bias)
-    model.final_norm = model.final_norm.float()
+    model.hidden_dtype = torch.float32
     return True
 
 

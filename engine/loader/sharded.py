@@ -27,13 +27,14 @@ class ShardedWeights:
         weight = self._whole.take(name, self._shapes[name], partition)
         if partition is Partition.NONE:
             return weight
-        if partition is Partition.ROWS and len(shape) == 1:  # a bias is added once, to the sum over ranks
+        is_added_once = partition is Partition.ROWS and len(shape) == 1  # a bias, on the sum over ranks
+        if is_added_once or partition is Partition.ONCE:
             return weight if self._shard.rank == 0 else torch.zeros_like(weight)
         if partition is Partition.VOCAB:
             first = self._shard.rank * shape[0]
             mine = weight[first : first + shape[0]]
             return functional.pad(mine, (0, 0, 0, shape[0] - mine.shape[0]))
-        dim = 1 if partition is Partition.ROWS else 0
+        dim = {Partition.ROWS: 1, Partition.LAST: len(shape) - 1}.get(partition, 0)
         num_pieces = weight.shape[dim] // shape[dim]  # fewer than ranks: several hold the same KV head
         piece = self._shard.rank * num_pieces // self._shard.size
         return weight.narrow(dim, piece * shape[dim], shape[dim]).clone(memory_format=torch.contiguous_format)

@@ -40,6 +40,8 @@ class MoeConfig:
     group_top: int = 1
     weight_factor: float = 1.0
     float32_router: bool = False
+    swiglu_alpha: float = 1.0  # these two of experts with a clamped activation, see `engine.layers.stacked_moe`
+    swiglu_limit: float = 0.0
     expert_rank: int = 0
     expert_ranks: int = 1
 
@@ -83,9 +85,12 @@ class LatentConfig:
 class ModelConfig:
     """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
-    num_kv_heads, head_dim: as the pool has them (`with_latent`). unused_weights: beginnings of names that a
-    checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads, intermediate sizes and
-    vocabulary are that rank's (`shard`).
+    num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
+    for `full_layers`; local_rope: that of such layers, if it is another one. is_window_limit: no kernels here stop at
+    a window, so that sequences end where it does. query_scale: a factor on 1/sqrt(head_dim). unused_weights:
+    beginnings of names that a checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads,
+    intermediate sizes and vocabulary are that rank's
+    (`shard`).
     """
 
     architecture: str
@@ -107,6 +112,11 @@ class ModelConfig:
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    is_window_limit: bool = False
+    local_rope: RopeConfig | None = None
+    query_scale: float = 1.0
+    embedding_scale: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
@@ -120,6 +130,13 @@ class ModelConfig:
     def num_kv_planes(self) -> int:
         """2, K and V; of latents 1."""
         return 2 if self.latent is None or self.latent.form == "naive" else 1
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens that each layer looks back, 0: all; of a model whose layers all look back to the start, nothing."""
+        if self.sliding_window is None or self.is_window_limit:
+            return ()
+        return tuple(0 if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers))
 
     @property
     def q_size(self) -> int:
@@ -169,14 +186,13 @@ class ModelConfig:
     def context_length(self, max_model_len: int) -> int:
         """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.
 
-        Attention here always spans the whole sequence, which equals windowed attention only up to the window.
         Raises ConfigError when `max_model_len` is beyond that.
         """
         limit = self.max_position_embeddings
         what = f"the model's {limit} positions"
-        if self.sliding_window is not None and self.sliding_window < limit:
+        if self.is_window_limit and self.sliding_window is not None and self.sliding_window < limit:
             limit = self.sliding_window
-            what = f"the model's sliding window of {limit} tokens, which is not supported beyond its first window"
+            what = f"the model's sliding window of {limit} tokens, beyond which only --device cpu goes"
         if max_model_len > limit:
             raise ConfigError(f"--max-model-len {max_model_len} exceeds {what}: choose at most {limit}")
         return max_model_len or limit
@@ -217,6 +233,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         max_position_embeddings=max_position,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         sliding_window=_sliding_window(raw),
+        full_layers=_full_layers(raw),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(int(token) for token in eos_ids),
     )
@@ -311,6 +328,15 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     if window is None or not raw.get("use_sliding_window", True):
         return None
     return int(window)
+
+
+def _full_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without a window in a model that has one."""
+    kinds = raw.get("layer_types") or () if _sliding_window(raw) is not None else ()
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"layer_types of {', '.join(sorted(map(str, unknown)))} are not supported")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.layers.rotary import rotary_table
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
+from engine.models.rope import RopeConfig
 
 
 class Embedding:
@@ -46,7 +47,10 @@ OnBlock = Callable[[Block], None]
 
 @dataclass(slots=True)
 class Model:
-    """rotary: (max_position_embeddings, 2, rope_dim), see `rotary_table`."""
+    """rotary: (max_position_embeddings, 2, rope_dim), see `rotary_table`.
+
+    local_rotary: of layers with a window, if it is another one.
+    """
 
     config: ModelConfig
     embedding: Tensor  # (vocab, hidden)
@@ -54,10 +58,14 @@ class Model:
     final_norm: Tensor
     head: LinearLayer
     rotary: Tensor
+    hidden_dtype: torch.dtype  # of the head's input
+    local_rotary: Tensor | None = None
+    embedding_scale: Tensor | None = None  # in the embedding's dtype, as transformers rounds it
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """(num_tokens,) -> (num_tokens, hidden)."""
-        return functional.embedding(token_ids, self.embedding)
+        rows = functional.embedding(token_ids, self.embedding)
+        return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers, the output projection last."""
@@ -82,11 +90,11 @@ def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock
     if embedding is None or head is None:
         raise ValueError(f"{config.architecture} yields no embedding or no head")
     on_cpu = embedding.device.type == "cpu"
-    rotary = rotary_table(
-        config.rope,
-        config.rope_dim,
-        config.max_position_embeddings,
-        torch.float32 if on_cpu else embedding.dtype,
-        embedding.device,
-    )
-    return Model(config, embedding, blocks, head.norm, head.linear, rotary)
+    dtype, device, num_positions = embedding.dtype, embedding.device, config.max_position_embeddings
+
+    def table_of(rope: RopeConfig) -> Tensor:
+        return rotary_table(rope, config.rope_dim, num_positions, torch.float32 if on_cpu else dtype, device)
+
+    rotary, local_rotary = table_of(config.rope), None if config.local_rope is None else table_of(config.local_rope)
+    scale = None if config.embedding_scale == 1 else torch.tensor(config.embedding_scale, dtype=dtype, device=device)
+    return Model(config, embedding, blocks, head.norm, head.linear, rotary, dtype, local_rotary, scale)

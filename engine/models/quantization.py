@@ -62,6 +62,12 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | Non
     return parse(config)
 
 
+def is_mxfp4(raw: Mapping[str, Any]) -> bool:
+    """Whether experts' weights are MXFP4, as gpt-oss is published: the one format that is dequantized whole."""
+    config = raw.get("quantization_config")
+    return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
+
+
 def _gptq(config: Mapping[str, Any]) -> CheckpointQuantization:
     version = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     if version not in GPTQ_FORMATS or config.get("is_marlin_format"):

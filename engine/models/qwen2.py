@@ -15,9 +15,21 @@ from engine.models.registry import register
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """A window that is declared but switched off (the default of this family) does not count."""
-    window = config.sliding_window if raw.get("use_sliding_window", False) else None
-    return replace(config, attention_bias=True, sliding_window=window)
+    return replace(with_optional_window(config, raw), attention_bias=True)
+
+
+def with_optional_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """A window that is declared but switched off (the default of this family) does not count.
+
+    Where `layer_types` do not say so, layers before `max_window_layers` have none.
+    """
+    if config.sliding_window is None or not raw.get("use_sliding_window", False):
+        return replace(config, sliding_window=None, full_layers=())
+    if raw.get("layer_types"):
+        return config
+    num_full = min(int(raw.get("max_window_layers", config.num_layers)), config.num_layers)
+    window = config.sliding_window if num_full < config.num_layers else None
+    return replace(config, sliding_window=window, full_layers=tuple(range(num_full)) if window else ())
 
 
 @register("Qwen2ForCausalLM", adapt_config, gguf_name="qwen2")

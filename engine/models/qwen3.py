@@ -11,13 +11,14 @@ from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
 from engine.models.model import Embedding, Head, Part
+from engine.models.qwen2 import with_optional_window
 from engine.models.registry import register
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     bias = bool(raw.get("attention_bias", False))
-    window = config.sliding_window if raw.get("use_sliding_window", False) else None
-    return replace(config, qk_norm=True, attention_bias=bias, attention_output_bias=bias, sliding_window=window)
+    config = with_optional_window(config, raw)
+    return replace(config, qk_norm=True, attention_bias=bias, attention_output_bias=bias)
 
 
 @register("Qwen3ForCausalLM", adapt_config, gguf_name="qwen3")

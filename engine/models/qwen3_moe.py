@@ -26,7 +26,10 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
         normalizes_weights=bool(raw.get("norm_topk_prob", False)),
         dense_layers=tuple(sorted(dense)),
     )
-    return replace(qwen3.adapt_config(config, raw), moe=moe)
+    config = qwen3.adapt_config(config, raw)
+    if raw.get("use_sliding_window", False):  # of all layers, in this family
+        config = replace(config, sliding_window=raw.get("sliding_window"), full_layers=())
+    return replace(config, moe=moe)
 
 
 @register("Qwen3MoeForCausalLM", adapt_config)

@@ -15,6 +15,7 @@ from engine.models.config import ModelConfig
 from engine.models.model import Model, OnBlock, Part, assemble_model
 
 AdaptConfig = Callable[[ModelConfig, Mapping[str, Any]], ModelConfig]
+TextConfig = Callable[[Mapping[str, Any]], dict[str, Any]]
 Parts = Callable[[ModelConfig, WeightSource], Iterator[Part]]
 
 
@@ -27,6 +28,8 @@ class ModelFamily:
         Face name.
     gguf_name: value of `general.architecture` in GGUF files; empty: none.
     gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
+    has_gpu_kernels: for all of its blocks.
+    text_config: gives the text model's part of a config.json that describes more.
     """
 
     architecture: str
@@ -34,6 +37,8 @@ class ModelFamily:
     parts: Parts
     gguf_name: str = ""
     gguf_permuted: bool = False
+    has_gpu_kernels: bool = True
+    text_config: TextConfig | None = None
 
     def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
         return assemble_model(config, self.parts(config, weights), on_block)
@@ -43,12 +48,20 @@ _FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register(
-    architecture: str, adapt_config: AdaptConfig, *, gguf_name: str = "", gguf_permuted: bool = False
+    architecture: str,
+    adapt_config: AdaptConfig,
+    *,
+    gguf_name: str = "",
+    gguf_permuted: bool = False,
+    has_gpu_kernels: bool = True,
+    text_config: TextConfig | None = None,
 ) -> Callable[[Parts], Parts]:
     """Decorator of a function that yields a model's parts."""
 
     def add(parts: Parts) -> Parts:
-        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, gguf_name, gguf_permuted)
+        _FAMILIES[architecture] = ModelFamily(
+            architecture, adapt_config, parts, gguf_name, gguf_permuted, has_gpu_kernels, text_config
+        )
         return parts
 
     return add

@@ -64,7 +64,7 @@ class Speculation:
                 num_spare_tokens,
                 max_model_len - num_known - 1,  # the token behind the last draft needs its place too
                 request.params.max_tokens - len(request.output_token_ids) - 1,
-                (len(request.block_ids) + max(num_spare_blocks, 0)) * kv.block_size - num_known,
+                kv.num_tokens_in(len(request.block_ids) + max(num_spare_blocks, 0)) - num_known,
             )
             if most <= 0:
                 continue

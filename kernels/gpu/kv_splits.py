@@ -58,12 +58,14 @@ def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: D
 def _combine_kernel(
     lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, num_splits,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of one head's splits, in their order; DIMS of its dimensions."""
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths_ptr + tl.program_id(1)).to(tl.int32)
     num_tiles = tl.cdiv(length, TILE)
+    if WINDOW > 0:
+        num_tiles -= tl.maximum(length - WINDOW, 0) // TILE
     num_used = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE)))
     splits = tl.arange(0, PADDED_SPLITS)
     dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
@@ -79,8 +81,10 @@ def _combine_kernel(
     tl.store(out_ptr + head * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty))
 
 
-def combine_splits(lengths: Tensor, out: Tensor, workspace: DecodeWorkspace, num_splits: int, tile: int) -> None:
-    """Write rows of more than one share to `out` (num_rows, num_heads * head_dim). tile: keys, as of the splits."""
+def combine_splits(
+    lengths: Tensor, out: Tensor, workspace: DecodeWorkspace, num_splits: int, tile: int, window: int = 0
+) -> None:
+    """Write rows of more than one share to `out` (num_rows, num_heads * head_dim). tile, window: as of the splits."""
     head_dim = workspace.outputs.shape[1]
     num_rows, num_heads = out.shape[0], out.shape[1] // head_dim
     dims = head_dim if num_rows * num_heads >= COMBINE_PROGRAMS else min(head_dim, 32)
@@ -88,5 +92,5 @@ def combine_splits(lengths: Tensor, out: Tensor, workspace: DecodeWorkspace, num
     _combine_kernel[(num_heads, num_rows, head_dim // dims)](
         lengths, out, workspace.outputs, workspace.log_sums, num_splits,
         HEAD_DIM=head_dim, DIMS=dims, TILE=tile, PADDED_SPLITS=triton.next_power_of_2(num_splits),
-        OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
+        WINDOW=window, OVERLAPS=overlaps, num_warps=2 if dims <= 32 else 4, launch_pdl=overlaps,
     )  # fmt: skip

@@ -1,12 +1,13 @@
 """Decode attention over the paged KV pool on a GPU: one query per sequence, split over the sequence's keys.
 
-For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's first `length` keys.
+For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's first `length` keys, or with a window
+over the last of these; with a sink, one score without a value beside them.
 
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
 (num_kv_heads, rows, num_splits) and depends on nothing but the batch bucket: lengths and block tables are read on
-the device. A program takes an equal share of its sequence's tiles; programs without a share return. It reads the ids
-of its blocks before its loop, or in it, at the cost of half of the loop's stages. Splits are combined by a second
-kernel (`kernels/gpu/kv_splits.py`); a sequence of one share is written directly.
+the device. A program takes an equal share of its sequence's tiles, from the window's first on; programs without a
+share return. It reads the ids of its blocks before its loop, or in it, at the cost of half of the loop's stages.
+Splits are combined by a second kernel (`kernels/gpu/kv_splits.py`); a sequence of one share is written directly.
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
 """
@@ -27,6 +28,7 @@ from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 LOG2_E = 1.4426950408889634
+LOG2_E_IN_KERNEL = tl.constexpr(LOG2_E)
 
 
 def padded_group(group: int) -> int:
@@ -37,15 +39,21 @@ def padded_group(group: int) -> int:
 @triton.jit
 def tile_offsets(
     table_ptr, first_token, length, block_stride,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, first_key=None,
 ):  # fmt: skip
-    """Where the tile's tokens lie relative to a pointer at [block 0, layer, k or v, head]: (TILE,)."""
+    """Where the tile's tokens lie relative to a pointer at [block 0, layer, k or v, head]: (TILE,).
+
+    first_key: table entries before its block are not read.
+    """
     tokens = first_token + tl.arange(0, TILE)
     if BLOCK_SIZE >= TILE:
         block = tl.load(table_ptr + first_token // BLOCK_SIZE).to(tl.int64)
         offsets = block * block_stride + (first_token % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
     else:
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
+        exists = tokens < length
+        if first_key is not None:
+            exists = exists & (tokens >= first_key)
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM
     return offsets
 
@@ -85,7 +93,7 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
 @triton.jit
 def _attend_tiles(
     q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, start, stop, length,
-    block_stride, scale,
+    first_key, block_stride, scale,
     IS_LISTED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +106,12 @@ def _attend_tiles(
         if IS_LISTED:
             offsets = listed_offsets(ids, first_block, tile * TILE, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
         else:
-            offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM)
+            offsets = tile_offsets(
+                table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, HEAD_DIM, first_key
+            )  # fmt: skip
         visible = tile * TILE + tl.arange(0, TILE) < length
+        if first_key is not None:
+            visible = visible & (tile * TILE + tl.arange(0, TILE) >= first_key)
         keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(visible[None, :], scores, float("-inf"))
@@ -107,7 +119,8 @@ def _attend_tiles(
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, axis=1)
-        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        # Beyond the length, and in front of the window, a block holds whatever was there, and 0 * NaN is NaN: those
+        # rows are read as zeros.
         if values_ptr.dtype.element_ty == tl.float8e4nv:
             values, odd = _load_even_and_odd(values_ptr, offsets, visible[:, None], HEAD_DIM, q.dtype)
             mixed_odd = tl.dot(weights.to(q.dtype), odd, mixed_odd * shrink[:, None], input_precision="ieee")
@@ -122,30 +135,38 @@ def _attend_tiles(
 @FastLaunch
 @triton.jit(do_not_specialize=["layer", "num_splits"])
 def _paged_decode_kernel(
-    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr,
+    q_ptr, pool_ptr, tables_ptr, lengths_ptr, out_ptr, outputs_ptr, log_sums_ptr, sinks_ptr,
     layer, num_splits, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     AHEAD: tl.constexpr, LINE: tl.constexpr, LISTS_BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row).to(tl.int32)
-    num_tiles = tl.cdiv(length, TILE)
+    first_key = None
+    base = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(length - WINDOW, 0)
+        base = first_key // TILE
+    num_tiles = tl.cdiv(length, TILE) - base
     share = tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE))
     num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
     keys_ptr = pool_ptr + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values_ptr = keys_ptr + NUM_KV_HEADS * (BLOCK_SIZE * HEAD_DIM)
     table_ptr = tables_ptr + row * table_stride
-    first_tile = split * share
-    end_tile = tl.minimum(first_tile + share, num_tiles)
+    first_tile = base + split * share
+    end_tile = tl.minimum(first_tile + share, base + num_tiles)
     first_block = first_tile * TILE // BLOCK_SIZE
     ids = listed_blocks(table_ptr, first_block, length, BLOCK_SIZE)
     if AHEAD > 0:
         # Tables and all keys but the newest were there before the step: only q must be waited for.
         tokens = first_tile * TILE + tl.arange(0, AHEAD)
         tokens = tl.minimum(tokens, tl.maximum(tl.minimum(end_tile * TILE, length) - 1, 0))
+        if WINDOW > 0:
+            tokens = tl.maximum(tokens, first_key)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < length, other=0).to(tl.int64)
         offsets = (blocks * block_stride + (tokens % BLOCK_SIZE) * HEAD_DIM)[:, None]
         offsets = offsets + tl.arange(0, HEAD_DIM // LINE)[None, :] * LINE
@@ -174,15 +195,24 @@ def _paged_decode_kernel(
             stop = tl.minimum((block + LISTED_BLOCKS) * per_block, end_tile)
             mixed, mixed_odd, total, highest = _attend_tiles(
                 q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, block, start, stop, length,
-                block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+                first_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
             )  # fmt: skip
             ids = listed_blocks(table_ptr, block + LISTED_BLOCKS, length, BLOCK_SIZE)
     else:
         mixed, mixed_odd, total, highest = _attend_tiles(
             q, mixed, mixed_odd, total, highest, keys_ptr, values_ptr, table_ptr, ids, first_block, first_tile,
-            end_tile, length, block_stride, scale, False, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
+            end_tile, length, first_key, block_stride, scale, False, HEAD_DIM, BLOCK_SIZE, TILE, NUM_STAGES,
         )  # fmt: skip
 
+    if HAS_SINKS:  # the first split's
+        sink = tl.load(sinks_ptr + heads, mask=members < GROUP, other=0.0).to(tl.float32) * LOG2_E_IN_KERNEL
+        sink = tl.where(split == 0, sink, float("-inf"))
+        new_highest = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.exp2(sink - new_highest)
+        mixed = mixed * shrink[:, None]
+        mixed_odd = mixed_odd * shrink[:, None]
+        highest = new_highest
     if IS_8_BIT:
         mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
     # A row of length 0 (padding of a bucket) gets zeros.
@@ -207,7 +237,7 @@ def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
 
 def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, workspace: DecodeWorkspace,
-    config: DecodeConfig | None = None, splits: int | None = None,
+    config: DecodeConfig | None = None, splits: int | None = None, window: int = 0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
 
@@ -216,6 +246,8 @@ def paged_decode(
         q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). lengths: int32 (num_rows,), the new token included; 0 for padding rows. Both
         are inputs of the step: they are read before the previous kernel has ended.
+    window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
+        (num_heads,) or None.
     Returns (num_rows, num_heads * head_dim).
     """
     num_rows, num_heads, head_dim = q.shape
@@ -230,15 +262,15 @@ def paged_decode(
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     overlaps = overlaps_launches(q)
     _paged_decode_kernel[(num_kv_heads, num_rows, count)](
-        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums,
+        q, pool, block_tables, lengths, out, workspace.outputs, workspace.log_sums, q if sinks is None else sinks,
         layer, count, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PADDED=padded_group(group),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, TILE=config.tile, NUM_STAGES=config.num_stages,
         COMPUTE=compute_dtype(q, pool), AHEAD=PREFETCHED_KEYS if overlaps and num_rows <= MAX_PREFETCH_ROWS else 0,
         LINE=min(128 // pool.itemsize, head_dim), LISTS_BLOCKS=config.lists_blocks, OVERLAPS=overlaps,
-        num_warps=config.num_warps, launch_pdl=overlaps,
+        WINDOW=window, HAS_SINKS=sinks is not None, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     if count > 1:
-        combine_splits(lengths, out, workspace, count, config.tile)
+        combine_splits(lengths, out, workspace, count, config.tile, window)
     return out

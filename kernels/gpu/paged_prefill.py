@@ -1,11 +1,13 @@
 """Prefill attention over the paged KV pool on a GPU: chunks of queries against all keys up to them.
 
-For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i]; the chunk's own K
-and V are in the pool already. Rows of different lengths are packed one after the other.
+For query i of a sequence at position p_i: softmax(q_i K[a..p_i]^T / sqrt(head_dim)) V[a..p_i], where a is 0, or with
+a window w the larger of 0 and p_i - w + 1; with a sink, one score without a value beside them. The chunk's own K and
+V are in the pool already. Rows of different lengths are packed one after the other.
 
 A program takes one KV head and TILE_M consecutive rows of (token, query head of the group), so that K and V are read
 once for a whole group and a tile spans few positions: little work is lost at the diagonal. Keys before the tile's
-first position need no mask; the rest do. The host lists the tiles, longest first, so that no long one starts last.
+first position, in the window of its last, need no mask; the rest do. The host lists the tiles, longest first, so that
+no long one starts last.
 Where blocks are large enough, unmasked keys and values come through a tensor descriptor over the whole pool.
 
 Reference: `attend_sequence` of `kernels/paged_attention.py`.
@@ -23,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.launch import num_multiprocessors
-from kernels.gpu.paged_decode import LOG2_E, compute_dtype, tile_offsets
+from kernels.gpu.paged_decode import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
 from kernels.gpu.tuning import PREFILL_BY_DESCRIPTOR, PREFILL_BY_POINTERS, PrefillConfig
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
@@ -56,25 +58,31 @@ def prefill_tiles(
 
 
 @triton.jit
-def _softmax_step(scores, highest, total, scale):
-    """Weights of one step's scores, and the running maximum and sum with them: (weights, shrink, highest, total)."""
+def _softmax_step(scores, highest, total, scale, MAY_SEE_NOTHING: tl.constexpr):
+    """Weights of one step's scores, and the running maximum and sum with them: (weights, shrink, highest, total).
+
+    MAY_SEE_NOTHING: some row's scores may all be minus infinity, in the first step too.
+    """
     new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - new_highest[:, None])
-    shrink = tl.exp2(highest - new_highest)
+    pivot = new_highest
+    if MAY_SEE_NOTHING:
+        pivot = tl.where(new_highest > float("-inf"), new_highest, 0.0)
+    weights = tl.exp2(scores * scale - pivot[:, None])
+    shrink = tl.exp2(highest - pivot)
     return weights, shrink, new_highest, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit
 def _attend_boxes(
-    q, mixed, total, highest, boxes, table_ptr, end_key, first_row, block_rows, value_rows, scale,
-    BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    q, mixed, total, highest, boxes, table_ptr, first_key, end_key, first_row, block_rows, value_rows, scale,
+    BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, MAY_SEE_NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [0, end_key), which all rows see, to a tile's running softmax. boxes: the pool as rows of a head."""
-    for first in tl.range(0, end_key, TILE_N, num_stages=NUM_STAGES):
+    """Add keys that all rows see to a tile's running softmax, up to end_key. boxes: the pool as rows of a head."""
+    for first in tl.range(first_key, end_key, TILE_N, num_stages=NUM_STAGES):
         row = tl.load(table_ptr + first // BLOCK_SIZE) * block_rows + first_row + first % BLOCK_SIZE
         keys = boxes.load([row, 0]).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale)
+        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale, MAY_SEE_NOTHING)
         values = boxes.load([row + value_rows, 0]).to(q.dtype)
         mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
     return mixed, total, highest
@@ -82,37 +90,46 @@ def _attend_boxes(
 
 @triton.jit
 def _attend_tile(
-    q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, first_key, end_key, block_stride, scale,
+    q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, first_key, end_key, lowest_key,
+    block_stride, scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [first_key, end_key) to a tile's running softmax; without MASKED all rows see all of them."""
+    """Add keys [first_key, end_key) to a tile's running softmax; without MASKED all rows see all of them.
+
+    lowest_key: with a window the first that any row sees, else None.
+    """
     dims = tl.arange(0, HEAD_DIM)
     for first in tl.range(first_key, end_key, TILE_N, num_stages=NUM_STAGES):
-        offsets = tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, HEAD_DIM)
+        offsets = tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, HEAD_DIM, lowest_key)
         keys = tl.load(keys_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if MASKED:
             tokens = first + tl.arange(0, TILE_N)
-            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
-            # Never-written memory after the last key may hold NaN, and 0 * NaN is NaN.
-            values = tl.load(
-                values_ptr + offsets[:, None] + dims[None, :], mask=(tokens < end_key)[:, None], other=0.0
-            ).to(q.dtype)
+            sees = tokens[None, :] <= positions[:, None]
+            exists = tokens < end_key
+            if WINDOW > 0:
+                sees = sees & (tokens[None, :] > positions[:, None] - WINDOW)
+                exists = exists & (tokens >= lowest_key)
+            scores = tl.where(sees, scores, float("-inf"))
+            # Memory after the last key, or in front of the window, may hold NaN, and 0 * NaN is NaN.
+            values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=exists[:, None], other=0.0).to(
+                q.dtype
+            )
         else:
             values = tl.load(values_ptr + offsets[:, None] + dims[None, :]).to(q.dtype)
-        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale)
+        weights, shrink, highest, total = _softmax_step(scores, highest, total, scale, WINDOW > 0)
         mixed = tl.dot(weights.to(q.dtype), values, mixed * shrink[:, None], input_precision="ieee")
     return mixed, total, highest
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _paged_prefill_kernel(
-    q_ptr, pool_ptr, boxes, tables_ptr, tiles_ptr, out_ptr,
+    q_ptr, pool_ptr, boxes, tables_ptr, tiles_ptr, out_ptr, sinks_ptr,
     layer, num_layers, q_stride, table_stride, block_stride, layer_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_BOXES: tl.constexpr,
+    HAS_BOXES: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
@@ -138,21 +155,38 @@ def _paged_prefill_kernel(
     total = tl.zeros((TILE_M,), tl.float32)
     mixed = tl.zeros((TILE_M, HEAD_DIM), tl.float32)
     num_full = (first_position + 1) // TILE_N * TILE_N
+    lowest_key = None
+    first_full = 0
+    if WINDOW > 0:
+        lowest_key = tl.maximum(first_position - WINDOW + 1, 0)
+        lowest_of_last = tl.maximum(first_position + count - WINDOW, 0)
+        first_full = tl.minimum(tl.cdiv(lowest_of_last, TILE_N) * TILE_N, num_full)
+        mixed, total, highest = _attend_tile(
+            q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, lowest_key // TILE_N * TILE_N,
+            first_full, lowest_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1, WINDOW,
+        )  # fmt: skip
     if HAS_BOXES:
         value_rows: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE
         mixed, total, highest = _attend_boxes(
-            q, mixed, total, highest, boxes, table_ptr, num_full, layer * (2 * value_rows) + kv_head * BLOCK_SIZE,
-            num_layers * (2 * value_rows), value_rows, scale, BLOCK_SIZE, TILE_N, NUM_STAGES,
+            q, mixed, total, highest, boxes, table_ptr, first_full, num_full,
+            layer * (2 * value_rows) + kv_head * BLOCK_SIZE, num_layers * (2 * value_rows), value_rows,
+            scale, BLOCK_SIZE, TILE_N, NUM_STAGES, WINDOW > 0,
         )  # fmt: skip
     else:
         mixed, total, highest = _attend_tile(
-            q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, 0, num_full, block_stride, scale,
-            False, HEAD_DIM, BLOCK_SIZE, TILE_N, NUM_STAGES,
+            q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, first_full, num_full, lowest_key,
+            block_stride, scale, False, HEAD_DIM, BLOCK_SIZE, TILE_N, NUM_STAGES, WINDOW,
         )  # fmt: skip
     mixed, total, highest = _attend_tile(
         q, mixed, total, highest, keys_ptr, values_ptr, table_ptr, positions, num_full, first_position + count,
-        block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1,
+        lowest_key, block_stride, scale, True, HEAD_DIM, BLOCK_SIZE, TILE_N, 1, WINDOW,
     )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E_IN_KERNEL
+        new_highest = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.exp2(sink - new_highest)
+        mixed = mixed * shrink[:, None]
     mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score's weight is 1; a tile without tokens has none
     target = out_ptr + (tokens[:, None] * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=exists)
@@ -168,7 +202,8 @@ def takes_boxes(pool: Tensor) -> bool:
 
 def paged_prefill(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, tile_m: int = LARGE_TILE,
-    out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None,
+    out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None, window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the tokens that `tiles` names.
 
@@ -178,6 +213,8 @@ def paged_prefill(
     block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tile_m.
     out: (num_tokens, num_heads * head_dim), contiguous; tokens in no tile are left as they are. Returns it.
     has_boxes: whether to go through a descriptor; by default where that is possible.
+    window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
+        (num_heads,) or None.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_layers, _, num_kv_heads, block_size = pool.shape[1:5]
@@ -194,11 +231,11 @@ def paged_prefill(
     table = PREFILL_BY_DESCRIPTOR if has_boxes else PREFILL_BY_POINTERS
     config = config or table.get(tile_m) or PrefillConfig(tile_m, 4, 2)
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](
-        q, pool, boxes, block_tables, tiles, out,
+        q, pool, boxes, block_tables, tiles, out, q if sinks is None else sinks,
         layer, num_layers, q.stride(0), block_tables.stride(0), pool.stride(0), pool.stride(1),
         LOG2_E / math.sqrt(head_dim),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         TILE_M=tile_m, TILE_N=config.tile_n, NUM_STAGES=config.num_stages, COMPUTE=compute_dtype(q, pool),
-        HAS_BOXES=has_boxes, num_warps=config.num_warps,
+        HAS_BOXES=has_boxes, WINDOW=window, HAS_SINKS=sinks is not None, num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from kvstore.types import BlockKey
 
 HASH_VERSION = 1
 KEY_BYTES = 32
+GROUP_MARK = b"\0kvg"  # begins the keys of groups but the first; another key does with a chance of 2^-32
 
 
 def root_key(fingerprint: str, adapter: str = "", salt: str = "") -> BlockKey:
@@ -40,6 +41,11 @@ def block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
 def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:
     """Keys of the full blocks of a sequence; a partial last block has none."""
     return extend_keys([], token_ids, block_size, root)
+
+
+def group_key(key: BlockKey, group: int) -> BlockKey:
+    """Key of the block of KV group `group` that holds the tokens for which `key` stands (docs/decisions/0230)."""
+    return BlockKey(GROUP_MARK + bytes([group]) + key[len(GROUP_MARK) + 1 :]) if group else key
 
 
 def extend_keys(keys: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:

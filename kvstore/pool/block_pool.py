@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from common.errors import OverloadedError
+from kvstore.pool.block_hash import GROUP_MARK
 from kvstore.types import BlockId, BlockKey
 
 
@@ -139,7 +140,10 @@ class BlockPool:
         return evicted
 
     def take_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Keys (stored, removed); a key that came and went, or went and came back, is in neither list."""
+        """Keys (stored, removed); a key that came and went, or went and came back, is in neither list.
+
+        Of the first KV group: it says how long a prefix is, the others follow it.
+        """
         stored = [key for key, is_stored in self._changes.items() if is_stored]
         removed = [key for key, is_stored in self._changes.items() if not is_stored]
         self._changes.clear()
@@ -152,6 +156,8 @@ class BlockPool:
         return key
 
     def _record(self, key: BlockKey, stored: bool) -> None:
+        if key.startswith(GROUP_MARK):
+            return
         if key in self._changes:  # the opposite change, because stored and removed alternate
             del self._changes[key]
         else:

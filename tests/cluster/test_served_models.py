@@ -11,7 +11,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from tests.cluster.harness import Cluster, running_cluster, save_with_tokenizer
-from tests.engine.tiny_models import TinyModel
+from tests.engine.tiny_models import GEMMA3, TinyModel
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 SETTINGS = {"num_gpu_blocks": 512, "num_threads": 1}
@@ -23,14 +23,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Write a random Llama with the bytes of dry-run as tokens and another end of sequence."""
-    return save_with_tokenizer(TinyModel("Llama", {"vocab_size": 320, "max_position_embeddings": 512}), folder)
+    """Write a random Gemma-3 with the bytes of dry-run as tokens and another end of sequence."""
+    return save_with_tokenizer(TinyModel("Gemma3", {**GEMMA3, "vocab_size": 320}), folder)
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny: Path) -> Iterator[Cluster]:
     models = {"prefill-1": str(tiny), "decode-1": str(tiny)}
-    with running_cluster(2, 2, models=models, router_args=("--worker-wait-seconds=0",)) as running:
+    # Its KV groups travel by TCP, that of all tokens while the rest of a prompt is computed.
+    other = ("--kv-transport=tcp", "--max-num-batched-tokens=64")
+    with running_cluster(
+        2, 2, models=models, router_args=("--worker-wait-seconds=0",), role_args=dict.fromkeys(models, other)
+    ) as running:
         yield running
 
 
@@ -54,6 +58,18 @@ def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) 
     assert {worker["id"]: worker["model"] for worker in cluster.wait_quiet()} == {
         "prefill-0": "dry-run", "decode-0": "dry-run", "prefill-1": "tiny", "decode-1": "tiny",
     }  # fmt: skip
+
+
+def test_kv_groups_travel_while_the_prompt_is_computed(cluster: Cluster) -> None:
+    """What all later queries read before the end, the rest after it; nothing is computed twice."""
+    answer = cluster.client().completions.create(
+        model="tiny", prompt="one more, " + PROMPT, max_tokens=4, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+    [choice] = cluster.get(f"/explain/{answer.id}")["choices"]
+    found = choice["workers"][-1]
+    assert (found["transport"], found["kv_pull_failed"]) == ("tcp", False)
+    assert found["prefetched_tokens"] == 128
+    cluster.wait_quiet()
 
 
 def test_a_model_without_workers_leaves_the_other_one_alone(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ would first be seen on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -40,6 +40,8 @@ from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.latent_prefill import latent_prefill
 from kernels.gpu.latent_rope import rotate_and_write_latents
+from kernels.gpu.paged_decode import paged_decode
+from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -112,13 +114,14 @@ SPILLS = {
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 104,
 }
+WINDOW_SPILLS = {"_paged_prefill_kernel": 512, "_paged_decode_kernel": 16}
 
 
-def check(compiled: list[Compiled], *names: str) -> None:
+def check(compiled: list[Compiled], *names: str, spills: Mapping[str, int] = SPILLS) -> None:
     assert {*names} <= {kernel.name for kernel in compiled}, compiled
     for kernel in compiled:
         assert kernel.shared_bytes <= SHARED_BYTES, kernel
-        assert kernel.spilled <= SPILLS.get(kernel.name, 0), kernel
+        assert kernel.spilled <= spills.get(kernel.name, 0), kernel
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,27 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
         heads, latents, latents[0, :rank], 1e-6, table.view(-1, 2, 64), ints(rows), ints(rows), q, pool, 0
     )
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "kv_dtype", "window", "has_sinks"),
+    [(32, 8, 128, torch.float8_e4m3fn, 4096, False), (64, 8, 64, torch.bfloat16, 128, True)],
+    ids=["mistral", "gpt-oss"],
+)
+def test_windows_and_sinks(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, window: int, has_sinks: bool,
+    compiled: list[Compiled],
+) -> None:  # fmt: skip
+    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype, device=META)
+    sinks = torch.empty(num_heads, dtype=torch.bfloat16, device=META) if has_sinks else None
+    workspace = DecodeWorkspace(64, num_heads, num_kv_heads, head_dim, META)
+    for rows in (1, 64):
+        q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
+        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window, sinks=sinks)
+    for tile_m in (SMALL_TILE, LARGE_TILE):
+        paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window, sinks=sinks)
+    # A window's first keys are a second masked loop.
+    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", spills=WINDOW_SPILLS)
 
 
 def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv_memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import Request, RequestId, SamplingParams
@@ -56,6 +56,7 @@ class Driver:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, seed: int = 0) -> None:
         self.runner = runner
+        self.num_groups = len(kv_layout(runner._model.config, runner._pool.dtype).groups)
         self.block_size = config.block_size
         self.free = list(range(config.num_gpu_blocks))
         random.Random(seed).shuffle(self.free)
@@ -75,7 +76,8 @@ class Driver:
         """Compute the next `n` tokens of each request (decode rows first), sampling where all are known."""
         work = sorted(work, key=lambda item: item[1] != 1)
         for request, count in work:
-            while len(request.block_ids) * self.block_size < request.num_computed_tokens + count:
+            num_positions = -(-(request.num_computed_tokens + count) // self.block_size)
+            while len(request.block_ids) < num_positions * self.num_groups:
                 request.block_ids.append(BlockId(self.free.pop()))
         result = self.runner.launch(plan_of(work)).result()
         self.results.append(result)

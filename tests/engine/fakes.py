@@ -1,7 +1,8 @@
 """A runner without a model: the next token is a function of all tokens before it, read back through the blocks.
 
 It keeps, per block and slot, which token was "computed" there. So a test that sees the right tokens has shown that
-scheduler and pool kept every block's content where it belongs, through eviction, swap and preemption.
+scheduler and pool kept every block's content where it belongs, through eviction, swap and preemption. With windows it
+keeps that for each KV group, and reads what each group's layers would.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class BlockMemoryRunner:
     Like a GPU it keeps the last token of each request itself, because the host does not know it yet.
     """
 
-    def __init__(self, block_size: int, max_steps_in_flight: int = 1) -> None:
+    def __init__(self, block_size: int, max_steps_in_flight: int = 1, windows: tuple[int, ...] = (0,)) -> None:
+        """windows: of each KV group, 0: none."""
         self.block_size = block_size
+        self.windows = windows
         self.max_steps_in_flight = max_steps_in_flight
         self.most_in_flight = 0
         self.in_flight: list[FakeStep] = []
@@ -86,16 +89,19 @@ class BlockMemoryRunner:
             new = self._tokens(request, row.start, num_known) + drafts
             if self.fail_on & set(new):
                 raise RuntimeError("told to fail")
-            for position, token_id in enumerate(new, row.start):
-                block_id = request.block_ids[position // self.block_size]
-                cells = self.blocks.setdefault(block_id, [None] * self.block_size)
-                cells[position % self.block_size] = token_id
-            context = [
-                self.blocks[request.block_ids[p // self.block_size]][p % self.block_size] for p in range(row.stop)
-            ]
-            assert context == self._tokens(request, 0, num_known) + drafts, "KV of other tokens"
+            tokens = self._tokens(request, 0, num_known) + drafts
+            for group, window in enumerate(self.windows):
+                table = request.block_ids[group :: len(self.windows)]
+                for position, token_id in enumerate(new, row.start):
+                    cells = self.blocks.setdefault(table[position // self.block_size], [None] * self.block_size)
+                    cells[position % self.block_size] = token_id + group * VOCAB_SIZE
+                first = max(row.start - window + 1, 0) if window else 0
+                context = [
+                    self.blocks[table[p // self.block_size]][p % self.block_size] for p in range(first, row.stop)
+                ]
+                assert context == [token_id + group * VOCAB_SIZE for token_id in tokens[first:]], "KV of other tokens"
             if row.samples:
-                sampled = [next_token(context[:stop]) for stop in range(num_known, row.stop + 1)]  # type: ignore[arg-type]
+                sampled = [next_token(tokens[:stop]) for stop in range(num_known, row.stop + 1)]
                 accepted = accepted_tokens(drafts, sampled)
                 self.last_token[request.request_id] = accepted[-1]
                 step.found.token_ids[index] += accepted

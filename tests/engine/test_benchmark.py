@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ def test_floors_count_what_a_step_reads() -> None:
     assert found == pytest.approx((weights * 4 + 3 * 10 * kv_bytes) / 1e9)
     products = 2 * (weights - 320 * 64) * 10
     assert prefill_floor_seconds(DRY_RUN_CONFIG, 10, peaks) == pytest.approx((products + 4 * 2 * 64 * 55) / 1e9)
+    windowed = replace(DRY_RUN_CONFIG, sliding_window=4, full_layers=(1,))
+    found = decode_floor_seconds(windowed, "float32", "none", 3, 10, peaks)
+    assert found == pytest.approx((weights * 4 + 3 * (10 + 4) * kv_bytes / 2) / 1e9)
+    assert prefill_floor_seconds(windowed, 10, peaks) == pytest.approx((products + 4 * 64 * (55 + 34)) / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_norm_of_opposed_rows_is_the_rms_norm(dtype: torch.dtype, scale: float) 
     x = (torch.randn(6, 200) + torch.arange(6.0)[:, None]) * scale
     x[3, 7] = 200 * scale
     weight = (1 + torch.randn(200) / 5).to(dtype)
-    got = add_rms_norm_of_opposed(weight, 1e-5)(opposed(x, signs_like(x)), None)
+    got = add_rms_norm_of_opposed(weight, 1e-5, weight.dtype)(opposed(x, signs_like(x)), None)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert got.is_contiguous()
@@ -75,6 +75,6 @@ def test_adding_to_opposed_rows() -> None:
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     signs = signs_like(x)
     pairs = opposed(x, signs)
-    normed = add_rms_norm_of_opposed(torch.ones(8), 1e-5)(pairs, y)
+    normed = add_rms_norm_of_opposed(torch.ones(8), 1e-5, torch.float32)(pairs, y)
     torch.testing.assert_close(normed, rms_norm(x + y, torch.ones(8), 1e-5))
     torch.testing.assert_close(pairs, torch.stack([x + y, -(x + y)], dim=1))

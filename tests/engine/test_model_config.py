@@ -85,7 +85,11 @@ def test_context_length() -> None:
     with pytest.raises(ConfigError, match="at most 2048"):
         config.context_length(2049)
     windowed = replace(config, sliding_window=512)
+    assert windowed.context_length(0) == 2048
+    assert windowed.windows == (512,) * config.num_layers
+    windowed = replace(windowed, is_window_limit=True)
     assert windowed.context_length(0) == 512
+    assert windowed.windows == ()
     with pytest.raises(ConfigError, match="sliding window of 512"):
         windowed.context_length(513)
 
@@ -98,7 +102,15 @@ def test_windows_that_are_switched_off_do_not_count() -> None:
         named = {**raw, "architectures": [architecture]}
         assert family_of(architecture).adapt_config(config_from_hf(named), named).sliding_window is None
         named["use_sliding_window"] = True
-        assert family_of(architecture).adapt_config(config_from_hf(named), named).sliding_window == 128
+        num_layers = config_from_hf(raw).num_layers
+        for first, windows in ((None, ()), (1, (0, *[128] * (num_layers - 1)))):
+            named |= {} if first is None else {"max_window_layers": first}
+            assert family_of(architecture).adapt_config(config_from_hf(named), named).windows == windows
+        named["layer_types"] = ["sliding_attention", *["full_attention"] * (num_layers - 1)]
+        windows = (128, *[0] * (num_layers - 1))
+        assert family_of(architecture).adapt_config(config_from_hf(named), named).windows == windows
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        config_from_hf({**raw, "layer_types": ["chunked_attention", "sliding_attention"]})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

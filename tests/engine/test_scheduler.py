@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
+from engine.block_groups import BlockGroups
 from engine.engine import DeviceLostError, Engine
+from engine.grouped_kv_manager import GroupedKVManager
 from engine.kv_manager import KVManager
 from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
 from engine.prompt_budget import PromptBudget
@@ -44,9 +47,14 @@ def make_engine(
     speculation: Speculation | None = None,
     prompt_budget: PromptBudget | None = None,
     num_stages: int = 1,
+    windows: tuple[int, ...] = (),
 ) -> tuple[Engine, BlockMemoryRunner]:
-    tier = FakeTier(host_slots) if host_slots else None
-    kv = KVManager(BlockPool(num_blocks, prefix_cache), BLOCK, "test", tier, prefix_cache)  # type: ignore[arg-type]
+    """windows: of KV groups, 0: none; of a model without any, nothing."""
+    tier: Any = FakeTier(host_slots) if host_slots else None
+    pool = BlockPool(num_blocks, prefix_cache)
+    kv = KVManager(pool, BLOCK, "test", tier, prefix_cache)
+    if windows:
+        kv = GroupedKVManager(pool, BlockGroups(BLOCK, windows, budget), "test", tier, prefix_cache)
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,
@@ -58,7 +66,7 @@ def make_engine(
         prompt_budget=prompt_budget,
         num_stages=num_stages,
     )
-    runner = BlockMemoryRunner(BLOCK, max_steps_in_flight=2 if overlap else num_stages)
+    runner = BlockMemoryRunner(BLOCK, 2 if overlap else num_stages, windows or (0,))
     runner.is_pipeline = num_stages > 1
     return Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=eos), runner
 
@@ -435,6 +443,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     overlap=st.booleans(),
     num_stages=st.integers(1, 3),
     policy=st.sampled_from([PriorityPolicy(), FcfsPolicy(), ShortestPromptFirst()]),
+    windows=st.sampled_from([(), (), (6,), (0, 5), (0, 0, 3, 9)]),
 )
 def test_any_order_of_events_keeps_every_token(
     data: st.DataObject,
@@ -446,8 +455,11 @@ def test_any_order_of_events_keeps_every_token(
     overlap: bool,
     num_stages: int,
     policy: SchedulingPolicy,
+    windows: tuple[int, ...],
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
+    if windows:  # else the longest sequence, of 23 tokens, does not fit
+        num_blocks += BlockGroups(BLOCK, windows, budget).most_live(23) - 6
     engine, _ = make_engine(
         num_blocks,
         host_slots=host_slots,
@@ -458,6 +470,7 @@ def test_any_order_of_events_keeps_every_token(
         overlap=overlap and num_stages == 1,
         policy=policy,
         num_stages=num_stages,
+        windows=windows,
     )
     live: dict[str, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 VOCAB_SIZE = 211
 EOS = 3
 CHOICE_BIAS = "e_score_correction_bias"  # the one buffer that checkpoints hold
+CONFIGS = {"Gemma3": "Gemma3Text"}  # classes of configs that have another name than the model's
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -36,7 +37,8 @@ class TinyModel:
 
     def build(self) -> transformers.PreTrainedModel:
         torch.manual_seed(1)
-        config = getattr(transformers, f"{self.family}Config")(**{**SHAPE, **self.changes})
+        kind = CONFIGS.get(self.family, self.family)
+        config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **self.changes})
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{self.family}ForCausalLM")(config).eval()
         with torch.no_grad():
@@ -67,6 +69,19 @@ DEEPSEEK = {
     "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
 DEEPSEEK_ROPE = rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.9, original_max_position_embeddings=64)
+GEMMA3 = {
+    "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 21, "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "query_pre_attn_scalar": 12,
+}  # fmt: skip
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+GPT_OSS = {
+    "num_hidden_layers": 4, "head_dim": 12, "sliding_window": 21, "num_local_experts": 6, "num_experts_per_tok": 4,
+    "intermediate_size": 32, "swiglu_limit": 0.5, **rope("yarn", factor=4.0, truncate=False,
+    original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0),
+}  # fmt: skip
 QWEN3_EXPERTS = {"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TINY_MODELS = {
     "llama": TinyModel("Llama"),
@@ -77,6 +92,13 @@ TINY_MODELS = {
     "llama-rope-llama3": TinyModel("Llama", LLAMA3_ROPE),
     "llama-rope-yarn": TinyModel("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "mistral": TinyModel("Mistral", {"sliding_window": None}),
+    "gemma3": TinyModel("Gemma3", GEMMA3),
+    "gemma3-scaled": TinyModel(
+        "Gemma3",
+        {**GEMMA3, "query_pre_attn_scalar": 7, "num_hidden_layers": 6, "rope_parameters": GEMMA3_ROPE},
+    ),
+    "gpt-oss": TinyModel("GptOss", GPT_OSS),
+    "mistral-window": TinyModel("Mistral", {"sliding_window": 21}),
     "qwen2": TinyModel("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied-sharded": TinyModel("Qwen2", shard_bytes=30_000),
     "qwen3": TinyModel("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import engine.assembly
+from common.errors import ConfigError
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -213,3 +215,46 @@ def forced_logits(made: Engine, runner: Any, tokens: Sequence[list[int]]) -> lis
         runner.hooks[request.request_id] = force
     run(made)
     return [torch.stack(rows) for rows in seen.values()]
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny_model(tmp_path_factory.mktemp("windowed"))
+    raw = json.loads((path / "config.json").read_text())
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+    (path / "config.json").write_text(json.dumps({**raw, **window}))
+    return path
+
+
+def logprobs_of(made: Engine) -> list[list[TokenLogprobs]]:
+    """Of sampled tokens: greedy ones would be the prompt's last, with a window or without."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_tokens=6, temperature=2.0, seed=index, ignore_eos=True, logprobs=2)
+        found[id(made.add_request(prompt, params))] = []
+    while made.has_work():
+        for output in made.step():
+            found[id(output.request)] += output.logprobs
+    return list(found.values())
+
+
+def test_windows(windowed: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in front of it go back while steps are in flight, and the second round finds cached prefixes."""
+    alone = logprobs_of(reference(windowed))
+    everywhere = logprobs_of(reference(model))
+    assert max(abs(a.top_logprobs[1] - b.top_logprobs[1]) for a, b in zip(alone[2], everywhere[2], strict=True)) > 0.1
+    made, _ = open_gpu(
+        windowed, monkeypatch, GpuConfig(), num_gpu_blocks=22, block_size=4, max_num_batched_tokens=16,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        for ours, theirs in zip(logprobs_of(made), alone, strict=True):
+            assert_same_logprobs(ours, theirs)
+    made.scheduler.kv.pool.check_integrity()
+    assert made.scheduler.kv.pool.num_used == 0
+    assert made.num_failed_steps == 0
+
+
+def test_other_attention_backends_know_no_windows(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="fa3 knows no sliding windows; use triton"):
+        open_gpu(windowed, monkeypatch, GpuConfig(attention_backend="fa3"))

@@ -57,3 +57,11 @@ def block_tables_for(seq_lens: list[int], block_size: int, device: torch.device)
     for row, table in enumerate(tables):
         padded[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
     return tables, padded.to(device)
+
+
+def give_back_blocks(pool: Tensor, tables: list[list[int]], table: Tensor, first_keys: list[int]) -> None:
+    """Fill blocks that end before each sequence's first key with NaN, and let their entries point nowhere."""
+    for row, (ids, first_key) in enumerate(zip(tables, first_keys, strict=True)):
+        count = first_key // pool.shape[4]
+        pool[ids[:count]] = float("nan")
+        table[row, :count] = -(1 << 30)

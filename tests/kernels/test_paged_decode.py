@@ -7,12 +7,13 @@ from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
 from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
 from kernels.gpu.simple_decode import simple_decode
 from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, DecodeConfig
-from kernels.paged_attention import attend_sequence
+from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
     HALF_DTYPE,
     block_tables_for,
     fill_sequence,
+    give_back_blocks,
     poisoned_pool,
     relative_error,
 )
@@ -134,3 +135,38 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
             torch.randn(600, 2, 16, device=device), torch.randn(1, 1, 2, 1, 16, 16, device=device), 0, table,
             torch.ones(600, dtype=torch.int32, device=device), workspace, splits=2,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "splits"), [(SMALL, 3), (LISTS_BLOCKS, 2), (DecodeConfig(64, 4, 2, 2), 1)])
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (33, False), (48, True), (0, True)])
+def test_windows_and_sinks(
+    window: int, has_sinks: bool, splits: int, config: DecodeConfig, device: torch.device
+) -> None:
+    """Blocks in front of a window are not read: entries of tables point nowhere there."""
+    seq_lens, num_heads, num_kv_heads = [1, 32, 33, 70, 200], 4, 2
+    tables, table = block_tables_for(seq_lens, 32, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, 32, 32, torch.float32, device)
+    kvs = [fill_sequence(pool, LAYER, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    give_back_blocks(pool, tables, table, [max(seq_len - window, 0) if window else 0 for seq_len in seq_lens])
+    q = torch.randn(len(seq_lens), num_heads, 32, device=device)
+    sinks = 2 * torch.randn(num_heads, device=device) if has_sinks else None
+    workspace = DecodeWorkspace(len(seq_lens), num_heads, num_kv_heads, 32, device)
+    workspace.outputs = torch.full((4096, 32), float("nan"), device=device)
+    workspace.log_sums = torch.full((4096,), float("nan"), device=device)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    out = paged_decode(q, pool, LAYER, table, lengths, workspace, config, splits, window, sinks)
+    expected = [
+        attend_causally(q[row : row + 1].double(), kv[0].double(), kv[1].double(), window, sinks).flatten(1)
+        for row, kv in enumerate(kvs)
+    ]
+    assert relative_error(out, torch.cat(expected)) < 1e-5
+
+
+def test_a_padding_row_with_a_sink_gets_zeros(device: torch.device) -> None:
+    pool, sinks = torch.randn(1, 1, 2, 1, 16, 16, device=device), torch.randn(2, device=device)
+    lengths = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    table, workspace = torch.zeros(2, 1, dtype=torch.int32, device=device), DecodeWorkspace(2, 2, 1, 16, device)
+    q = torch.randn(2, 2, 16, device=device)
+    out = paged_decode(q, pool, 0, table, lengths, workspace, window=8, sinks=sinks)
+    assert not out[0].any()
+    assert out[1].isfinite().all()

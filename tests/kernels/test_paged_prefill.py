@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -12,12 +14,13 @@ from kernels.gpu.paged_prefill import (
     takes_boxes,
 )
 from kernels.gpu.tuning import PrefillConfig
-from kernels.paged_attention import attend_sequence
+from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
     HALF_DTYPE,
     block_tables_for,
     fill_sequence,
+    give_back_blocks,
     poisoned_pool,
     relative_error,
 )
@@ -102,3 +105,30 @@ def test_tiles_cover_each_token_once_longest_first() -> None:
     by_first = {first: (row, position) for row, first, position, _ in tiles}
     assert by_first[0] == (0, 0)
     assert by_first[21] == (2, 37)
+
+
+@pytest.mark.parametrize(("block_size", "tile_n", "has_boxes"), [(16, 16, False), (8, 32, False), (64, 64, True)])
+@pytest.mark.parametrize(("window", "has_sinks"), [(1, False), (40, True), (500, True)])
+def test_windows_and_sinks(
+    window: int, has_sinks: bool, block_size: int, tile_n: int, has_boxes: bool, device: torch.device
+) -> None:
+    """Blocks in front of a window are not read: entries of tables point nowhere there."""
+    num_heads, num_kv_heads, seq_lens, starts = 4, 2, [21, 190, 133], [0, 21, 71, 72]
+    dtype = HALF_DTYPE if has_boxes else torch.float32
+    tables, table = block_tables_for(seq_lens, block_size, device)
+    pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, block_size, 32, dtype, device)
+    kvs = [fill_sequence(pool, 1, ids, seq_len) for ids, seq_len in zip(tables, seq_lens, strict=True)]
+    num_queries = [stop - start for start, stop in pairwise(starts)]
+    first_keys = [max(seq_len - count - window + 1, 0) for seq_len, count in zip(seq_lens, num_queries, strict=True)]
+    give_back_blocks(pool, tables, table, first_keys if window else [0] * 3)
+    q = torch.randn(starts[-1], num_heads, 32, device=device).to(dtype)
+    sinks = 2 * torch.randn(num_heads, device=device) if has_sinks else None
+    tiles = torch.tensor(prefill_tiles(starts, seq_lens, 2, TILE_M), dtype=torch.int32, device=device)
+    config = PrefillConfig(tile_n=tile_n, num_warps=4, num_stages=2)
+    out = paged_prefill(
+        q, pool, 1, table, tiles, TILE_M, None, config, has_boxes and takes_boxes(pool), window, sinks
+    )  # fmt: skip
+    for row, kv in enumerate(kvs):
+        own = slice(starts[row], starts[row + 1])
+        expected = attend_causally(q[own].double(), kv[0].double(), kv[1].double(), window, sinks)
+        assert relative_error(out[own], expected.flatten(1)) < (BFLOAT16_BOUND if has_boxes else 1e-5)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
-from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
+from kvstore.layout import (
+    KvGroup,
+    KvLayout,
+    PoolGeometry,
+    Shard,
+    full_attention,
+    latent_attention,
+    windowed_attention,
+)
 
 FULL = KvGroup("attention", "full", (0, 1, 2), 4, 8, "bfloat16")
 WINDOW = replace(FULL, name="local", kind="window", window=512, layers=(3, 4))
@@ -56,6 +65,29 @@ def test_the_content_name_says_which_bytes_a_key_stands_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ([4096] * 32, [32]),  # Mistral-v0.1
+        ([128, 0] * 12, [12, 12]),  # gpt-oss-20b
+        ([*[1024] * 5, 0] * 5 + [1024] * 4, [5, *[5] * 5, 4]),  # Gemma-3-4b
+        ([*[1024] * 5, 0] * 10 + [1024] * 2, [10, *[10] * 5, 2]),  # Gemma-3-27b
+        ([0] + [64] * 39, [1, 6, 6, 6, 6, 6, 6, 3]),  # padded where it must be
+        ([0, 64, 32], [1, 1, 1]),
+    ],
+)
+def test_layers_of_one_window_are_cut_into_groups_of_one_size(windows: list[int], sizes: list[int]) -> None:
+    layout = windowed_attention(windows, 4, 8, "bfloat16")
+    assert [len(group.layers) for group in layout.groups] == sizes
+    reach = [group.window or math.inf for group in layout.groups]
+    assert reach == sorted(reach, reverse=True)
+    for layer, window in enumerate(windows):
+        assert [group.window for group in layout.groups if layer in group.layers] == [window]
+    geometry = PoolGeometry(layout, 10, 16, "f")
+    assert geometry.block_shape == (max(sizes), 2, 4, 16, 8)
+    assert layout.has_windows
+
+
+@pytest.mark.parametrize(
     ("num_heads", "size", "expected"),
     [
         (4, 1, [[0, 1, 2, 3]]),
@@ -80,9 +112,9 @@ def test_impossible_shards(shard: Shard, num_heads: int) -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        (WINDOW,),
         (STATE,),
-        (FULL, WINDOW),
+        (FULL, replace(WINDOW, num_kv_heads=2)),
+        (FULL, replace(WINDOW, dtype="float16")),
         (FULL, LATENT),
         (replace(FULL, num_planes=1),),
         (replace(LATENT, num_planes=2),),
@@ -91,7 +123,7 @@ def test_impossible_shards(shard: Shard, num_heads: int) -> None:
 )
 def test_what_no_pool_serves_can_be_declared_and_is_refused(groups: tuple[KvGroup, ...]) -> None:
     layout = KvLayout(groups)
-    with pytest.raises(UnsupportedModelError, match="full attention"):
+    with pytest.raises(UnsupportedModelError, match="not supported yet"):
         PoolGeometry(layout, 1, 16, "f")
 
 

@@ -36,6 +36,7 @@ class Parts:
         scheduler: Any = SimpleNamespace(
             take_load_jobs=lambda: self.jobs,
             finish_load=self._write("finish"),
+            kv=SimpleNamespace(num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE)),
             prefetches=SimpleNamespace(add=self._write("add"), take_jobs=lambda: self.prefetch_jobs),
             finish_prefetch=self._write("finish_prefetch"),
         )
@@ -97,7 +98,7 @@ def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
 
 def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
     lease, blocks = accepted(parts), [BlockId(7), BlockId(8)]
-    parts.jobs = [LoadJob(parts.request, lease, [1, 2], blocks)]
+    parts.jobs = [LoadJob(parts.request, lease, [1, 2], blocks, 2 * BLOCK_SIZE)]
     parts.loads.start(parts.open, now=3.0)
     assert parts.told[1:] == [("fence",), ("load", REQUEST_ID, lease, [1, 2], blocks)]
     parts.results = [OK]
@@ -112,7 +113,7 @@ def test_blocks_are_pulled_behind_the_fence(parts: Parts) -> None:
 
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:
     lease = accepted(parts)
-    parts.jobs = [LoadJob(parts.request, lease, [], [])]
+    parts.jobs = [LoadJob(parts.request, lease, [], [], 0)]
     parts.loads.start(parts.open, now=3.0)
     assert parts.verbs == ["keep", "fence", "abandon"]
 
@@ -162,7 +163,7 @@ def test_a_prefetch_ends_at_the_scheduler_and_in_the_report(parts: Parts, ok: bo
     parts.prefetched = []
     assert parts.loads.finish_prefetches() == []
     parts.request.num_prefetched_tokens = BLOCK_SIZE * ok
-    parts.jobs, parts.prefetch_jobs = [LoadJob(parts.request, lease, [], [])], []
+    parts.jobs, parts.prefetch_jobs = [LoadJob(parts.request, lease, [], [], 0)], []
     parts.loads.start(parts.open, now=4.0)
     times = parts.open[REQUEST_ID].take_times(now=5.0)
     assert times is not None

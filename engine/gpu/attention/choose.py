@@ -85,9 +85,13 @@ def choose(wanted: str, facts: Facts) -> str:
 
 
 def open_attention(
-    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int
+    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, window: int = 0
 ) -> PrefillAttention:
-    """The backend for one pool. max_tokens: of the largest step. Raises ConfigError."""
+    """The backend for one pool. max_tokens: of the largest step. window: see PagedAttention. Raises ConfigError."""
+    if window:
+        if wanted not in ("auto", "triton"):
+            raise ConfigError(f"--attention-backend {wanted} knows no sliding windows; use triton")
+        return PagedAttention(num_heads, pool.shape[3], window)
     facts = facts_of(dtype, pool)
     chosen = choose(wanted, facts)
     backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])

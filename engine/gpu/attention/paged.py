@@ -26,8 +26,10 @@ class PagedAttention:
 
     name = "triton"
 
-    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, window: int = 0) -> None:
+        """window: tokens that queries look back; 0: all."""
         self._num_heads = num_heads
+        self._window = window
         self._group = num_heads // num_kv_heads
 
     def plan(
@@ -42,4 +44,4 @@ class PagedAttention:
 
     def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor) -> None:
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
-        paged_prefill(q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out)
+        paged_prefill(q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out, window=self._window)

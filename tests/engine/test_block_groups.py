@@ -1,0 +1,115 @@
+"""Which blocks are live, by definition: those with a key that a later query reads; and how many that can be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_groups import BlockGroups, group_table
+from engine.grouped_kv_manager import GroupedKVManager
+from engine.request import Request, RequestId, SamplingParams
+from kvstore.pool.block_pool import BlockPool
+from kvstore.types import BlockId
+
+WINDOWS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 8, 13]), min_size=1, max_size=4).map(
+    lambda windows: tuple(sorted(windows, key=lambda window: window or 99, reverse=True))
+)
+
+
+@given(WINDOWS, st.integers(1, 5), st.integers(0, 40), st.integers(0, 20))
+def test_live_entries_are_those_that_later_queries_read(
+    windows: tuple[int, ...], block_size: int, num_computed: int, num_new: int
+) -> None:
+    groups = BlockGroups(block_size, windows, step_tokens=8)
+    num_tokens = num_computed + num_new
+    live = []
+    for position in range(groups.num_positions(num_tokens)):
+        last_token = (position + 1) * block_size - 1
+        for group, window in enumerate(windows):
+            if not window or last_token > num_computed - window:
+                live.append(position * len(windows) + group)
+    assert groups.live_entries(num_computed, num_tokens) == live
+    assert groups.num_live(num_computed, num_tokens) == len(live)
+    behind = [entry for entry in live if entry >= 2 * len(windows)]
+    assert groups.live_entries(num_computed, num_tokens, first=2) == behind
+
+
+@given(WINDOWS, st.integers(1, 5), st.integers(1, 9), st.data())
+def test_what_a_sequence_holds_at_most(
+    windows: tuple[int, ...], block_size: int, step_tokens: int, data: st.DataObject
+) -> None:
+    """Steps of any size, from a cached prefix of any length: within `most_live`, in pools that hold `longest`."""
+    groups = BlockGroups(block_size, windows, step_tokens)
+    num_blocks = data.draw(st.integers(1, 60))
+    longest = groups.longest(num_blocks)
+    num_tokens = 40 if longest is None else longest
+    assert groups.most_live(num_tokens) <= num_blocks
+    if not num_tokens:
+        return
+    pool = BlockPool(num_blocks)
+    kv = GroupedKVManager(pool, groups, "f")
+    for salt in "aab":  # the second time from the cache
+        request = Request(RequestId("r"), list(range(num_tokens)), SamplingParams(), cache_salt=salt)
+        request.num_computed_tokens = kv.attach_cached(request, num_tokens - 1)
+        while request.num_computed_tokens < num_tokens:
+            step = min(data.draw(st.integers(1, step_tokens)), num_tokens - request.num_computed_tokens)
+            before = request.num_computed_tokens
+            assert kv.grow(request, before + step)
+            assert pool.num_used == len(kv.held_blocks(request)) <= groups.most_live(before + step)
+            for entry in groups.live_entries(before, before + step):
+                assert request.block_ids[entry] in kv.held_blocks(request)
+            request.num_computed_tokens += step
+            kv.publish(request)
+        kv.release(request)
+        pool.check_integrity()
+        assert pool.num_used == 0
+
+
+def test_only_the_first_group_is_announced() -> None:
+    pool = BlockPool(20)
+    kv = GroupedKVManager(pool, BlockGroups(4, (0, 8), step_tokens=64), "f")
+    request = Request(RequestId("r"), list(range(32)), SamplingParams())
+    assert kv.grow(request, 32)
+    request.num_computed_tokens = 32
+    kv.publish(request)
+    kv.release(request)
+    assert pool.num_cached == 16
+    assert pool.take_events() == (request.block_keys, [])
+    other = Request(RequestId("o"), list(range(32)), SamplingParams())
+    assert kv.attach_cached(other, 31) == 28
+    assert [block >= 0 for block in other.block_ids[1::2]] == [False] * 5 + [True] * 2
+    assert len(kv.held_blocks(other)) == 7 + 2
+
+
+def test_a_prefix_needs_what_its_window_sees() -> None:
+    """Without the block before its end a prefix is no hit; without blocks further back it is one."""
+    kv = GroupedKVManager(BlockPool(40), BlockGroups(4, (0, 6), step_tokens=64), "f")
+    present = {(position, group) for position in range(10) for group in range(2)}
+
+    def has(position: int, group: int) -> bool:
+        return (position, group) in present
+
+    assert kv._longest_hit(10, has) == 10
+    present -= {(position, 1) for position in range(8)}
+    assert kv._longest_hit(10, has) == 10
+    present.remove((9, 1))
+    assert kv._longest_hit(10, has) == 0
+    present |= {(0, 1), (1, 1), (2, 1)}
+    assert kv._longest_hit(10, has) == 3
+    present.remove((1, 0))
+    assert kv._longest_hit(10, has) == 1
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "longest"),
+    [((0,), 10, 40), ((6,), 9, None), ((6,), 4, 16), ((0, 6), 20, 44), ((0, 6), 6, 12)],
+)
+def test_the_longest_sequence(windows: tuple[int, ...], num_blocks: int, longest: int | None) -> None:
+    assert BlockGroups(4, windows, step_tokens=24).longest(num_blocks) == longest
+
+
+def test_tables_by_group() -> None:
+    table = [BlockId(number) for number in range(8)]
+    assert group_table(table, 1, 2, 1, 4) == [3, 5, 7]
+    assert group_table(table, 0, 1, 2, 5) == [2, 3, 4]
