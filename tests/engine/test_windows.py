@@ -43,6 +43,7 @@ class Family:
     """A saved model, and transformers' greedy tokens for all prompts."""
 
     def __init__(self, name: str, path: Path) -> None:
+        torch.set_num_threads(1)
         self.name, tiny = name, TINY_MODELS[name]
         self.path = tiny.save(path)
         model = tiny.build()
