@@ -298,22 +298,27 @@ ROPE = Table(Rule(RopeConfig(1, 8, 4), tokens=at_most(31)), Rule(RopeConfig(4, 4
 # Qwen2.5-7B 2% slower.
 MAX_PREFETCHED_WEIGHTS = 1 << 23
 
-# Experts: pairs of a token and an expert, `grouped_gemv` for so few that sorting them costs more than it saves, else
-# `grouped_gemm`, whose tiles hold the pairs of one expert. By `bench_experts --sweep`, the layer of Qwen3-30B-A3B, us
-# of gate_up and down: 2 tokens 24.9 + 14.1 as pairs, 27.1 + 14.6 in tiles, and 1.1 to sort; 4 tokens 46.2 + 25.4,
-# 46.3 + 25.3; 8 tokens 89 + 48, 79 + 42.
+# Experts, by the layer of Qwen3-30B-A3B (`bench_experts --sweep`). Up to MAX_PAIRS pairs of a token and an expert
+# `grouped_gemv`, us of gate_up and down: 2 tokens 24.9 + 14.1, 27.1 + 14.6 in tiles; 4 tokens 46.2 + 25.4, 46.3 +
+# 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
+# row took 2.71 ms with that on one machine, 2.62 with this on another.
 GATE_UP_PAIRS = GemvConfig(4, 256, num_warps=2, num_stages=3)
 DOWN_PAIRS = GemvConfig(8, 256, num_warps=4, num_stages=5)
 MAX_PAIRS = 32
 GATE_UP_ROW: Table[GemvConfig] = Table(
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=1), itemsize=at_most(1)),
-    Rule(GemvConfig(4, 256, num_warps=2, num_stages=1)),
+    Rule(GemvConfig(4, 512, num_warps=4, num_stages=3)),
 )
 DOWN_ROW = GemvConfig(4, 256, num_warps=4, num_stages=1)
+
+# More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 78 | 181 | 190 | 919, down 41 | 97 | 107 |
+# 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. e4m3 at 8 | 64 | 256: 52 | 110 | 142, 31
+# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=3, block_m=32), pairs_per_expert=at_most(32)),
     Rule(TileConfig(128, 64, num_stages=5, block_m=64), pairs_per_expert=at_most(64)),
     Rule(TileConfig(128, 64, num_warps=8, num_stages=4, block_m=128)),
@@ -321,7 +326,7 @@ GROUPED_GATE_UP: Table[TileConfig] = Table(
 GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=at_most(1), pairs_per_expert=at_most(8)),
-    Rule(TileConfig(64, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
+    Rule(TileConfig(128, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=5, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(128, 64, num_stages=5, block_m=32), pairs_per_expert=at_most(32)),
     Rule(TileConfig(128, 64, num_stages=3, block_m=64), pairs_per_expert=at_most(64)),
