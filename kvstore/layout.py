@@ -207,6 +207,10 @@ class PoolGeometry:
             raise ConfigError(f"blocks of {self.block_size} tokens are impossible")
         self.shard.heads(self.group.num_kv_heads)
         self.shard.num_layers(len(self.group.layers))
+        if self.shard.layers is not None and (len(self.layout.groups) > 1 or self.group.window):
+            raise UnsupportedModelError(
+                f"KV of windows is not divided among stages yet: leave --pp out ({self.layout})"
+            )
 
     @property
     def group(self) -> KvGroup:

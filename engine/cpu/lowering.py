@@ -7,6 +7,7 @@ fused norm takes (`kernels/cpu_norm.py`), and quantized weights are read as they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
@@ -20,6 +21,7 @@ from engine.layers.reordered import Reordered
 from engine.models.model import Model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
 
+LookUp = Callable[[torch.Tensor], torch.Tensor]
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
 
 
@@ -38,10 +40,15 @@ class CpuForwards:
     """The model lowered for each class of steps. Weights are shared."""
 
     def __init__(
-        self, model: Model, group: Group | None = None, vocab_size: int = 0, passes_on: bool = False
+        self,
+        model: Model,
+        group: Group | None = None,
+        vocab_size: int = 0,
+        look_up: LookUp | None = None,
+        passes_on: bool = False,
     ) -> None:
-        """group, vocab_size: see `plain`. passes_on: hidden states, to another stage of the model."""
-        self._by_rows = {rows: lower_model(model, rows, group, vocab_size) for rows in Rows}
+        """group, vocab_size, look_up: see `plain`. passes_on: hidden states, to another stage of the model."""
+        self._by_rows = {rows: lower_model(model, rows, group, vocab_size, look_up) for rows in Rows}
         if passes_on:
             sums: dict[Rows, AddNorm[torch.Tensor]] = {Rows.ANY: plain_sum, Rows.FEW: sum_of_opposed(model)}
             self._by_rows = {rows: form.ended_by(summed(sums[rows], group)) for rows, form in self._by_rows.items()}
@@ -51,11 +58,13 @@ class CpuForwards:
         return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
 
 
-def lower_model(model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
+def lower_model(
+    model: Model, rows: Rows, group: Group | None = None, vocab_size: int = 0, look_up: LookUp | None = None
+) -> Forward[Step]:
     if rows is Rows.ANY:
-        return plain(with_dense_linears(model), group, vocab_size)
+        return plain(with_dense_linears(model), group, vocab_size, look_up)
     signs = signs_of(model)
-    embed = embedding_lookup(model, group)
+    embed = look_up or embedding_lookup(model, group)
 
     def start(step: Step) -> Stream:
         return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are

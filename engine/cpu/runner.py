@@ -71,9 +71,11 @@ class ModelRunner:
         self._inbox: Inbox | None = None
         if ends.source is not None:
             shape = config.max_num_batched_tokens, model_config.hidden_size
-            loaded.model.embedding = torch.zeros(shape, device=loaded.device)  # float32, as the residual is
-            self._inbox = Inbox(ends.source, loaded.model.embedding)
-        self._forwards = CpuForwards(loaded.model, group, loaded.config.vocab_size, ends.sink is not None)
+            self._inbox = Inbox(ends.source, torch.zeros(shape, device=loaded.device))  # float32, as the residual is
+        look_up = None if self._inbox is None else self._inbox.look_up
+        self._forwards = CpuForwards(
+            loaded.model, group, loaded.config.vocab_size, look_up, passes_on=ends.sink is not None
+        )
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -109,11 +111,9 @@ class ModelRunner:
         metadata = self._backend.plan(batch, inputs)
         attend = partial(self._backend.attend, metadata=metadata)
         forward = self._forward_for(batch)
-        token_ids = inputs[0]
         if self._inbox is not None:
             self._inbox.receive(batch.num_tokens)
-            token_ids = self._inbox.token_ids(batch.num_tokens)
-        hidden = forward.hidden(Step(token_ids, attend))
+        hidden = forward.hidden(Step(inputs[0], attend))
         if self._sink is not None:
             self._sink.send(hidden)
             return

@@ -78,12 +78,15 @@ class Forward(Generic[S]):
         return Forward(self._start, self._ops[:-1], final, self.logits)
 
 
-def plain(model: Model, group: Group | None = None, vocab_size: int = 0) -> Forward[Step]:
+def plain(
+    model: Model, group: Group | None = None, vocab_size: int = 0, look_up: Callable[[Tensor], Tensor] | None = None
+) -> Forward[Step]:
     """The model as its family's file says it, on any device, with a residual in float32.
 
-    group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group.
+    group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group. look_up: takes the
+    embedding's place.
     """
-    embed = embedding_lookup(model, group)
+    embed = look_up or embedding_lookup(model, group)
 
     def start(step: Step) -> Stream:
         return Stream(embed(step.token_ids).float())

@@ -1,6 +1,6 @@
 """What a lowered model does at the ends of a pipeline stage, which has consecutive layers of it (decision 0235).
 
-    in     a later stage's embedding is its inbox, and token i of a step is row i: ops start as the first stage's do
+    in     a later stage's inbox stands for the embedding, and token i of a step is row i of it
     out    what goes on is the residual, all outputs added: a sum without a norm in the place of the final norm
     tokens are sampled by the last stage, the one that has the final norm and the head
 
@@ -64,10 +64,10 @@ WHOLE_MODEL = StageEnds()
 
 
 class Inbox:
-    """Hidden states of a step, which ops read as the embedding's rows."""
+    """Hidden states of a step, which ops read where the first stage's read the embedding."""
 
     def __init__(self, source: HiddenSource, table: Tensor) -> None:
-        """table: zeros (most tokens of a step, hidden), the later stage's `Model.embedding`."""
+        """table: zeros (most tokens of a step, hidden)."""
         self._source = source
         self._table = table
         self._rows = torch.arange(table.shape[0], device=table.device)
@@ -76,6 +76,10 @@ class Inbox:
         """Take the next step's."""
         self._source.receive(self._table[:num_tokens])
 
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Rows (num_tokens, hidden) of as many tokens; they may be changed in place."""
+        return self._table[: token_ids.shape[0]]
+
     def token_ids(self, num_tokens: int) -> Tensor:
-        """What stands for a step's token ids: (num_tokens,)."""
+        """What stands for a step's token ids (num_tokens,) where the table stands for the embedding."""
         return self._rows[:num_tokens]

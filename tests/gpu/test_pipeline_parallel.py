@@ -211,7 +211,7 @@ def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Pat
 
 @two_gpus
 def test_two_gpus_measure_their_memory(model: Path) -> None:
-    made = open_processes(model, 2, GpuConfig(gpu_memory_fraction=0.2), num_gpu_blocks=0)
+    made = open_processes(model, 2, GpuConfig(gpu_memory_fraction=0.1), num_gpu_blocks=0)
     assert made.scheduler.kv.pool.num_blocks > 128
     assert generate(made, greedy(5)) == generate(reference(model), greedy(5))
     del made

@@ -181,6 +181,9 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(tmp_path: Path, monk
     live = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     for _ in range(12):
         parts.engine.step()
+        if draw.random() < 0.5:
+            parts.runner.start_queued()  # as before blocks are given to loads
+            assert all(step.pending for _, step, _ in parts.engine._in_flight)  # type: ignore[attr-defined]
         index = draw.randrange(len(PROMPTS))
         if parts.engine.abort(live[index].request_id) is not None:
             live[index] = parts.engine.add_request(PROMPTS[index], GREEDY, request_id=live[index].request_id)
