@@ -25,7 +25,7 @@ from tests.deploy.service_names import service_names
 
 CNI_PLUGINS = Path("/usr/lib/cni")  # Debian's containernetworking-plugins
 CGROUPS = Path("/sys/fs/cgroup")
-PROGRAMS = ("containerd", "ctr", "runc", "dnsmasq", "ip", "unshare", "nsenter")
+PROGRAMS = ("containerd", "ctr", "runc", "dnsmasq", "ip", "iptables-save", "unshare", "nsenter")
 NAME = "node-of-a-test"
 PAUSE_IMAGE = "mini-infer-pause:kubelet-test"
 START_SECONDS = 120.0
@@ -180,6 +180,7 @@ state = "/run/containerd"
             "clusterDNS": [self.address],
             "clusterDomain": "cluster.local",
             "resolvConf": "/dev/null",
+            "makeIPTablesUtilChains": False,  # of the host
             "containerRuntimeEndpoint": f"unix://{self._socket}",
             "podLogsDir": str(self.folder / "pods"),
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
@@ -200,6 +201,15 @@ mount -t tmpfs -o mode=0755 tmpfs /run
 containerd --config="$1/containerd.toml" &
 wait $!
 """
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What nodes have left on the host, where there should be none: mounts below `folder`, links, control groups."""
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
+    links = [path.name for path in Path("/sys/class/net").glob("mi-*")]
+    groups = [str(path) for hierarchy in _hierarchies() for path in hierarchy.glob("mini-infer-*")]
+    rules = subprocess.run(["iptables-save"], capture_output=True, text=True).stdout.splitlines()
+    return mounts + links + groups + [rule for rule in rules if "KUBE-" in rule]
 
 
 def _hierarchies() -> list[Path]:
