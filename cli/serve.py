@@ -184,7 +184,8 @@ def check_ports(config: ClusterConfig) -> None:
     for name, port in config.metrics_ports.items():
         if port == config.router.port:
             raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
-        check_port(LOOPBACK, port, "--metrics-port")
+        of_router = config.router.metrics_host or config.router.host
+        check_port(of_router if name == "router" else LOOPBACK, port, "--metrics-port")
 
 
 def placement_lines(config: ClusterConfig, notes: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ class RouterConfig:
     host: str = setting("127.0.0.1", "address of the HTTP server")
     port: int = setting(8000, "port of the HTTP server")
     metrics_port: int = setting(0, "another Prometheus port, where no key is asked for; 0: none")
+    metrics_host: str = setting("", "address of the router's --metrics-port; empty: --host")
     prefill: str = setting("", "prefill workers, host:port separated by commas; a name may stand for several")
     decode: str = setting("", "decode workers, host:port separated by commas; a name may stand for several")
     model: str = setting("", "the workers' --model; only its tokenizer is read here")

@@ -151,7 +151,7 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
     def render() -> bytes:
         return asyncio.run_coroutine_threadsafe(text(), loop).result(SCRAPE_SECONDS)
 
-    return serve_scrapes(render, config.host, config.metrics_port)
+    return serve_scrapes(render, config.metrics_host or config.host, config.metrics_port)
 
 
 def _share_one_heap() -> None:

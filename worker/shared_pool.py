@@ -183,7 +183,9 @@ class SharedPoolMemory:
         if self._agent_socket and geometry.shard == WHOLE:
             from kvstore.tier.agent_client import AgentHostTier  # only workers with an agent need it
 
-            return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes)
+            # A GPU's driver keeps the pages that it has registered, whatever is mapped there later.
+            on_cpu = self._device_pool is None
+            return AgentHostTier(self._agent_socket, geometry.content_name, geometry.block_bytes, reconnects=on_cpu)
         num_slots = host_tier_bytes // geometry.block_bytes
         return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
@@ -33,6 +33,7 @@ from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD,
 from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, stage_weights
+from engine.loader.supported import check_kernels, check_packed_experts, check_settings
 from engine.models.config import (
     ModelConfig,
     architecture_of,
@@ -140,6 +141,7 @@ def load_model(
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
+        check_settings(source.config, engine_config)
         if device.type == "cuda" and len(set(source.config.windows)) > 1:  # its runner knows one table a request
             source = replace(source, config=replace(source.config, is_window_limit=True))
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
@@ -194,7 +196,8 @@ def _build_shard(
     config = source.config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
-    _checked_skeleton(source, device)
+    check_kernels(source.config, device, quant_mode)
+    _checked_skeleton(source)
     quantizer = Quantizer(quant_mode, None, device.type == "cuda")
     weights = _counted(source, config, ShardedWeights(source.weights, whole.shapes, shard), on_progress)
     model = source.family.build(config, weights, _finish_block(engine_config, quantizer, None))
@@ -216,7 +219,8 @@ def _build_stage(
         raise ConfigError("--pp: layers with sliding windows cannot be divided among stages yet: use --tp")
     shapes = ShapeRecorder()
     source.family.build(source.config, shapes)
-    _checked_skeleton(source, device)
+    check_kernels(source.config, device, quant_mode)
+    _checked_skeleton(source)
     int4 = _kept_int4(source.weights, quant_mode)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
     needed = stage_weights(source.config, shapes.shapes, layers)
@@ -261,7 +265,10 @@ def _build_packed(
     source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Linear layers stay as the checkpoint holds them."""
-    weights.kept = packed_names(_checked_skeleton(source, device), weights)
+    check_kernels(source.config, device, "none")
+    skeleton = _checked_skeleton(source)
+    weights.kept = packed_names(skeleton, weights)
+    check_packed_experts(skeleton, device, weights.kept)
     counted = _counted(source, source.config, weights, on_progress)
     model = source.family.build(source.config, counted)
     weights.check_idle_biases()
@@ -274,9 +281,10 @@ def _build_plain(
     source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
+    check_kernels(source.config, device, quant_mode)
     weights = source.weights
     int4 = _kept_int4(weights, quant_mode)
-    _checked_skeleton(source, device)
+    _checked_skeleton(source)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
     counted = _counted(source, source.config, weights, on_progress)
     model = source.family.build(source.config, counted, _finish_block(engine_config, quantizer, int4))
@@ -287,18 +295,10 @@ def _build_plain(
     return model
 
 
-def _checked_skeleton(source: _Source, device: torch.device) -> Model:
-    """The model without storage; names and shapes are compared before weights are read.
-
-    Raises ConfigError, and UnsupportedModelError for blocks that the device has no kernels for.
-    """
+def _checked_skeleton(source: _Source) -> Model:
+    """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
     needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
     skeleton = source.family.build(source.config, needed)
-    latent = source.config.latent
-    if device.type == "cuda" and not source.family.has_gpu_kernels:
-        raise UnsupportedModelError(f"{source.family.architecture} has no GPU kernels yet: use --device cpu")
-    if device.type == "cuda" and latent is not None and latent.form != "absorbed":
-        raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
     if isinstance(source.weights, PackedWeights):
         source.weights.check(needed.shapes, tied, unused)
     elif source.shapes is not None:

@@ -1,8 +1,10 @@
 """The host tier behind the node agent, as the scheduler sees it: synchronous, one round trip per call.
 
-When the agent does not answer, the tier is empty and full from then on (nothing is found, nothing fits) and the
-worker goes on without it. Slots of swapped sequences stay readable and ours: this process maps their memory
-too, and keeps the connection open, so that an agent that was only slow does not reassign them.
+When the agent does not answer, the tier is empty and full (nothing is found, nothing fits) and the worker goes on
+without it. Slots of swapped sequences stay readable and ours: this process maps their memory too, and keeps the
+connection open, so that an agent that was only slow does not reassign them. As soon as no slot is pinned, the next
+call that wants memory tries to connect again, a second later and then ever more rarely: the new agent's memory is
+mapped where the old one's was, so that nobody else notices.
 """
 
 from __future__ import annotations
@@ -11,40 +13,53 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import ConfigError, TransferError
+from common.errors import ConfigError, MiniInferError, TransferError
 from kvstore.tier.protocol import MAX_FRAME_BYTES
-from kvstore.transport.shared_memory import map_fd
+from kvstore.transport.shared_memory import map_fd, map_fd_in_place
 from kvstore.transport.unix_socket import connect_unix, recv_frame, send_frame
 from kvstore.types import BlockKey, HostSlot
 
 logger = logging.getLogger(__name__)
 CALL_SECONDS = 2.0  # the step loop waits for it
+RECONNECT_SECONDS = 0.2  # likewise, in vain perhaps
+FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 30.0
 
 
 class AgentHostTier:
     """`HostTier` in the memory of this host's node agent, for blocks of one content (`PoolGeometry.content_name`)."""
 
-    def __init__(self, socket_path: str, content_name: str, block_bytes: int) -> None:
-        """Raise UnavailableError when no agent answers, ConfigError when it has no memory to give."""
-        self._sock: socket.socket = connect_unix(socket_path, CALL_SECONDS)
-        self.connected = True
+    def __init__(
+        self,
+        socket_path: str,
+        content_name: str,
+        block_bytes: int,
+        reconnects: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raise UnavailableError when no agent answers, ConfigError when it has no memory to give.
+
+        reconnects: not where a device has the memory registered, and would go on with that of the old agent.
+        """
+        self._socket_path = socket_path
+        self._hello = ["hello", content_name, block_bytes]
+        self._clock = clock
+        self._delay = FIRST_DELAY_SECONDS if reconnects else float("inf")
+        self._retry_at = 0.0
+        self._pins: Counter[HostSlot] = Counter()
+        self._sock, self._num_slots, fd = self._open(CALL_SECONDS)
         try:
-            send_frame(self._sock, ["hello", content_name, block_bytes])
-            reply, fds = recv_frame(self._sock, MAX_FRAME_BYTES, max_fds=1)
-            try:
-                self._num_slots, self._buffer = _map_region(reply, fds, block_bytes)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-        except OSError as error:
-            self._sock.close()
-            raise TransferError("the node agent closed the connection") from error
+            self._buffer = map_fd(fd, self._num_slots * block_bytes, writable=True)
         except BaseException:
             self._sock.close()
             raise
+        finally:
+            os.close(fd)
+        self.connected = True
 
     @property
     def num_slots(self) -> int:
@@ -62,10 +77,13 @@ class AgentHostTier:
         return list(keys) if missing is None else missing
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
-        return self._call("lookup", keys) or []
+        slots: list[HostSlot] = self._call("lookup", keys) or []
+        self._pins.update(slots)
+        return slots
 
     def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
         slots: list[HostSlot] | None = self._call("reserve", keys)
+        self._pins.update(slots or [])
         return slots
 
     def commit(self, slots: Sequence[HostSlot]) -> None:
@@ -73,6 +91,7 @@ class AgentHostTier:
 
     def unpin(self, slots: Sequence[HostSlot]) -> None:
         self._call("unpin", slots)
+        self._pins -= Counter(slots)
 
     def check_integrity(self) -> None:
         wrong = self._call("check", None)
@@ -82,11 +101,12 @@ class AgentHostTier:
     def close(self) -> None:
         """End the connection; the agent drops what is still pinned. The mapping lives as long as its users."""
         self.connected = False
+        self._retry_at = float("inf")
         self._sock.close()
 
     def _call(self, verb: str, items: Sequence[Any] | None) -> Any:
         """Send one request and return the reply's value; None without an agent."""
-        if not self.connected:
+        if not (self.connected or self._reconnect()):
             return None
         try:
             send_frame(self._sock, [verb] if items is None else [verb, list(items)])
@@ -101,13 +121,58 @@ class AgentHostTier:
             case _:
                 logger.warning("going on without the host tier: the node agent sent nonsense")
         self.connected = False
+        self._retry_at = self._clock() + self._delay
         return None
 
+    def _reconnect(self) -> bool:
+        """Try to reach an agent again, unless it is too early or a slot of the old one is pinned."""
+        if self._pins or self._clock() < self._retry_at:
+            return False
+        self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
+        try:
+            sock, num_slots, fd = self._open(RECONNECT_SECONDS)
+            try:
+                if num_slots != self._num_slots:
+                    raise ConfigError(f"it has {num_slots} slots now, not {self._num_slots}: restart this worker")
+                map_fd_in_place(fd, self._buffer)
+            except BaseException:
+                sock.close()
+                raise
+            finally:
+                os.close(fd)
+        except MiniInferError as error:
+            logger.debug("the node agent cannot be used again: %s", error)
+            self._retry_at = self._clock() + self._delay
+            return False
+        self._sock.close()
+        self._sock, self.connected, self._delay = sock, True, FIRST_DELAY_SECONDS
+        logger.info("the node agent is there again: its memory is used from now on")
+        return True
 
-def _map_region(reply: Any, fds: list[int], block_bytes: int) -> tuple[int, mmap.mmap]:
+    def _open(self, seconds: float) -> tuple[socket.socket, int, int]:
+        """A connection, and number of slots and descriptor of the memory. Raises MiniInferError."""
+        sock = connect_unix(self._socket_path, seconds)
+        try:
+            send_frame(sock, self._hello)
+            reply, fds = recv_frame(sock, MAX_FRAME_BYTES, max_fds=1)
+            num_slots = _num_slots(reply, fds)
+            sock.settimeout(CALL_SECONDS)
+        except OSError as error:
+            sock.close()
+            raise TransferError("the node agent closed the connection") from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock, num_slots, fds[0]
+
+
+def _num_slots(reply: Any, fds: list[int]) -> int:
     match reply:
         case ["ok", int() as num_slots] if num_slots > 0 and len(fds) == 1:
-            return num_slots, map_fd(fds[0], num_slots * block_bytes, writable=True)
+            return num_slots
+    for fd in fds:
+        os.close(fd)
+    match reply:
         case ["error", str() as message]:
             raise ConfigError(f"the node agent refuses: {message}")
     raise TransferError("the Unix socket is not a node agent's")

@@ -141,7 +141,9 @@ class Scenario:
             self.restart_agent()
         self.cluster.start_service("decode-1")
         self.cluster.wait_ready(3)
-        self.restart_agent()  # the last time, with all workers connected to the one before
+        # The last time with another size, so that workers do not connect to it again.
+        self.cluster.services["agent"].argv.append("--host-tier-gb=0.0012")
+        self.restart_agent()
         self.load.level = NUM_CLIENTS
         self.wait_for("ServiceDown", "RestartLoop", "KvTransferFailures")
 

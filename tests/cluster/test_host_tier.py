@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -36,6 +37,14 @@ def test_tiny_pools_with_a_node_agent(expected: list[str], preemption: str) -> N
         cluster.services["agent"].kill()  # without the agent, workers go on by themselves
         assert complete_all(cluster) == expected
         cluster.wait_quiet()
+        if preemption == "swap":
+            cluster.start_service("agent")
+            deadline = time.monotonic() + 40.0
+            while "node agent is there again" not in cluster.services["decode-0"].log():
+                assert time.monotonic() < deadline
+                assert complete_all(cluster) == expected
+            assert complete_all(cluster) == expected  # from its memory, too
+            cluster.wait_quiet()
 
 
 def test_the_tier_outlives_a_worker(expected: list[str]) -> None:

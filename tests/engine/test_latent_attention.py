@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
+from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.kv_memory import kv_layout
@@ -166,6 +167,14 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
 def test_other_forms_are_refused_on_gpus_before_weights_are_read(path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="--mla naive has no GPU kernels: use absorbed"):
         load_model(directory(path), EngineConfig(str(path), mla="naive", quant_mode="none"), torch.device("cuda"))
+
+
+def test_a_form_for_a_model_without_latents_is_refused() -> None:
+    """Not ignored; the form that is the default says nothing."""
+    files = resolve_model("dry-run")
+    with pytest.raises(ConfigError, match="--mla latent: LlamaForCausalLM has no latent attention; leave it out"):
+        load_model(files, EngineConfig("dry-run", mla="latent"), torch.device("cpu"))
+    assert load_model(files, EngineConfig("dry-run", mla="absorbed"), torch.device("cpu")).config.latent is None
 
 
 @pytest.mark.parametrize(

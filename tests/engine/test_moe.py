@@ -11,9 +11,12 @@ import torch
 
 from benchmarks.floors import num_weights
 from common.errors import ConfigError, UnsupportedModelError
+from engine.config import EngineConfig
 from engine.gpu.ops.experts import StackedExperts
 from engine.layers.linear import Int4Linear, Int8Linear
 from engine.layers.moe import Moe
+from engine.loader import load_model
+from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import moe_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.packed_files import FORMATS, SIZES, write
@@ -81,6 +84,22 @@ def test_quantized_experts_are_refused_on_gpus(path: Path) -> None:
     block = next(block for block in loaded.model.blocks if isinstance(block, Moe))
     with pytest.raises(UnsupportedModelError, match="experts on a GPU have 16 or 8 bits"):
         StackedExperts(block)
+
+
+def test_what_gpus_cannot_do_is_said_before_weights_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
+    config = EngineConfig(str(path), quant_mode="int4-weight")
+    with pytest.raises(UnsupportedModelError, match="on a GPU experts have 16 bits"):
+        load_model(directory(path), config, torch.device("cuda"))
+
+
+def test_experts_that_a_checkpoint_has_quantized_are_refused_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(FORMATS["gptq"], tmp_path / "m", WIDE)
+    monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(UnsupportedModelError, match="on a GPU experts have 16 bits"):
+        load_model(directory(tmp_path / "m"), EngineConfig(str(tmp_path / "m")), torch.device("cuda"))
 
 
 def test_configs_that_cannot_be_are_refused() -> None:

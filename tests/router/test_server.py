@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cluster.harness import ROOT, free_ports
+
+METRICS_HOST = "127.0.0.2"  # another address of this machine than --host
 
 
 def start(port: int, metrics_port: int, log: Path) -> subprocess.Popen[bytes]:
     flags = [f"--port={port}", f"--metrics-port={metrics_port}", "--decode=127.0.0.1:1", "--api-key=secret"]
+    flags += [f"--metrics-host={METRICS_HOST}"]
     command = [sys.executable, "-m", "router", "--model=dry-run", *flags]
     with log.open("wb") as file:
         return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -30,7 +34,9 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 401
         of_key = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"authorization": "Bearer secret"})
-        answer = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics")
+        answer = httpx.get(f"http://{METRICS_HOST}:{metrics_port}/metrics")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{metrics_port}/metrics")
         assert answer.status_code == of_key.status_code == 200
         assert 'mini_infer_workers{model_name="dry-run",role="decode",state="connecting"} 1.0' in answer.text
 
@@ -38,7 +44,7 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
             return [line for line in text.splitlines() if line.startswith("# TYPE")]
 
         assert names(answer.text) == names(of_key.text)
-        assert httpx.get(f"http://127.0.0.1:{metrics_port}/v1/models").status_code == 404
+        assert httpx.get(f"http://{METRICS_HOST}:{metrics_port}/v1/models").status_code == 404
         router.terminate()
         assert router.wait(20.0) == 0
     finally:
@@ -48,7 +54,7 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
 
 def test_a_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server((METRICS_HOST, 0)) as taken:
         metrics_port = taken.getsockname()[1]
         assert start(port, metrics_port, tmp_path / "log").wait(30.0) == 1
     error = f"router: port {metrics_port} is taken or not allowed: choose another with --metrics-port\n"

@@ -46,10 +46,10 @@ sys.stdin.read()
 class Agent:
     """`python -m kvstore` in a process of its own."""
 
-    def __init__(self, folder: Path, num_regions: int = 1) -> None:
+    def __init__(self, folder: Path, num_regions: int = 1, num_slots: int = NUM_SLOTS) -> None:
         self.socket = str(folder / "agent.sock")
         self.port, self.metrics_port = free_ports(2)
-        gb = NUM_SLOTS * BLOCK_BYTES / 2**30
+        gb = num_slots * BLOCK_BYTES / 2**30
         tier_gb = num_regions * gb
         command = [sys.executable, "-m", "kvstore", f"--port={self.port}", f"--socket={self.socket}"]
         command += [f"--host-tier-gb={tier_gb}", f"--region-gb={gb}", f"--metrics-port={self.metrics_port}"]
@@ -152,6 +152,74 @@ def test_without_its_agent_a_worker_goes_on(agent: Agent) -> None:
     tier.close()
     with pytest.raises(UnavailableError):
         connect(agent)
+
+
+def test_a_new_agent_is_used_once_nothing_of_the_old_one_is_pinned(tmp_path: Path) -> None:
+    now = 0.0
+    agent = Agent(tmp_path)
+    try:
+        tier = AgentHostTier(agent.socket, "model", BLOCK_BYTES, clock=lambda: now)
+        view = memoryview(tier.buffer)
+        pinned = tier.reserve([None])
+        assert pinned is not None
+        view[:4] = b"mine"
+        agent.stop(signal.SIGKILL)
+        assert tier.missing(KEYS) == KEYS
+        agent = Agent(tmp_path)
+        now += 2.0
+        assert tier.reserve(KEYS[:1]) is None  # a swapped sequence lies in the old memory
+        assert bytes(view[:4]) == b"mine"
+        tier.unpin(pinned)
+        slots = tier.reserve(KEYS[:2])
+        assert slots is not None
+        assert tier.connected
+        assert bytes(view[:4]) == bytes(4)
+        for slot in slots:
+            view[BLOCK_BYTES * slot] = slot + 7
+        tier.commit(slots)
+        tier.unpin(slots)
+        other = connect(agent)
+        assert other.lookup(KEYS) == slots
+        assert [other.buffer[BLOCK_BYTES * slot] for slot in slots] == [slot + 7 for slot in slots]
+        other.close()
+        tier.check_integrity()
+
+        agent.stop(signal.SIGKILL)
+        assert tier.lookup(KEYS) == []
+        agent = Agent(tmp_path)
+        now += 0.5
+        assert tier.lookup(KEYS) == []
+        assert not tier.connected  # too early
+        agent.stop(signal.SIGKILL)
+        now += 1.0
+        assert tier.lookup(KEYS) == []  # nobody there: twice as long until the next attempt
+        agent = Agent(tmp_path, num_slots=NUM_SLOTS + 1)
+        now += 1.0
+        assert tier.lookup(KEYS) == []
+        now += 1.5
+        assert tier.lookup(KEYS) == []
+        assert not tier.connected  # its memory has another size
+        tier.close()
+        now += 1000.0
+        assert tier.lookup(KEYS) == []
+        assert not tier.connected
+    finally:
+        agent.stop(signal.SIGKILL)
+
+
+def test_memory_that_a_device_has_registered_stays_where_it_is(agent: Agent, tmp_path: Path) -> None:
+    now = 0.0
+    tier = AgentHostTier(agent.socket, "model", BLOCK_BYTES, reconnects=False, clock=lambda: now)
+    agent.stop(signal.SIGKILL)
+    assert tier.lookup(KEYS) == []
+    again = Agent(tmp_path)
+    try:
+        now += 10_000.0
+        assert tier.lookup(KEYS) == []
+        assert not tier.connected
+    finally:
+        again.stop(signal.SIGKILL)
+        tier.close()
 
 
 def test_the_books_are_metrics(agent: Agent) -> None:

@@ -1,0 +1,54 @@
+"""What settings and devices cannot do with a model, as far as its config and the names of its weights tell.
+
+Asked before weights are read, which may take minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.config import EngineConfig
+from engine.layers.linear import Linear
+from engine.layers.moe import Moe
+from engine.models.config import ModelConfig
+from engine.models.families import family_of
+from engine.models.model import Model
+
+EXPERTS = "on a GPU experts have 16 bits, or 8 that were quantized here: use --quant-mode none or fp8"
+
+
+def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
+    """Raise ConfigError for a setting that says nothing about such a model."""
+    if config.latent is None and engine_config.mla != EngineConfig.mla:
+        raise ConfigError(f"--mla {engine_config.mla}: {config.architecture} has no latent attention; leave it out")
+
+
+def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) -> None:
+    """Raise UnsupportedModelError for blocks that the device has no kernels for.
+
+    quant_mode: of all linear layers; "none" where the checkpoint says which are quantized.
+    """
+    if device.type != "cuda":
+        return
+    family, latent = family_of(config.architecture), config.latent
+    if not family.has_gpu_kernels:
+        raise UnsupportedModelError(f"{family.architecture} has no GPU kernels yet: use --device cpu")
+    if latent is not None and latent.form != "absorbed":
+        raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
+    if quant_mode == "int4-weight" and config.moe is not None:
+        raise UnsupportedModelError(EXPERTS)
+
+
+def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
+    """The same for experts of which a checkpoint has quantized weights, `packed`, that are to stay so."""
+    if device.type == "cuda" and any(name in packed for name in _names_of_experts(skeleton)):
+        raise UnsupportedModelError(EXPERTS)
+
+
+def _names_of_experts(skeleton: Model) -> list[str]:
+    experts = [expert for block in skeleton.blocks if isinstance(block, Moe) for expert in block.experts.values()]
+    layers = [layer for expert in experts for layer in (expert.gate_up, expert.down)]
+    return [name for layer in layers if isinstance(layer, Linear) for name in layer.names]
