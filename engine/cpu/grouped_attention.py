@@ -80,9 +80,7 @@ class GroupedAttention:
     def _plan_group(self, group: int, batch: StepBatch, inputs: Tensor, rotation: Rotation) -> GroupMetadata:
         groups, block_size = self._groups, self._groups.block_size
         rows: list[GroupRow] = []
-        singles: list[
-            tuple[int, list[BlockId], int, int]
-        ] = []  # token, blocks, the range of keys it sees there
+        singles: list[tuple[int, list[BlockId], int, int]] = []  # token, blocks, the range of keys it sees there
         new_blocks: list[Tensor] = []
         for index, request in enumerate(batch.requests):
             start, stop = batch.query_starts[index], batch.query_starts[index + 1]
