@@ -33,6 +33,7 @@ class GroupedKVManager(KVManager):
     ) -> None:
         super().__init__(pool, groups.block_size, fingerprint, host_tier, enable_prefix_cache)
         self.groups = groups
+        self.blocks_per_position = groups.num_groups
 
     # -- counts ----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class CacheStats:
 class KVManager:
     """Blocks of requests in one pool, with an optional host tier behind it."""
 
+    blocks_per_position = 1
+    """Blocks that a request takes when its last ones are full."""
     leases_in_order = True
     """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
 

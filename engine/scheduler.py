@@ -169,7 +169,8 @@ class Scheduler:
             self._admit(step)
         if self.speculation is not None:
             num_spare_tokens = self._max_num_batched_tokens - step.num_tokens
-            num_kept_blocks = len(self._running) - 1  # one for the next token of each of the others
+            # For the next token of each of the others.
+            num_kept_blocks = (len(self._running) - 1) * self.kv.blocks_per_position
             self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks, self.max_model_len)
         if self.prefetches.has_queued:
             self.prefetches.reserve(self._num_spare_blocks())
@@ -290,7 +291,7 @@ class Scheduler:
         if self._waiting or self._swapped:
             return 0
         missing = (self.kv.num_blocks_for(r.num_tokens) - len(r.block_ids) for r in self._running)
-        return self.kv.pool.num_available - sum(max(count, 0) + 1 for count in missing)
+        return self.kv.pool.num_available - sum(max(count, 0) + self.kv.blocks_per_position for count in missing)
 
     # -- inside a step ---------------------------------------------------------------------------------------
 
@@ -434,7 +435,7 @@ class Scheduler:
                 return None  # ends with the step in flight, and its blocks go to a peer
             victims.append(victim)
             missing_seats -= 1
-            missing_blocks -= freed.add(victim) + 1  # the one that is kept for it, see below
+            missing_blocks -= freed.add(victim) + self.kv.blocks_per_position  # what is kept for it, see below
             if missing_seats <= 0 and missing_blocks <= 0:
                 return victims
         return None
@@ -442,14 +443,14 @@ class Scheduler:
     def _num_missing_blocks(self, request: Request, max_tokens: int) -> int:
         """Blocks to free before `request` can start; negative: so many are left.
 
-        A block is kept for each running request, or its next token evicts the newcomer.
+        A block of each KV group is kept for each running request, or its next token evicts the newcomer.
         """
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_tokens - request.num_computed_tokens, max_tokens)
             needed = self.kv.num_blocks_to_resume(request, request.num_computed_tokens + num_new)
         else:
             needed = self.kv.num_blocks_to_admit(request)
-        return needed + len(self._running) - self.kv.pool.num_available
+        return needed + len(self._running) * self.kv.blocks_per_position - self.kv.pool.num_available
 
     def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Bring a swapped request back; returns the tokens of its row."""

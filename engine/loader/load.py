@@ -19,6 +19,7 @@ from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.pipeline import Stage
+from engine.layers.post_norm import PostNormed
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.counted import CountedWeights
@@ -248,8 +249,9 @@ def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[
     folds = engine_config.kv_cache_dtype == "fp8" and int4 is None
 
     def finish(block: Block) -> None:
-        if folds and isinstance(block, Attention):
-            fold_kv_scales(block)
+        inner = block.inner if isinstance(block, PostNormed) else block
+        if folds and isinstance(inner, Attention):
+            fold_kv_scales(inner)
         quantizer.convert(block)
 
     return finish
