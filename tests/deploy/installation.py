@@ -71,11 +71,26 @@ class Installation:
         return time.monotonic() - start
 
     def wait_ready(self, num_pods: int, seconds: float = READY_SECONDS) -> float:
-        return self.wait_until(f"{num_pods} pods are ready", lambda: self._are_ready(num_pods), seconds)
+        """Wait for pods, and for every router's connection to every worker; seconds that it took."""
+        waited = self.wait_until(f"{num_pods} pods are ready", lambda: self._are_ready(num_pods), seconds)
+        return waited + self.wait_until("routers know all workers", self._are_connected, 30)
 
     def _are_ready(self, num_pods: int) -> bool:
         found = [pod for pod in self.pods() if pod["status"]["phase"] != "Succeeded"]
         return len(found) == num_pods and all(is_ready(pod) for pod in found)
+
+    def _are_connected(self) -> bool:
+        workers = [pod for pod in self.pods() if _component(pod) == "worker"]
+        expected = sum(len(pod["spec"]["containers"]) for pod in workers)
+        connected = [
+            sum(worker["state"] == "ready" for worker in self._workers(router)) for router in self.pods("router")
+        ]
+        return connected == [expected] * len(connected)
+
+    def _workers(self, router: Document) -> list[Document]:
+        found = httpx.get(f"http://{router['status']['podIP']}:8000/v1/cluster", timeout=10).json()
+        workers: list[Document] = found["workers"]
+        return workers
 
     def describe(self) -> str:
         texts = [self.kubectl("get", "pods", "--output=wide"), self.kubectl("get", "events")[-4000:]]
@@ -156,6 +171,10 @@ def installed(
 
 def is_ready(pod: Document) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+
+
+def _component(pod: Document) -> str:
+    return str(pod["metadata"]["labels"].get("app.kubernetes.io/component", ""))
 
 
 def names(pods: list[Document]) -> set[str]:
