@@ -86,16 +86,22 @@ def parse_config(
     check_quant_mode(argv, env, known_modes)
     namespace = build_parser().parse_args(argv)
 
-    def settings(cls: type[T], **given: str) -> T:
+    def settings(cls: type[T], **given: Any) -> T:
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | given
         return from_namespace(cls, namespace, env, fixed)
 
-    serve, engine = settings(ServeConfig), settings(EngineConfig)
+    serve = settings(ServeConfig)
+    if serve.ep > 1:
+        if getattr(namespace, "tp", serve.ep) != serve.ep:
+            raise ConfigError(f"--ep {serve.ep} --tp {namespace.tp}: both are the ranks of a worker; give one")
+        engine = settings(EngineConfig, tp=serve.ep, expert_parallel=True)
+    else:
+        engine = settings(EngineConfig)
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
     gpus = find(engine.device)
-    is_tp_given = hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
+    is_tp_given = serve.ep > 1 or hasattr(namespace, "tp") or f"{ENV_PREFIX}TP" in env
     workers = choose_workers(
         None if serve.prefill < 0 else serve.prefill,
         None if serve.decode < 0 else serve.decode,

@@ -230,11 +230,18 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
             try:
                 specs, serve = planned(*flags)
             except ConfigError:
-                assert flags[0] == "--ep=3"
+                assert flags[0] in ("--expert-parallel", "--stage-address=x")  # without --tp, --pp
                 continue
             has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
             ignored += [] if has_effect else flags
     assert ignored == []
+
+
+def test_ep_gives_ranks_whole_experts(fixed_ports):
+    config = parse_config(["--ep=2"], {})
+    assert (config.engine.tp, config.engine.expert_parallel) == (2, True)
+    with pytest.raises(ConfigError, match="--ep 2 --tp 4"):
+        parse_config(["--ep=2", "--tp=4"], {})
 
 
 def test_settings_that_the_cluster_makes_itself_are_no_flags_and_no_variables(fixed_ports, capsys):
@@ -288,7 +295,7 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
         (["--decode=0"], "at least one decode worker"),
         (["--tp=0"], "--tp 0: choose 1 to 256"),
         (["--prefill-tp=-1"], "--prefill-tp -1: choose 1 or more"),
-        (["--ep=2"], "no expert parallelism yet"),
+        (["--ep=0"], "--ep 0: choose 1 or more"),
         (["--quant-mode=w8a16"], "use int8-weight"),
         (["--quant-mode", "w8a16"], "use int8-weight"),
         (["--quant-mode=fp4"], "choose one of auto, none, int8-weight"),

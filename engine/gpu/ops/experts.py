@@ -45,12 +45,14 @@ class StackedExperts:
     """Weights of a block's experts, one after the other; the experts' own become views of them.
 
     gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
-    block then has none: as many of the same size, that every token chooses.
+    block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
+    `Moe` may have made it float32.
     """
 
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
         self.num_shared = 0
+        self.router = block.router.to(block.norm.dtype)
         gate_up = [checked(expert.gate_up) for expert in block.experts.values()]
         down = [checked(expert.down) for expert in block.experts.values()]
         more_gate_up: list[Stack] = []
@@ -107,18 +109,15 @@ def stacked(layers: list[Stackable], more: list[Stack]) -> Stack:
     return Stack(weights, torch.stack(known) if known else None)
 
 
-def router_of(block: Moe, plain_router: Gemm) -> Gemm:
+def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
     """Logits of a normed x. plain_router: the router's GEMM in x's type."""
     if not block.rule.float32_router:
         return plain_router
 
-    weight = block.router
-    narrow = weight.to(block.norm.dtype)  # what it was before `Moe` made it float32: nothing is lost
-
     def float32(x: Tensor) -> Tensor:
-        if x.is_cuda and x.dtype == narrow.dtype != torch.float32:
-            return torch.mm(x, narrow.t(), out_dtype=torch.float32)
-        return functional.linear(x.float(), weight)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, experts.router.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), experts.router.float())
 
     return float32
 
@@ -144,7 +143,7 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
     """
     gate_up, down = experts.gate_up, experts.down
     num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
-    router, choose = router_of(block, plain_router), chooser(block, experts.num_shared)
+    router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
 
     def body(x: Tensor, step: object) -> Tensor:
         shares, chosen = choose(router(x))

@@ -65,7 +65,7 @@ def mlp(block: Mlp) -> GpuOp:
 
 def experts(block: Moe, stacked: StackedExperts) -> GpuOp:
     logits_type = torch.float32 if block.rule.float32_router else block.norm.dtype
-    router = Linear(block.router.to(block.norm.dtype))  # see `router_of`
+    router = Linear(stacked.router)
     add = moe_of_row(
         block, stacked, partial(bound_gemv(router), norm=block.norm, eps=block.eps, out_dtype=logits_type)
     )  # fmt: skip

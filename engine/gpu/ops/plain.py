@@ -91,7 +91,7 @@ def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
 def experts(
     block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
 ) -> GpuBody:
-    return moe(block, stacked, gemm(Linear(block.router), num_rows, workspace), is_summed)
+    return moe(block, stacked, gemm(Linear(stacked.router), num_rows, workspace), is_summed)
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
