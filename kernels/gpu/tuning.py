@@ -333,8 +333,8 @@ GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(TileConfig(128, 64, num_stages=3, block_m=128)),
 )
 
-# `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. us at 64 x 4k | 8 x 8k | 256 x 1k |
-# 1 x 8k: this 87.8 | 32.0 | 84.9 | 10.9; (64, 8, 3, 1) 89.7 | 31.2 | 87 | 11.5; (64, 4, 2, 2) 94.6 | 37 | 89 | 11.1.
+# `latent_decode` and `latent_prefill`: keys of 576 numbers, of 16 heads or more. us at 64 x 4k | 8 x 8k | 256 x 1k:
+# this 87.8 | 32.0 | 84.9; (64, 4, 2, 2) 94.0 | 36.7 | 89.0. (64, 8, 3, 1) takes 89.7 and 31.2 at the first two.
 # With keys instead of heads as rows of the GEMMs, 98 at 64 x 4k, through tensor descriptors 99.
 LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=2)
 LATENT_PREFILL = PrefillConfig(32, 8, 2)
