@@ -52,7 +52,7 @@ class GroupedKVManager(KVManager):
         return [block_id for block_id in request.block_ids if block_id != NO_BLOCK]
 
     def num_blocks_to_admit(self, request: Request) -> int:
-        """As of a plain list. Shared blocks of a window are charged: they go back, and own ones take their place."""
+        """See KVManager. Shared blocks of a window are charged: they go back, and the request gets its own."""
         most, windows = self.groups.most_live(request.num_tokens), self.groups.windows
         if 0 not in windows or not self.enable_prefix_cache:
             return most
@@ -89,7 +89,7 @@ class GroupedKVManager(KVManager):
         return list(self._cached_table(request, request.num_reusable_tokens).values())
 
     def attach_for_load(self, request: Request, num_tokens: int) -> tuple[dict[int, BlockId], int]:
-        """As of a plain list. A lease holds the blocks that are live behind `num_tokens`, in the table's order."""
+        """See KVManager. A lease holds the blocks that are live behind `num_tokens`, in the table's order."""
         groups, num_attached = self.groups, len(request.block_ids)
         request.block_ids += [NO_BLOCK] * (self.num_blocks_for(num_tokens) - num_attached)
         live = groups.live_entries(num_tokens, num_tokens)
@@ -176,7 +176,7 @@ class GroupedKVManager(KVManager):
         return leased
 
     def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
-        """Those of the one group without a window: others may be left behind before the prompt is computed."""
+        """Return blocks of the one group without a window: others may go before the prompt is computed."""
         if self.groups.windows.count(0) != 1:
             return []
         return group_table(request.block_ids, 0, self.groups.num_groups, first, last)

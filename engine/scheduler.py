@@ -323,7 +323,7 @@ class Scheduler:
         return preempted
 
     def _share_of(self, decodes: list[Request]) -> list[Request]:
-        """Those of a pipeline's next step: an equal share of them all, of those whose last token is known.
+        """Select the requests of a pipeline's next step: an equal share, of those whose last token is known.
 
         Shares of all steps in flight together are at least all requests, so each is in one step of each round.
         """

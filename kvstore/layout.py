@@ -238,7 +238,7 @@ class PoolGeometry:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of one layer in a block."""
         return self.block_bytes // len(self.layers)
 
     @property

@@ -61,7 +61,7 @@ class Case:
         return 2 * self.rows * self.length * self.num_heads * (NOPE + ROTATED + VALUE)
 
     def naive_seconds(self) -> float:
-        """Of torch's attention over expanded keys and values."""
+        """Time torch's attention over expanded keys and values."""
         heads = (self.rows, self.num_heads)
         k = torch.empty(*heads, self.length, NOPE + ROTATED, dtype=torch.bfloat16, device="cuda").normal_()
         v = torch.empty(*heads, self.length, VALUE, dtype=torch.bfloat16, device="cuda").normal_()

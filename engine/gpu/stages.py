@@ -24,7 +24,7 @@ TIMEOUT = timedelta(minutes=10)  # of one message: the stage before may compile 
 
 
 def most_tokens(config: EngineConfig) -> int:
-    """Of one step, with what pads it in a graph."""
+    """Return the most tokens of one step, with what pads it in a graph."""
     return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
 
 
@@ -99,7 +99,7 @@ def stage_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
 
 
 def _store_of(store: Path, index: int) -> Path:
-    """Of the stages `index` and the one behind it."""
+    """Name the store of stage `index` and the one behind it."""
     return store.with_name(f"{store.name}-{index}")
 
 

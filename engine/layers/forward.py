@@ -74,7 +74,7 @@ class Forward(Generic[S]):
         return hidden
 
     def ended_by(self, final: AddNorm[Tensor]) -> Forward[S]:
-        """The same with `final` in the place of the final norm."""
+        """Return this forward pass with `final` instead of the final norm."""
         return Forward(self._start, self._ops[:-1], final, self.logits)
 
 

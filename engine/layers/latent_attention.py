@@ -95,7 +95,7 @@ class LatentAttention(AttentionBlock):
     @property
     @abstractmethod
     def query_width(self) -> int:
-        """Of a query as `heads` returns it; a backend scales scores by the inverse of its root."""
+        """Width of a query as `heads` returns it; a backend scales scores by the inverse of its root."""
 
     @property
     def w_uk(self) -> Tensor:

@@ -73,7 +73,7 @@ def layer_of(name: str) -> int | None:
 
 
 def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: range) -> dict[str, Shape]:
-    """Those of `shapes` that the stage of `layers` needs: embedding and head are the first and the last stage's."""
+    """Select the `shapes` that the stage of `layers` needs: embedding and head are the first and the last stage's."""
     is_first, is_last = layers.start == 0, layers.stop == config.num_layers
     first_layer = next(index for index, name in enumerate(shapes) if layer_of(name) is not None)
     needed = {}

@@ -43,7 +43,7 @@ def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) ->
 
 
 def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
-    """The same for experts of which a checkpoint has quantized weights, `packed`, that are to stay so."""
+    """Raise UnsupportedModelError for experts whose weights, `packed`, are to stay quantized as they are."""
     if device.type == "cuda" and any(name in packed for name in _names_of_experts(skeleton)):
         raise UnsupportedModelError(EXPERTS)
 

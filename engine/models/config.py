@@ -47,7 +47,7 @@ class MoeConfig:
 
     @property
     def held_experts(self) -> range:
-        """Those of this rank."""
+        """Experts of this rank."""
         count = self.num_experts // self.expert_ranks
         return range(self.expert_rank * count, (self.expert_rank + 1) * count)
 

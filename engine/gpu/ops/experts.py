@@ -81,7 +81,7 @@ def scales_of(layer: Stackable) -> Tensor | None:
 
 
 def gate_up_pieces(layer: Stackable, count: int) -> list[Stack]:
-    """Of `count` experts whose outputs add up to that of all as one."""
+    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one."""
 
     def pieces(rows: Tensor) -> list[Tensor]:
         gate, up = rows.view(2, count, -1, *rows.shape[1:])
@@ -93,7 +93,7 @@ def gate_up_pieces(layer: Stackable, count: int) -> list[Stack]:
 
 
 def down_pieces(layer: Stackable, count: int) -> list[Stack]:
-    """See `gate_up_pieces`."""
+    """Cut down into that of `count` experts, see `gate_up_pieces`."""
     scales = scales_of(layer)
     return [Stack(weight, scales) for weight in layer.weight.view(layer.weight.shape[0], count, -1).unbind(1)]
 
