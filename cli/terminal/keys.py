@@ -16,8 +16,9 @@ LFLAG, IFLAG, CONTROL = 3, 0, 6  # indexes of what termios.tcgetattr returns
 def keys_kept(fd: int) -> Iterator[None]:
     """Show no key that is typed, and keep them for the prompt that comes next, which shows them.
 
-    Ctrl-C and Ctrl-Z still send their signals, without throwing away what was typed before. A prompt that switches
-    the terminal to its own mode must leave it as it was. Called in the main thread.
+    Ctrl-C and Ctrl-Z still send their signals, without throwing away what was typed before. Ctrl-C does nothing
+    outside `interrupted_once`: whoever stops an answer that has just ended must not end the program. A prompt that
+    switches the terminal to its own mode must leave it as it was. Called in the main thread.
     """
     before = termios.tcgetattr(fd)
     mode = termios.tcgetattr(fd)
@@ -32,11 +33,15 @@ def keys_kept(fd: int) -> Iterator[None]:
             termios.tcsetattr(fd, termios.TCSANOW, mode)
 
     termios.tcsetattr(fd, termios.TCSANOW, mode)
-    handler_before = signal.signal(signal.SIGCONT, on_continue)
+    handlers_before = {
+        signal.SIGCONT: signal.signal(signal.SIGCONT, on_continue),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda _number, _frame: None),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGCONT, handler_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
