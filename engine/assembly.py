@@ -326,6 +326,10 @@ def _make_runner(
         from engine.gpu.runner import GpuRunner  # needs triton
 
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
+    if config.simulated_steps:
+        from engine.simulated_runner import SimulatedRunner
+
+        return SimulatedRunner(loaded, pool, host_buffer, config)
     from engine.cpu.runner import ModelRunner
 
     return ModelRunner(loaded, pool, host_buffer, config, ends=ends)

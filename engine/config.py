@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from common.config import setting
 from common.errors import ConfigError
+from common.step_times import StepCost
 
 MLA_FORMS = ("absorbed", "latent", "naive")
 
@@ -56,6 +57,10 @@ class EngineConfig:
     itl_objective_ms: float = setting(
         0.0, "time between tokens to keep: bounds the prompt tokens of a step that decodes, too; 0: none"
     )
+    simulated_steps: str = setting(
+        "", "compute nothing: steps last as long as this says and sample random tokens (policies without GPUs); "
+        "seconds for the parts of a step: base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5",
+    )  # fmt: skip
     num_speculative_tokens: int = setting(
         0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
     )
@@ -91,6 +96,13 @@ class EngineConfig:
             "every running sequence needs a token in a step",
         )
         require(self.itl_objective_ms >= 0, "--itl-objective-ms must not be negative")
+        if self.simulated_steps:
+            StepCost.parse(self.simulated_steps)
+        require(
+            not self.simulated_steps
+            or (self.device != "cuda" and self.tp == self.pp == 1 and not self.num_speculative_tokens),
+            "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out",
+        )
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
         require(
             0 <= self.num_speculative_tokens <= 64,
@@ -134,12 +146,13 @@ class EngineConfig:
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
+        like_gpu = on_gpu or bool(self.simulated_steps)
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         num_here = 1 if self.stage_address else self.num_ranks
         num_cores = len(os.sched_getaffinity(0))
-        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
-        num_tokens = (16384 if is_offline else 8192) if on_gpu else 256
+        max_num_seqs = self.max_num_seqs or (256 if like_gpu else 64)
+        num_tokens = (16384 if is_offline else 8192) if like_gpu else 256
         max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, max_num_seqs)
         return replace(
             self,
