@@ -25,6 +25,7 @@ from engine.gpu.forward import FusedForward, GpuInputs
 from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step, draft_step, stage_step
 from engine.gpu.group import DeviceGroup, VocabShards
 from engine.gpu.inputs import query_inputs, step_tokens, upload
+from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes
@@ -184,6 +185,7 @@ class GpuRunner:
         self._rows.clear()
         if self._use_graphs:
             self.capture(on_progress)
+        log_late_compiles()
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
