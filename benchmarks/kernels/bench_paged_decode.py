@@ -111,23 +111,23 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
-    parser.add_argument("--only", default="", help="part of a shape's name: 1x32768")
+    parser.add_argument("--shapes", default="", help="rows x tokens, instead of the usual ones: 1x1024,8x4096")
     options = parser.parse_args()
     models = [options.model] if options.model else list(MODELS)
+    pairs = [each.split("x") for each in options.shapes.split(",") if each]
+    shapes = [(int(rows), int(length)) for rows, length in pairs] or SHAPES
     read = read_bandwidth()
     if options.sweep:
         sweep(models, read, options.block_size, options.kv_dtype)
         return
     for model in models:
-        for rows, length in SHAPES:
-            if options.only not in f"{rows}x{length}":
-                continue
+        for rows, length in shapes:
             case = Case(*MODELS[model], rows, length, options.block_size, KV_DTYPES[options.kv_dtype])
             seconds = case.seconds()
             rate = case.bytes_per_call / seconds
             report(
                 "paged_decode", f"{model} {options.kv_dtype} bs{options.block_size} {rows}x{length}",
-                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read,
+                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read, unsplit_us=case.seconds(splits=1) * 1e6,
                 simple_ratio=case.simple_seconds() / seconds,
             )  # fmt: skip
 
