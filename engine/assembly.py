@@ -49,7 +49,6 @@ from kvstore.transport.shared_memory import create_memfd
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
-    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
@@ -270,12 +269,11 @@ def _make_parallel_runner(
     geometry: PoolGeometry,
     followers: Followers | RemoteStage,
     shards: Sequence[Shard],
-) -> ParallelRunner | PipelineRunner:
+) -> ParallelRunner:
     """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
 
     shards: the others'.
     """
-    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
@@ -285,7 +283,7 @@ def _make_parallel_runner(
         followers.give_pools(told)
         ends = StageEnds(followers.hidden_source())
         last = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, ends)
-        return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=True)
+        return ParallelRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=True)
     if loaded.device.type == "cuda":
         from engine.gpu.group import open_group
         from engine.gpu.runner import GpuRunner
@@ -298,7 +296,7 @@ def _make_parallel_runner(
         if config.pp > 1:
             ends = open_ends(loaded, config, Stage(config.pp - 1, config.pp), followers.store)
             last = GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
-            return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=False)
+            return ParallelRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=False)
         devices = open_group(loaded, config, followers.exchange, followers.store)
         return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
     from engine.cpu.runner import ModelRunner
@@ -307,7 +305,7 @@ def _make_parallel_runner(
     followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
     if config.pp > 1:
         local = ModelRunner(loaded, pool, host_buffer, config, ends=StageEnds(followers.hidden_source()))
-        return PipelineRunner(local, followers, config.pp, is_eager=True)
+        return ParallelRunner(local, followers, config.pp, is_eager=True)
     group = GlooGroup(geometry.shard, followers.store)
     return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
 

@@ -29,7 +29,7 @@ from engine.gpu.runner import GpuRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import Stage, StageEnds
 from engine.loader import load_model
-from engine.parallel.pipeline import PipelineRunner
+from engine.parallel.runner import ParallelRunner
 from engine.plan import StepPlan
 from engine.request import SamplingParams
 from tests.cluster.test_tensor_parallel import followers_of
@@ -85,7 +85,7 @@ class StagesHere:
         pass
 
 
-class RunnerHere(PipelineRunner):
+class RunnerHere(ParallelRunner):
     """Warms up each stage by itself, in the order of stages."""
 
     stages: StagesHere
@@ -105,7 +105,7 @@ class RunnerHere(PipelineRunner):
 
 
 def open_stages(model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, **settings: Any) -> Engine:
-    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> PipelineRunner:
+    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> ParallelRunner:
         files, config = ModelFiles("tiny", "directory", model), replace(config, pp=count)
         links, runners = [Link() for _ in range(count - 1)], []
         for index in range(count):

@@ -34,7 +34,7 @@ from engine.loader import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
-from engine.parallel.pipeline import PipelineRunner
+from engine.parallel.runner import ParallelRunner
 from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
@@ -95,7 +95,7 @@ class ThreadedStages:
         pass
 
 
-class UnwarmedRunner(PipelineRunner):
+class UnwarmedRunner(ParallelRunner):
     """The stages in threads have been warmed up by nobody."""
 
     def warmup(self, *_: object) -> None:
@@ -107,7 +107,7 @@ def open_stages(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **setti
 
     def make(
         _whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
-    ) -> PipelineRunner:
+    ) -> ParallelRunner:
         files = ModelFiles("tiny", "directory", path)
         last = load_model(files, config, CPU, stage=Stage(count - 1, count))
         links = [QueueLink() for _ in range(count - 1)]
