@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -17,6 +18,7 @@ from engine.layers.weights import Partition, ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
+from kvstore.layout import Shard
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -57,6 +59,11 @@ def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
         found.append(range(start[stop], stop))
         stop = start[stop]
     return found[::-1]
+
+
+def shard_of(shard: Shard, layers: range) -> Shard:
+    """The rank's part of a stage."""
+    return replace(shard, layers=(layers.start, layers.stop))
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -29,16 +29,17 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
-from engine.layers.pipeline import Stage, StageEnds
+from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers
 from engine.parallel.follower import follow
-from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
+from engine.parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.parallel.runner import ParallelRunner
 from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.parallel.test_ranks import ThreadGroup
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -64,25 +65,37 @@ class QueueLink:
 
 
 class ThreadedStages:
-    """Stands in for `Followers`: the stages before the last one, in threads that are given the plans' bytes."""
+    """Stands in for `Followers`: the ranks of all stages but `local`, in threads that are given the plans' bytes."""
 
     def __init__(
-        self, loaded: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, links: Sequence[QueueLink]
+        self, whole: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, tp: int, pp: int
     ) -> None:
         files = ModelFiles("tiny", "directory", Path(config.model))
         self._plans: list[queue.Queue[bytes]] = []
-        for index, sink in enumerate(links):
-            stage = load_model(files, config, CPU, stage=Stage(index, len(links) + 1))
-            assert stage.fingerprint == loaded.fingerprint
-            geometry = pool_geometry(stage.config, config, stage.fingerprint, stage.dtype, stage.shard)
+        links = [[None, *(QueueLink() for _ in range(pp - 1)), None] for _ in range(tp)]
+        groups = [ThreadGroup(tp) if tp > 1 else None for _ in range(pp)]
+        for number in range(tp * pp):
+            shard, stage = place_of(number, replace(config, tp=tp, pp=pp))
+            assert stage is not None
+            loaded = load_model(files, config, CPU, shard, stage=stage)
+            if tp == 1:
+                assert loaded.fingerprint == whole.fingerprint
+            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
             slots = None
             if host_buffer is not None:
                 slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            ends = StageEnds(links[index - 1] if index else None, sink)
-            runner = ModelRunner(stage, allocate_pool(geometry, CPU), slots, config, ends=ends)
+            group, ends = groups[stage.index], StageEnds(*links[shard.rank][stage.index : stage.index + 2])
+            if group is not None:
+                group.join(shard.rank)
+            runner = ModelRunner(loaded, allocate_pool(geometry, CPU), slots, config, group, ends)
+            if number == 0:
+                self.local = runner
+                continue
             plans: queue.Queue[bytes] = queue.Queue()
-            threading.Thread(target=follow, args=(plans.get, runner), daemon=True).start()
+            threading.Thread(target=_follow, args=(plans, runner, group, shard.rank), daemon=True).start()
             self._plans.append(plans)
+        if group := groups[-1]:
+            group.join(0)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]]) -> None:
         for plans in self._plans:
@@ -95,6 +108,12 @@ class ThreadedStages:
         pass
 
 
+def _follow(plans: queue.Queue[bytes], runner: ModelRunner, group: ThreadGroup | None, rank: int) -> None:
+    if group is not None:
+        group.join(rank)
+    follow(plans.get, runner)
+
+
 class UnwarmedRunner(ParallelRunner):
     """The stages in threads have been warmed up by nobody."""
 
@@ -102,22 +121,16 @@ class UnwarmedRunner(ParallelRunner):
         pass
 
 
-def open_stages(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
-    """An engine over stages in threads."""
+def open_stages(
+    path: Path, count: int, monkeypatch: pytest.MonkeyPatch, tp: int = 1, **settings: object
+) -> EngineParts:
+    """An engine over stages of `tp` ranks each in threads."""
 
     def make(
-        _whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
+        whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
     ) -> ParallelRunner:
-        files = ModelFiles("tiny", "directory", path)
-        last = load_model(files, config, CPU, stage=Stage(count - 1, count))
-        links = [QueueLink() for _ in range(count - 1)]
-        geometry = pool_geometry(last.config, config, last.fingerprint, last.dtype, last.shard)
-        slots = None
-        if host is not None:
-            slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
-        local = ModelRunner(last, allocate_pool(geometry, CPU), slots, config, ends=StageEnds(links[-1]))
-        stages = ThreadedStages(last, host, config, links)
-        return UnwarmedRunner(local, stages, count, is_eager=True)  # type: ignore[arg-type]
+        stages = ThreadedStages(whole, host, config, tp, count)
+        return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
@@ -149,6 +162,25 @@ def test_greedy_tokens_are_those_of_transformers(
     parts = open_stages(path, count, monkeypatch, max_num_batched_tokens=40, max_num_seqs=6)
     assert run(parts) == expected
     assert run(parts) == expected  # from the prefix cache
+    assert parts.engine.num_failed_steps == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_stages_of_ranks_give_the_tokens_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that are swapped, on the four ranks of two stages."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(
+        path, 2, monkeypatch, tp=2, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(parts) == expected
+    assert parts.engine.scheduler.num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
 
 
@@ -210,7 +242,8 @@ def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     assert parts.engine.num_steps < 3 * 20 + 12
 
 
-def test_processes_are_stages() -> None:
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_processes_are_stages(tp: int) -> None:
     """All that the last stage needs to know of a request, and prompts in chunks that are recomputed."""
     params = [
         SamplingParams(
@@ -222,7 +255,7 @@ def test_processes_are_stages() -> None:
     prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
     settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
     expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
-    llm = LLM("dry-run", pp=2, **settings)
+    llm = LLM("dry-run", pp=2, tp=tp, **settings)
     found = llm.generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -230,8 +263,9 @@ def test_processes_are_stages() -> None:
             assert mine.token_id == theirs.token_id
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert llm.engine.scheduler.num_preemptions > 0
-    (follower,) = followers_of(os.getpid())
-    os.kill(follower, signal.SIGKILL)
+    followers = followers_of(os.getpid())
+    assert len(followers) == 2 * tp - 1
+    os.kill(followers[-1], signal.SIGKILL)
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
@@ -306,7 +340,6 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
     [
         ({"pp": 3}, "has 2 layers"),
         ({"pp": 0}, "choose 1 to 64"),
-        ({"pp": 2, "tp": 2}, "--pp with --tp"),
         ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
         ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
