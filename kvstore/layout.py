@@ -136,7 +136,7 @@ def _group_size(counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV of one rank among `size` that share a model's heads (tensor parallelism), or of one pipeline stage.
+    """The KV of one rank among `size` that share the heads (tensor parallelism) of a model or of a pipeline stage.
 
     layers: [first, stop) of the stage; None: all.
     """
@@ -174,16 +174,16 @@ WHOLE = Shard()
 
 
 def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
-    """Whether these are the pools of one worker: its ranks in order, or its stages, each layer once, in any order."""
-    if all(shard.layers is None for shard in shards):
-        return [(shard.rank, shard.size) for shard in shards] == [(rank, len(shards)) for rank in range(len(shards))]
-    ranges = sorted(shard.layers for shard in shards if shard.layers is not None)
-    starts, stops = [first for first, _ in ranges], [stop for _, stop in ranges]
+    """Whether these are the pools of one worker: of stages with each layer once, in any order, all ranks in order."""
     num_layers = len(layout.groups[0].layers)
+    stages: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in shards:
+        stages.setdefault(shard.layers or (0, num_layers), []).append((shard.rank, shard.size))
+    size = len(shards) // len(stages)
+    starts, stops = zip(*sorted(stages), strict=True)
     return (
-        len(ranges) == len(shards)
-        and all(shard.size == 1 for shard in shards)
-        and starts == [0, *stops[:-1]]
+        all(ranks == [(rank, size) for rank in range(size)] for ranks in stages.values())
+        and starts == (0, *stops[:-1])
         and stops[-1] == num_layers
     )
 

@@ -43,7 +43,10 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
         ("--tp=2", "--tp=2", "shm"),
         ("--tp=1", "--tp=2", "nixl"),
         ("--tp=4", "--tp=2", "tcp"),
-        ("--pp=2", "--pp=2", "shm"),
+        ("--pp=2 --tp=2", "--pp=2", "shm"),
+        pytest.param("--pp=2 --tp=2", "--pp=2 --tp=2", "shm", marks=pytest.mark.soak),
+        pytest.param("--tp=2", "--pp=2 --tp=2", "tcp", marks=pytest.mark.soak),
+        pytest.param("--pp=2", "--tp=2", "shm", marks=pytest.mark.soak),
         pytest.param("--pp=2", "--pp=1", "tcp", marks=pytest.mark.soak),
         pytest.param("--pp=1", "--pp=2", "nixl", marks=pytest.mark.soak),
         pytest.param("--pp=2", "--pp=2", "tcp", marks=pytest.mark.soak),
@@ -60,7 +63,7 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
     with running_cluster(
         engine_args=ENGINE,
         worker_args=(f"--kv-transport={transport}",),
-        role_args={"prefill": [prefill], "decode": [decode]},
+        role_args={"prefill": prefill.split(), "decode": decode.split()},
     ) as cluster:
         for params in (GREEDY, SAMPLED):
             expected = [completion.text for completion in reference.generate(PROMPTS, params)]
