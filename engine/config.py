@@ -104,10 +104,6 @@ class EngineConfig:
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
         require(
-            self.pp == 1 or not self.num_speculative_tokens,
-            "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
-        )
-        require(
             self.pp == 1 or not self.itl_objective_ms,
             "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, not a step",
         )

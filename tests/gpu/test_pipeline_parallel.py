@@ -32,7 +32,9 @@ from engine.loader import load_model
 from engine.parallel.runner import ParallelRunner
 from engine.plan import StepPlan
 from engine.request import SamplingParams
+from engine.speculation.drafts import Speculation
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.gpu.models import save_tiny_model
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
 from tests.gpu.test_tensor_parallel import GREEDY, PARAMS
@@ -126,12 +128,12 @@ def open_stages(model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: G
     monkeypatch.setattr(rows, "FEW_ROWS", 3)
     monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
     settings = {
         "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "max_model_len": 96, "dtype": "float32", **settings,
     }  # fmt: skip
     parts = assemble(EngineConfig(str(model), device="cuda" if ON_GPU else "cpu", **settings), gpu=gpu)
-    parts.engine.scheduler.num_stages = count
     return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
 
 
@@ -152,6 +154,21 @@ def test_stages_on_one_device_give_the_tokens_of_one_runner(
     for params, tokens in zip((greedy(8), SAMPLED, greedy(8)), (*expected, expected[0]), strict=True):
         assert generate(made, params) == tokens
     assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak
+def test_stages_take_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(12))
+    drafter = MakeOracle(knows([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]), 0.6, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
+    )
+    made = open_stages(
+        model, 2, monkeypatch, GpuConfig(), block_size=8, num_speculative_tokens=4, max_num_seqs=16,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    assert generate(made, greedy(12)) == expected
+    assert 4 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
 
 
 @pytest.mark.soak

@@ -40,6 +40,7 @@ from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.parallel.test_ranks import ThreadGroup
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -133,9 +134,9 @@ def open_stages(
         return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
     parts = assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
-    parts.engine.scheduler.num_stages = count
     return parts
 
 
@@ -182,6 +183,29 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
         assert run(parts) == expected
     assert parts.engine.scheduler.num_preemptions > 0
     assert parts.engine.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(("count", "tp", "preemption"), [(2, 1, "recompute"), (3, 1, "swap"), (2, 2, "swap")])
+def test_stages_take_drafts(
+    count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them right, while other steps are in flight and requests give way to each other."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS["llama"]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: drafter)
+    parts = open_stages(
+        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4, max_num_seqs=6,
+        max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        found = run(parts)
+        assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
+    scheduler = parts.engine.scheduler
+    assert scheduler.num_preemptions > 0
+    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
 
 
 def test_layers_with_windows_are_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +279,7 @@ def test_processes_are_stages(tp: int) -> None:
     prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
     settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
     expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
-    llm = LLM("dry-run", pp=2, tp=tp, **settings)
+    llm = LLM("dry-run", pp=2, tp=tp, num_speculative_tokens=2 * (tp - 1), **settings)
     found = llm.generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -263,6 +287,7 @@ def test_processes_are_stages(tp: int) -> None:
             assert mine.token_id == theirs.token_id
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert llm.engine.scheduler.num_preemptions > 0
+    assert (llm.engine.scheduler.num_draft_tokens > 0) == (tp > 1)
     followers = followers_of(os.getpid())
     assert len(followers) == 2 * tp - 1
     os.kill(followers[-1], signal.SIGKILL)
@@ -340,7 +365,6 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
     [
         ({"pp": 3}, "has 2 layers"),
         ({"pp": 0}, "choose 1 to 64"),
-        ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
         ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
     ids=str,
