@@ -136,8 +136,7 @@ def open_stages(
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
     monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
-    parts = assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
-    return parts
+    return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
 
 
 def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
