@@ -193,8 +193,6 @@ def _build_shard(
     on_progress: OnProgress,
 ) -> Model:
     """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
-    if shard.layers is not None and source.config.windows:  # whose layers are not kept in their order
-        raise ConfigError("--pp: layers with sliding windows cannot be divided among stages yet: use --tp")
     check_kernels(source.config, device, quant_mode)
     _checked_skeleton(source)
     config, weights, int4 = source.config, source.weights, None

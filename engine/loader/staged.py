@@ -14,6 +14,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
+from engine.layers.post_norm import PostNormed
 from engine.layers.weights import Partition, ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
@@ -129,9 +130,10 @@ def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:
     """The blocks of `layers`, which begin with attention; the stage's pool has their K and V from its layer 0 on."""
     kept, layer = [], -1
     for block in blocks:
-        if isinstance(block, AttentionBlock):
-            layer = block.layer
-            block.layer -= layers.start
+        inner = block.inner if isinstance(block, PostNormed) else block
+        if isinstance(inner, AttentionBlock):
+            layer = inner.layer
+            inner.layer -= layers.start
         if layer in layers:
             kept.append(block)
     return kept

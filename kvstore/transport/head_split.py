@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from common.errors import HandshakeError
 from kvstore.layout import PoolGeometry, Shard
 
 
@@ -40,7 +41,10 @@ class ShardPart:
 
 @lru_cache(maxsize=64)
 def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPart, ...]:
-    """The parts that make up a block of `mine`, when the writer has divided the same layout into `shards`."""
+    """The parts that make up a block of `mine`, when the writer has divided the same layout into `shards`.
+
+    Raises HandshakeError for blocks of several groups and other layers: which lie where, a group says.
+    """
     parts: list[ShardPart] = []
     stages: dict[tuple[int, int] | None, list[int]] = {}
     for index, shard in enumerate(shards):
@@ -49,6 +53,8 @@ def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPa
         for rank, heads in _split_heads(mine, len(peers)):
             theirs = replace(mine, shard=shards[peers[rank]])
             layers = range(max(theirs.layers.start, mine.layers.start), min(theirs.layers.stop, mine.layers.stop))
+            if layers and len(mine.layout.groups) > 1 and theirs.layers != mine.layers:
+                raise HandshakeError("KV of several groups is not read from other stages: give both workers one --pp")
             if layers:
                 parts.append(ShardPart(peers[rank], _copy(mine, theirs, layers, heads)))
     return tuple(parts)
@@ -78,7 +84,8 @@ def _copy(mine: PoolGeometry, theirs: PoolGeometry, layers: range, heads: range)
     if theirs.layers == mine.layers and theirs.heads == mine.heads:
         return None
     group = mine.group
-    piece, rows = mine.block_size * group.head_bytes, len(layers) * group.num_planes
+    num_layers = mine.block_layers if layers == mine.layers else len(layers)
+    piece, rows = mine.block_size * group.head_bytes, num_layers * group.num_planes
 
     def place_in(pool: PoolGeometry) -> tuple[int, int]:
         row = len(pool.heads) * piece

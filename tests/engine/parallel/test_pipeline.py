@@ -39,7 +39,7 @@ from engine.parallel.socket_frames import SocketSink, SocketSource, receive_fram
 from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
-from tests.engine.parallel.test_ranks import ThreadGroup
+from tests.engine.parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
@@ -146,12 +146,7 @@ def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-WINDOWED = {name for name, tiny in TINY_MODELS.items() if tiny.changes.get("sliding_window")}
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), zip(sorted(TINY_MODELS.keys() - WINDOWED), cycle([2, 3]), strict=False), ids=str
-)
+@pytest.mark.parametrize(("name", "count"), zip(sorted(TINY_MODELS), cycle([2, 3]), strict=False), ids=str)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,20 +179,29 @@ def test_stages_of_ranks_give_the_tokens_of_transformers(
     assert parts.engine.num_failed_steps == 0
 
 
-@pytest.mark.parametrize(("count", "tp", "preemption"), [(2, 1, "recompute"), (3, 1, "swap"), (2, 2, "swap")])
+@pytest.mark.parametrize(
+    ("name", "count", "tp", "preemption"),
+    [
+        ("llama", 2, 1, "recompute"),
+        ("llama", 2, 2, "swap"),
+        ("gemma3", 3, 1, "swap"),
+        ("gpt-oss", 2, 2, "swap"),
+        ("mistral-window", 2, 1, "swap"),
+    ],
+)
 def test_stages_take_drafts(
-    count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of them right, while other steps are in flight and requests give way to each other."""
+    """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
     torch.set_num_threads(1)
-    tiny = TINY_MODELS["llama"]
+    tiny = TINY_MODELS[name]
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
     monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: drafter)
     parts = open_stages(
-        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=24, block_size=4, max_num_seqs=6,
-        max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
+        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
+        block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
     )  # fmt: skip
     for _ in range(2):
         found = run(parts)
@@ -205,11 +209,6 @@ def test_stages_take_drafts(
     scheduler = parts.engine.scheduler
     assert scheduler.num_preemptions > 0
     assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
-
-
-def test_layers_with_windows_are_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="sliding windows"):
-        open_stages(TINY_MODELS["mistral-window"].save(tmp_path), 2, monkeypatch)
 
 
 def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

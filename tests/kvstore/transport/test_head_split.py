@@ -17,7 +17,7 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
-from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
+from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention, windowed_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.client import Blocks, KvClient, host_client
@@ -258,6 +258,28 @@ def test_equal_stages_of_equal_ranks_read_whole_blocks(size: int) -> None:
     writers = tuple(ranks_of(size, stages(0, 1, 3)))
     for index, shard in enumerate(writers):
         assert split_blocks(geometry_of(2, shard), writers) == (ShardPart(index, None),)
+
+
+def test_blocks_of_groups_are_read_from_stages_of_the_same_layers() -> None:
+    """Five groups of one layer: stages have none of some, and blocks of one layer all the same."""
+    layout = windowed_attention([64, 64, 0, 64, 64], 2, HEAD_DIM, "bfloat16")
+    writers = tuple(ranks_of(2, stages(0, 3, 5)))
+    for shard in (*writers, *stages(0, 3, 5)):
+        geometry = PoolGeometry(layout, 6, BLOCK_SIZE, "f", shard)
+        assert geometry.block_shape[0] == 1
+        parts = split_blocks(geometry, writers)
+        if shard in writers:
+            assert parts == (ShardPart(writers.index(shard), None),)
+            continue
+        written = Counter(
+            place
+            for part in parts
+            for _, to, count in spans(part, geometry.block_bytes)
+            for place in range(to, to + count)
+        )
+        assert written == dict.fromkeys(range(geometry.block_bytes), 1)
+    with pytest.raises(HandshakeError, match="one --pp"):
+        split_blocks(PoolGeometry(layout, 6, BLOCK_SIZE, "f"), writers)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
