@@ -116,11 +116,12 @@ def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int,
     size = _group_size([len(layers) for _, layers in ordered])
     groups = [
         KvGroup(
-            "attention", "window" if window else "full", tuple(layers[first :: -(-len(layers) // size)]), num_kv_heads,
-            head_dim, dtype, window=window,
+            "attention", "window" if window else "full", tuple(layers[first::count]), num_kv_heads, head_dim, dtype,
+            window=window,
         )
         for window, layers in ordered
-        for first in range(-(-len(layers) // size))
+        for count in [-(-len(layers) // size)]
+        for first in range(count)
     ]  # fmt: skip
     return KvLayout(tuple(groups))
 
