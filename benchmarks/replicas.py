@@ -4,10 +4,10 @@
     python -m benchmarks.replicas --replicas 1,2 --clients 64 --gpus 0,1 \\
         --model benchmarks/configs/qwen2.5-7b --load-format dummy
 
-A closed loop keeps --clients requests of --input and --output tokens open for each worker. `scaling` is the throughput
-over that of the first number of replicas and so many times its workers: 1 is linear. `shares` are parts of all
-requests by worker, and `max_over_mean` is 1 when they are equal. Prints one JSON object a line. Flags that are not
-known here go to `mini-infer serve`.
+A closed loop keeps --clients requests of --input and --output tokens open for each worker. `scaling` is the
+throughput a worker over that of the first number of replicas: 1 is linear. `shares` are parts of all requests by
+worker, and `max_over_mean` is 1 when they are equal. Prints one JSON object a line. Flags that are not known here go
+to `mini-infer serve`.
 
 Replicas, router and clients share a machine's cores: on a CPU, throughput grows until these are used up.
 """

@@ -19,7 +19,7 @@ def test_balance_is_the_largest_share_over_an_equal_one() -> None:
 
 @pytest.mark.soak
 def test_replicas_are_measured_one_number_after_the_other() -> None:
-    flags = "--replicas=1,2 --clients=2 --output=16 --seconds=3 --model=dry-run --num-threads=1".split()
+    flags = ["--replicas=1,2", "--clients=2", "--output=16", "--seconds=3", "--model=dry-run", "--num-threads=1"]
     command = [sys.executable, "-m", "benchmarks.replicas", *flags]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     one, two = map(json.loads, found.stdout.splitlines())
