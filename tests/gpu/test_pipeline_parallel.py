@@ -46,6 +46,7 @@ from tests.gpu.test_tensor_parallel import GREEDY, PARAMS
 from tests.gpu.test_tensor_parallel import PROMPTS as LONG_PROMPTS
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 SAMPLED = [
     SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=6, temperature=1.0, seed=4, top_p=0.8, top_k=30, ignore_eos=True),
@@ -320,10 +321,12 @@ def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Engine:
-    settings = {"quant_mode": "none", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings}
+    settings = {
+        "quant_mode": "none", "dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings
+    }  # fmt: skip
     config = EngineConfig(
-        str(model), device="cuda", dtype="float32", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
-    )  # fmt: skip
+        str(model), device="cuda", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
+    )
     parts = assemble(config, gpu=gpu)
     return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
 
@@ -338,6 +341,26 @@ def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Pat
         del made
         gc.collect()
     assert found[0] == found[1]
+
+
+@four_gpus
+@pytest.mark.parametrize("kind", ["plain", "experts", "fp8"])
+def test_four_gpus_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    """Two stages of two ranks each, with long prompts' sums through NCCL; quantized ones run, and end."""
+    model = save_tiny_model(tmp_path, **({"num_experts": 4, "inner": 32} if kind == "experts" else {}))
+    if kind == "fp8":
+        model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    found = []
+    for pp, tp in ((1, 1), (2, 2)):
+        settings = {"dtype": "bfloat16", "quant_mode": "fp8"} if kind == "fp8" else {}
+        made = open_processes(model, pp, GpuConfig(), tp=tp, **settings)
+        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
+        del made
+        gc.collect()
+    if kind == "fp8":  # whose shards are quantized by themselves
+        assert [[len(tokens) for tokens in run] for run in found[0]] == [[len(t) for t in run] for run in found[1]]
+    else:
+        assert found[0] == found[1]
 
 
 @two_gpus
