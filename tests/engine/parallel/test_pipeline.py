@@ -31,7 +31,8 @@ from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
-from engine.loader.staged import _divide, divide_layers
+from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights, whole_shapes
+from engine.models.config import config_from_hf, read_hf_config
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.parallel.runner import ParallelRunner
@@ -356,6 +357,27 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
 
         least = min(largest(a, b) for a in range(1, len(sizes)) for b in range(a + 1, len(sizes)))
         assert largest(found[0].stop, found[1].stop) == least < math.inf
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
+    """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: nobody has much more than others."""
+    folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
+    config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
+    model = config_from_hf(read_hf_config(folder))
+    ranks, layers, of_rank = pp * tp, divide_layers(model, pp), model.shard(tp, None) if tp > 1 else model
+    shapes = whole_shapes(of_rank)
+    weights, caches = [], []
+    for rank in range(ranks):
+        shard, stage = place_of(rank, config)
+        index = 0 if stage is None else stage.index
+        needed = stage_weights(of_rank, shapes, layers[index])
+        weights.append(2 * sum(map(math.prod, needed.values())))
+        geometry = pool_geometry(model, config, "f", torch.bfloat16, shard_of(shard, layers[index]))
+        caches.append(geometry.pool_bytes)
+    assert sum(weights) == pytest.approx(141.1e9, rel=0.001)
+    assert sum(caches) == 256 * 19 * 64 * 2 * 80 * 8 * 128 * 2
+    assert max(map(sum, zip(weights, caches, strict=True))) < 1.03 * (sum(weights) + sum(caches)) / ranks < 126e9
 
 
 @pytest.mark.parametrize(
