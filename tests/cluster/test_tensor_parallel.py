@@ -43,7 +43,7 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
         ("--tp=2", "--tp=2", "shm"),
         ("--tp=1", "--tp=2", "nixl"),
         ("--tp=4", "--tp=2", "tcp"),
-        ("--pp=2 --tp=2", "--pp=2", "shm"),
+        ("--pp=2 --tp=2", "--pp=2 --num-speculative-tokens=3", "shm"),
         pytest.param("--pp=2 --tp=2", "--pp=2 --tp=2", "shm", marks=pytest.mark.soak),
         pytest.param("--tp=2", "--pp=2 --tp=2", "tcp", marks=pytest.mark.soak),
         pytest.param("--pp=2", "--tp=2", "shm", marks=pytest.mark.soak),

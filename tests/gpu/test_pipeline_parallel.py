@@ -41,7 +41,17 @@ from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.gpu.models import save_tiny_model
-from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
+from tests.gpu.test_engine import (
+    ON_GPU,
+    PROMPTS,
+    assert_same_logprobs,
+    generate,
+    greedy,
+    logprobs_of,
+    open_gpu,
+    reference,
+    windowed,  # noqa: F401
+)
 from tests.gpu.test_tensor_parallel import GREEDY, PARAMS
 from tests.gpu.test_tensor_parallel import PROMPTS as LONG_PROMPTS
 
@@ -269,6 +279,17 @@ def test_stages_of_ranks_on_one_device_give_the_tokens_of_one_runner(
     made = open_stages(model, 2, monkeypatch, GpuConfig(use_cuda_graph=False), num_ranks=2, **settings)
     assert generate(made, SAMPLED) == expected
     assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak
+def test_stages_of_windows(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    expected = logprobs_of(reference(windowed))
+    made = open_stages(
+        windowed, 2, monkeypatch, GpuConfig(), num_gpu_blocks=22, block_size=4, max_num_batched_tokens=16
+    )
+    for _ in range(2):
+        for ours, theirs in zip(logprobs_of(made), expected, strict=True):
+            assert_same_logprobs(ours, theirs)
 
 
 @pytest.mark.soak
