@@ -115,11 +115,6 @@ class EngineConfig:
         require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
-        require(self.pp == 1 or self.tp == 1, "--pp with --tp is not supported yet: choose one of them")
-        require(
-            self.pp == 1 or not self.num_speculative_tokens,
-            "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
-        )
         require(
             self.pp == 1 or not self.itl_objective_ms,
             "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, not a step",
@@ -128,6 +123,7 @@ class EngineConfig:
             not self.stage_address or self.pp == 2,
             f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here",
         )
+        require(not self.stage_address or self.tp == 1, "--stage-address with --tp is not supported: leave one out")
         require(
             not self.stage_address or self.stage_address.rpartition(":")[2].isdecimal(),
             f"--stage-address {self.stage_address}: give host:port",

@@ -73,7 +73,8 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        assert scheduler.speculation is None or runner.max_steps_in_flight == 1, "drafts follow tokens that are known"
+        knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
+        assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids

@@ -1,4 +1,4 @@
-"""Collectives of a tensor-parallel group on the GPUs of one host (docs/decisions/0155).
+"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage's (docs/decisions/0155).
 
 Few rows go through symmetric memory, which the ranks map of each other; long prompts' all-reduces through NCCL.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.device_memory import tensor_over
 from engine.loader import LoadedModel
+from engine.parallel.group import store_in
 from kernels.gpu.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
@@ -113,9 +114,10 @@ class VocabShards:
         return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
 
 
-def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, store: Path) -> DeviceGroup:
-    """The group of a rank's model. Waits until all ranks have come."""
+def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, folder: Path) -> DeviceGroup:
+    """The group of a rank's model, or of its stage. Waits until all ranks have come. folder: see `store_in`."""
     widths = loaded.model.config.hidden_size, loaded.model.config.vocab_size
+    store = store_in(folder, loaded.shard)
     return DeviceGroup(loaded.shard, loaded.device, widths, loaded.dtype, config.max_num_seqs, exchange, store)
 
 

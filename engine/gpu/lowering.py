@@ -18,7 +18,7 @@ from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
-from engine.layers.forward import Forward, plain_sum
+from engine.layers.forward import AddNorm, Forward, plain_sum
 from engine.layers.moe import Moe
 from engine.models.model import Model
 
@@ -31,6 +31,7 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None, passes_on: bool = False) -> None:
         """group: of the ranks that have the other shards of the model. passes_on: hidden states, to another stage."""
         self._passes_on = passes_on
+        self._sum = sum_of_partials if group is None else sum_over_ranks(model, group)
         self._lowered = cache(self._lower)
         experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
         if is_plain_alone(model):
@@ -58,7 +59,7 @@ class GpuForwards:
 
     def _lower(self, target: Target) -> Forward[GpuStep]:
         lowered = next(form for form in self._forms if form.takes(target)).lower(target)
-        return lowered.ended_by(sum_of_partials) if self._passes_on else lowered
+        return lowered.ended_by(self._sum) if self._passes_on else lowered
 
 
 def sum_of_partials(residual: Tensor, pending: Tensor | None) -> Tensor:
@@ -66,3 +67,15 @@ def sum_of_partials(residual: Tensor, pending: Tensor | None) -> Tensor:
     if pending is not None and pending.dim() == 3:
         pending = pending.sum(0)
     return plain_sum(residual, pending)
+
+
+def sum_over_ranks(model: Model, group: DeviceGroup) -> AddNorm[Tensor]:
+    """The residual with all ranks' outputs added. The kernel that sums writes its norm, too, which is dropped."""
+    norm, eps = model.blocks[0].norm, model.config.rms_norm_eps  # any has the width
+
+    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
+        assert pending is not None, "the stream starts with a pending output"
+        group.all_reduce_rms_norm(pending, residual, norm, eps)
+        return residual
+
+    return fold

@@ -101,7 +101,7 @@ class GpuRunner:
         pin = loaded.device.type == "cuda"
         self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
         self._turn = 0
-        self._shards = None if group is None else VocabShards(group, vocab_size)
+        self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
         of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
         self._samples = StepSamples(self._state, self._max_rows, of_vocab, num_buffers, self._shards)
         self.hooks = self._samples.hooks

@@ -83,6 +83,8 @@ def test_a_pipeline_takes_a_gpu_for_each_stage():
     assert all(settings(specs[name])["pp"] == 2 for name in ("decode-0", "decode-1"))
     with pytest.raises(ConfigError, match="--pp 4: there are 2 GPUs"):
         plan("--pp=4", gpus=["0", "1"])
+    with pytest.raises(ConfigError, match="--pp 2 --tp 2: there are 3 GPUs"):
+        plan("--pp=2", "--tp=2", gpus=["0", "1", "2"])
 
 
 GB = 10**9

@@ -44,6 +44,7 @@ from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.kv_copy import WordCopy
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
@@ -240,6 +241,9 @@ def test_copies_of_blocks(compiled: list[Compiled]) -> None:
     words = 64 * 1024 * 28 // 8
     pool, ids = ints(NUM_BLOCKS, words, dtype=torch.int64), ints(16)
     copy_blocks(pool, ids, pool, ids, ints(2, words, dtype=torch.int64))
+    some = WordCopy(height=28, width=words // 112, source_offset=words // 2, source_pitch=words // 56,
+                    target_offset=0, target_pitch=words // 56)  # fmt: skip
+    copy_blocks(pool, ids, pool, ids, ints(2, words, dtype=torch.int64), some)
     digest_blocks(pool, ids, ints(2, words, dtype=torch.int64))
     layers = torch.empty(NUM_BLOCKS, 1, 2, 4, BLOCK_SIZE, 128, dtype=torch.bfloat16, device=META)
     gather_kv(layers, 0, ints(4, MAX_BLOCKS), ints(9, 4), torch.empty(2, 4, 4096, 128, device=META))
