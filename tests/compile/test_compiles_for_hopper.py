@@ -20,7 +20,7 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.quantized import W4A16Linear
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
@@ -95,14 +95,16 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def decode_inputs(rows: int) -> GpuInputs:
-    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), ints(rows, MAX_BLOCKS), ints(rows))
+    groups = [GroupInputs(ints(rows), ints(rows, MAX_BLOCKS))]
+    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), groups)
 
 
 def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
     starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
     plan = forward.attention.plan(starts, lengths, tables)
     total = starts[-1]
-    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(total), ints(0, MAX_BLOCKS), ints(0), plan)
+    groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan)]
+    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.

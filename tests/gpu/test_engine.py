@@ -154,7 +154,7 @@ def test_after_a_step_that_failed_on_its_way_tokens_are_the_same(
     forward, failures = runner._forward.hidden, []
 
     def hidden(inputs: GpuInputs) -> torch.Tensor:
-        if not failures and (inputs.prefill is None) == (when == "decoding"):
+        if not failures and inputs.has_prompts == (when == "prompts"):
             failures.append(when)
             raise torch.OutOfMemoryError("told to fail")
         return forward(inputs)

@@ -10,7 +10,7 @@ import torch
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
 from engine.gpu.ops.split_k import SplitKForm
 from engine.loader import load_model
@@ -38,9 +38,9 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     model = loaded.config
     tables = torch.randperm(2 * rows, device=DEVICE).view(rows, 2).int()
     positions = torch.full((rows,), LENGTH - 1, dtype=torch.int32, device=DEVICE)
+    slots = tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE
     inputs = GpuInputs(
-        torch.arange(rows, device=DEVICE), positions, tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE, tables,
-        positions + 1,
+        torch.arange(rows, device=DEVICE), positions, positions + 1, [GroupInputs(slots, tables)]
     )  # fmt: skip
     shape = (2 * rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     before = torch.randn(shape, device=DEVICE).to(loaded.dtype)
