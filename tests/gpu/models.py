@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.layers.weights import ShapeRecorder
+from engine.models.config import config_from_hf
+from engine.models.families import family_of
 from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig
 
 CONFIG = {
@@ -56,6 +60,23 @@ def save_tiny_model(
         config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
         config |= {"num_experts": num_experts, "num_experts_per_tok": 3, "moe_intermediate_size": inner}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_family(folder: Path, changes: dict[str, Any]) -> Path:
+    """Random weights of what the family asks for, with a spread that keeps logits apart. changes: of CONFIG."""
+    raw = {**CONFIG, **changes}
+    family = family_of(raw["architectures"][0])
+    needed = ShapeRecorder()
+    family.build(family.adapt_config(config_from_hf(raw), raw), needed)
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, shape in needed.shapes.items():
+        drawn = torch.randn(shape, generator=generator)
+        is_norm, scale = name.endswith("norm.weight"), 8.0 if "embed" in name else 1.0
+        tensors[name] = 1 + 0.1 * drawn if is_norm else scale * drawn / shape[-1] ** 0.5
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
 
