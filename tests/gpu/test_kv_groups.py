@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import engine.assembly
+from engine.engine import Engine
 from engine.gpu.config import GpuConfig
-from engine.grouped_kv_manager import GroupedKVManager
+from engine.request import SamplingParams, TokenLogprobs
+from engine.speculation.drafts import Speculation
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.gpu.models import save_family, use_small_tiles
-from tests.gpu.test_engine import assert_same_logprobs, logprobs_of, open_gpu, reference
+from tests.gpu.test_engine import PROMPTS, assert_same_logprobs, generate, logprobs_of, open_gpu, reference
+from tests.gpu.test_prompt_graphs import open_with_graphs
 
 WINDOW, BLOCK_SIZE = 9, 4
 SLIDING, FULL = "sliding_attention", "full_attention"
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 32,
     "sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, FULL], "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 24,
+    "query_pre_attn_scalar": 24, "tie_word_embeddings": False,
     "rope_parameters": {
         FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         SLIDING: {"rope_type": "default", "rope_theta": 5000.0},
@@ -28,36 +32,68 @@ GPT_OSS = {
     "layer_types": [SLIDING, FULL], "attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2,
     "intermediate_size": 32, "swiglu_limit": 0.5, "tie_word_embeddings": False,
 }  # fmt: skip
-DENSE = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [FULL, SLIDING]}
-FAMILIES = {"gemma3": GEMMA3, "gpt-oss": GPT_OSS, "dense": DENSE}
-NUM_BLOCKS = {"gemma3": 30, "gpt-oss": 20, "dense": 20}  # those of two groups have to preempt
+DENSE = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "layer_types": [FULL, SLIDING],
+    "tie_word_embeddings": False,
+}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_the_plain_engine(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of prompts beside decode rows, swapped sequences, and a second round over cached prefixes."""
-    use_small_tiles(monkeypatch, 4)
-    model = save_family(tmp_path, FAMILIES[family])
-    expected = logprobs_of(reference(model))
-    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "preemption": "swap", "host_tier_gb": 0.01}
-    made, _ = open_gpu(
-        model,
-        monkeypatch,
-        GpuConfig(),
-        num_gpu_blocks=NUM_BLOCKS[family],
-        block_size=BLOCK_SIZE,
-        max_model_len=40,
-        **settings,
-    )
-    kv = made.scheduler.kv
-    assert isinstance(kv, GroupedKVManager)
-    for _ in range(2):
-        for ours, theirs in zip(logprobs_of(made), expected, strict=True):
-            assert_same_logprobs(ours, theirs)
-    assert (made.scheduler.num_preemptions > 0) == (len(kv.groups.windows) == 2)
-    assert kv.stats.hit_tokens > 0
-    kv.pool.check_integrity()
-    assert kv.pool.num_used == 0
+SAMPLED = [SamplingParams(max_tokens=6, temperature=2.0, seed=seed, ignore_eos=True) for seed in range(4)]
+
+
+def check(made: Engine, expected: list[list[TokenLogprobs]]) -> None:
+    for ours, theirs in zip(logprobs_of(made), expected, strict=True):
+        assert_same_logprobs(ours, theirs)
+    made.scheduler.kv.pool.check_integrity()
+    assert made.scheduler.kv.pool.num_used == 0
     assert made.num_failed_steps == 0
+
+
+def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fewer blocks than the longest sequence would take if none were freed behind the windows."""
+    model = save_family(tmp_path, GEMMA3)
+    made, _ = open_gpu(
+        model, monkeypatch, GpuConfig(), num_gpu_blocks=3 * 10 - 2, block_size=BLOCK_SIZE, max_model_len=40,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    plain, longest = reference(model), max(PROMPTS, key=len)
+    check(made, logprobs_of(plain))
+    expected = generate(plain, SAMPLED, [longest])
+    for num_hits in (0, 32):
+        assert generate(made, SAMPLED, [longest]) == expected
+        assert made.scheduler.kv.stats.hit_tokens == num_hits
+
+
+def test_gpt_oss_swapped_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_tiles(monkeypatch, 2)
+    model = save_family(tmp_path, GPT_OSS)
+    made, _ = open_gpu(
+        model, monkeypatch, GpuConfig(), num_gpu_blocks=20, block_size=BLOCK_SIZE, max_model_len=40,
+        max_num_batched_tokens=16, preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    check(made, logprobs_of(reference(model)))
+    assert made.scheduler.num_preemptions > 0
+
+
+def test_prompts_as_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_family(tmp_path, DENSE)
+    settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16}
+    made, _, buckets = open_with_graphs(model, monkeypatch, **settings)
+    check(made, logprobs_of(reference(model)))
+    assert buckets
+
+
+def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_family(tmp_path, DENSE)
+    plain = reference(model)
+    expected = generate(plain, SAMPLED)
+    answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    make_drafter = MakeOracle(knows(answers), 0.6, 97)
+    monkeypatch.setattr(engine.assembly, "_speculation", lambda *_: Speculation(make_drafter, 3, 16))
+    made, _ = open_gpu(
+        model, monkeypatch, GpuConfig(), block_size=BLOCK_SIZE, num_speculative_tokens=3, max_num_seqs=16
+    )  # fmt: skip
+    assert generate(made, SAMPLED) == expected
+    assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
