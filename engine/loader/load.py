@@ -176,6 +176,11 @@ def load_model(
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
 
 
+def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
+    """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
+    return _open(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
+
+
 def _as_cached(config: ModelConfig) -> ModelConfig:
     """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
     if config.latent is None or config.latent.form == "naive":
