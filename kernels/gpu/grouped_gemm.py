@@ -228,9 +228,8 @@ def grouped_gemm(
         order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else scales, x if bias is None else bias, order, counts,
-        x if shares is None else shares, out,
-        num_tokens, n, k, x.stride(0),
+        x, weight, x if scales is None else scales, bias, order, counts,
+        x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,

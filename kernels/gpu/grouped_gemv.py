@@ -142,7 +142,7 @@ def grouped_gemv(
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     overlaps = overlaps_launches(x)
     _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
-        x, weight, x if scales is None else scales, x if bias is None else bias, chosen,
+        x, weight, x if scales is None else scales, bias, chosen,
         x if shares is None else shares,
         x if norm is None else norm, out,
         num_tokens, n, k, x.stride(0), eps,
@@ -171,7 +171,7 @@ def add_down_of_row(
     overlaps = overlaps_launches(x)
     choices = triton.next_power_of_2(top_k)
     _row_down_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, x if scales is None else scales, x if bias is None else bias, chosen, shares, residual, n, k,
+        x, weight, x if scales is None else scales, bias, chosen, shares, residual, n, k,
         TOP_K=top_k, CHOICES=choices, HAS_SCALES=scales is not None, HAS_BIAS=bias is not None,
         EVEN=choices == top_k and n % config.block_n == 0 and k % config.block_k == 0,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
