@@ -38,8 +38,6 @@ DENSE = {
     "layer_types": [FULL, SLIDING],
     "tie_word_embeddings": False,
 }
-
-
 SAMPLED = [SamplingParams(max_tokens=6, temperature=2.0, seed=seed, ignore_eos=True) for seed in range(4)]
 
 
@@ -54,11 +52,11 @@ def check(made: Engine, expected: list[list[TokenLogprobs]]) -> None:
 def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fewer blocks than the longest sequence would take if none were freed behind the windows."""
     model = save_family(tmp_path, GEMMA3)
+    plain, longest = reference(model), max(PROMPTS, key=len)  # before the other engine, whose runner takes its place
     made, _ = open_gpu(
         model, monkeypatch, GpuConfig(), num_gpu_blocks=3 * 10 - 2, block_size=BLOCK_SIZE, max_model_len=40,
         max_num_batched_tokens=16,
     )  # fmt: skip
-    plain, longest = reference(model), max(PROMPTS, key=len)
     check(made, logprobs_of(plain))
     expected = generate(plain, SAMPLED, [longest])
     for num_hits in (0, 32):
@@ -69,20 +67,24 @@ def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: 
 def test_gpt_oss_swapped_to_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch, 2)
     model = save_family(tmp_path, GPT_OSS)
+    plain = reference(model)
     made, _ = open_gpu(
         model, monkeypatch, GpuConfig(), num_gpu_blocks=20, block_size=BLOCK_SIZE, max_model_len=40,
         max_num_batched_tokens=16, preemption="swap", host_tier_gb=0.01,
     )  # fmt: skip
-    check(made, logprobs_of(reference(model)))
+    check(made, logprobs_of(plain))
     assert made.scheduler.num_preemptions > 0
 
 
 def test_prompts_as_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_family(tmp_path, DENSE)
+    plain = reference(model)
     settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16}
     made, _, buckets = open_with_graphs(model, monkeypatch, **settings)
-    check(made, logprobs_of(reference(model)))
+    few, prompts = SAMPLED[:3], sorted(PROMPTS, key=len)[1:]
+    assert generate(made, few, prompts) == generate(plain, few, prompts)
     assert buckets
+    assert made.num_failed_steps == 0
 
 
 def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
