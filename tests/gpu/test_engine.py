@@ -226,10 +226,10 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def logprobs_of(made: Engine) -> list[list[TokenLogprobs]]:
+def logprobs_of(made: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[list[TokenLogprobs]]:
     """Of sampled tokens: greedy ones would be the prompt's last, with a window or without."""
     found: dict[int, list[TokenLogprobs]] = {}
-    for index, prompt in enumerate(PROMPTS):
+    for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=6, temperature=2.0, seed=index, ignore_eos=True, logprobs=2)
         found[id(made.add_request(prompt, params))] = []
     while made.has_work():
