@@ -169,7 +169,7 @@ def _assemble(
         runner = _make_parallel_runner(
             loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
         )
-    kv = _make_kv_manager(geometry, config, host_tier)
+    kv = make_kv_manager(geometry, config, host_tier)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -214,7 +214,8 @@ def _assemble(
     )
 
 
-def _make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+    """Block bookkeeping for a pool of that geometry."""
     pool, name = BlockPool(geometry.num_blocks, config.prefix_cache), geometry.fingerprint
     if geometry.layout.has_windows:
         groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)

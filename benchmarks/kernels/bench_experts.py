@@ -75,6 +75,7 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v2-lite": Shape(2048, 1408, 64, 6),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4),
 }
 
 

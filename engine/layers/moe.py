@@ -40,8 +40,13 @@ class Moe(Block):
     """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
 
     experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
-    choice hangs on it. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
+    choice hangs on it. router_bias: (num_experts,) or None. choice_bias: float32 (num_experts,) or None. shared: all
+    shared experts as one, or None.
     """
+
+    router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: Expert | None = None
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
@@ -54,7 +59,6 @@ class Moe(Block):
         self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
         if moe.float32_router and self.router.device.type != "meta":
             self.router = self.router.float()
-        self.choice_bias: Tensor | None = None
         if moe.has_choice_bias:
             self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
         self.rule = moe
@@ -69,7 +73,6 @@ class Moe(Block):
             )  # fmt: skip
             if index in moe.held_experts:  # others are read, too: all ranks ask for the same weights
                 self.experts[index] = Expert(*linears)
-        self.shared: Expert | None = None
         if moe.num_shared_experts:
             names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
             self.shared = Expert(*take_gated(weights, names, config.hidden_size, moe.shared_size))

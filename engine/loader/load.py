@@ -19,7 +19,7 @@ from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.pipeline import Stage
-from engine.layers.post_norm import PostNormed
+from engine.layers.post_norm import without_post_norm
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.counted import CountedWeights
@@ -143,8 +143,6 @@ def load_model(
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         check_settings(source.config, engine_config)
-        if device.type == "cuda" and len(set(source.config.windows)) > 1:  # its runner knows one table a request
-            source = replace(source, config=replace(source.config, is_window_limit=True))
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
         if shard.size > 1 or (stage is not None and packed is not None):
@@ -174,6 +172,11 @@ def load_model(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
+
+
+def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
+    """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
+    return _open(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
@@ -240,7 +243,7 @@ def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[
     folds = engine_config.kv_cache_dtype == "fp8" and int4 is None
 
     def finish(block: Block) -> None:
-        inner = block.inner if isinstance(block, PostNormed) else block
+        inner = without_post_norm(block)
         if folds and isinstance(inner, Attention):
             fold_kv_scales(inner)
         quantizer.convert(block)

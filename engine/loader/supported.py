@@ -14,7 +14,6 @@ from engine.config import EngineConfig
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
-from engine.models.families import family_of
 from engine.models.model import Model
 
 EXPERTS = "on a GPU experts have 16 bits, or 8 that were quantized here: use --quant-mode none or fp8"
@@ -33,9 +32,11 @@ def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) ->
     """
     if device.type != "cuda":
         return
-    family, latent = family_of(config.architecture), config.latent
-    if not family.has_gpu_kernels:
-        raise UnsupportedModelError(f"{family.architecture} has no GPU kernels yet: use --device cpu")
+    latent = config.latent
+    if latent is None and config.head_dim & (config.head_dim - 1):
+        raise UnsupportedModelError(
+            f"heads of {config.head_dim} numbers, which is no power of two, have no GPU kernels: use --device cpu"
+        )
     if latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
     if quant_mode == "int4-weight" and config.moe is not None:

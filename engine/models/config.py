@@ -86,11 +86,9 @@ class ModelConfig:
     """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
-    for `full_layers`; local_rope: that of such layers, if it is another one. is_window_limit: no kernels here stop at
-    a window, so that sequences end where it does. query_scale: a factor on 1/sqrt(head_dim). unused_weights:
-    beginnings of names that a checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads,
-    intermediate sizes and vocabulary are that rank's
-    (`shard`).
+    for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
+    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. Of a rank of a
+    tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
     architecture: str
@@ -113,7 +111,6 @@ class ModelConfig:
     latent: LatentConfig | None = None
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
-    is_window_limit: bool = False
     local_rope: RopeConfig | None = None
     query_scale: float = 1.0
     embedding_scale: float = 1.0
@@ -134,7 +131,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """Tokens that each layer looks back, 0: all; of a model whose layers all look back to the start, nothing."""
-        if self.sliding_window is None or self.is_window_limit:
+        if self.sliding_window is None:
             return ()
         return tuple(0 if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers))
 
@@ -189,12 +186,10 @@ class ModelConfig:
         Raises ConfigError when `max_model_len` is beyond that.
         """
         limit = self.max_position_embeddings
-        what = f"the model's {limit} positions"
-        if self.is_window_limit and self.sliding_window is not None and self.sliding_window < limit:
-            limit = self.sliding_window
-            what = f"the model's sliding window of {limit} tokens, beyond which only --device cpu goes"
         if max_model_len > limit:
-            raise ConfigError(f"--max-model-len {max_model_len} exceeds {what}: choose at most {limit}")
+            raise ConfigError(
+                f"--max-model-len {max_model_len} exceeds the model's {limit} positions: choose at most {limit}"
+            )
         return max_model_len or limit
 
 

@@ -3,6 +3,8 @@
     gate_up   h_p = silu(W_gate[e] x_t) * (W_up[e] x_t)      for each pair p = (token t, its j-th expert e)
     down      y_jt = share_p W_down[e] h_p
 
+Each may have a bias, and the gate may be the clamped one of `engine/layers/stacked_moe.py`.
+
 Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
 `sort_pairs` puts those of one expert next to each other, and a program takes a tile of an expert's pairs and of its
 columns: no rows are moved or padded in memory, the tile's x is gathered by pair. Of up to 16 tokens, an expert's tile
@@ -25,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.silu_mul import clamped_times
 from kernels.gpu.tuning import TileConfig
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
+SILU = (1.0, 0.0)  # the gate that is not clamped
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 
 
@@ -128,11 +131,12 @@ def _as_compute(x, COMPUTE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr,
+    num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -177,8 +181,12 @@ def _grouped_kernel(
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
             total_up *= tl.load(scales_ptr + weight_rows + N, mask=columns < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + weight_rows, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total_up += tl.load(bias_ptr + weight_rows + N, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        y, rows = silu_times(total, total_up), pairs
+        y, rows = clamped_times(total, total_up, ALPHA, LIMIT), pairs
     else:
         rows, shares = weighted_places(pairs, shares_ptr, has_row, num_tokens, TOP_K)
         y = total * shares[None, :]
@@ -195,15 +203,17 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
 
 def grouped_gemm(
     x: Tensor, weight: Tensor, pairs: SortedPairs | Tensor, config: TileConfig, top_k: int,
-    shares: Tensor | None = None, scales: Tensor | None = None,
+    shares: Tensor | None = None, scales: Tensor | None = None, bias: Tensor | None = None,
+    gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
     """GEMMs of many pairs.
 
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
-    Weights of 8 bits have scales, float32 (num_experts, rows). pairs: sorted, or of up to MAX_UNSORTED tokens the
-    choices as they are, int32 (num_tokens, top_k), contiguous.
+    Weights of 8 bits have scales, float32 (num_experts, rows). bias: (num_experts, rows) or None. gate: alpha and
+    limit of `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are,
+    int32 (num_tokens, top_k), contiguous.
     """
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
@@ -218,13 +228,14 @@ def grouped_gemm(
         order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else scales, order, counts, x if shares is None else shares, out,
-        num_tokens, n, k, x.stride(0),
+        x, weight, x if scales is None else scales, bias, order, counts,
+        x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
-        COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+        HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 

@@ -20,8 +20,9 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.quantized import W4A16Linear
+from engine.kv_memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
 from engine.models.config import architecture_of, config_from_hf, read_hf_config
@@ -46,6 +47,7 @@ from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.kv_copy import WordCopy
 from kernels.w4a16_gemm import PackedW4
+from kvstore.layout import PoolGeometry
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
 
@@ -85,9 +87,8 @@ def forward_over(model: Model, kv_dtype: torch.dtype) -> FusedForward:
     attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
     if config.latent is not None:
         attention = PagedLatents(config.num_heads, config.latent)
-    num_planes = 2 if config.latent is None else 1
-    shape = (NUM_BLOCKS, config.num_layers, num_planes, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    pool = torch.empty(shape, dtype=kv_dtype, device=META)
+    geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
+    pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
     return FusedForward(model, pool, MAX_ROWS, attention)
 
 
@@ -95,15 +96,17 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def decode_inputs(rows: int) -> GpuInputs:
-    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), ints(rows, MAX_BLOCKS), ints(rows))
+def decode_inputs(rows: int, num_groups: int = 1) -> GpuInputs:
+    groups = [GroupInputs(ints(rows), ints(rows, MAX_BLOCKS))] * num_groups
+    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), groups)
 
 
-def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
+def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1) -> GpuInputs:
     starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
     plan = forward.attention.plan(starts, lengths, tables)
     total = starts[-1]
-    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(total), ints(0, MAX_BLOCKS), ints(0), plan)
+    groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan)] * num_groups
+    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
@@ -184,25 +187,35 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "kv_dtype", "window", "has_sinks"),
-    [(32, 8, 128, torch.float8_e4m3fn, 4096, False), (64, 8, 64, torch.bfloat16, 128, True)],
-    ids=["mistral", "gpt-oss"],
-)
-def test_windows_and_sinks(
-    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, window: int, has_sinks: bool,
-    compiled: list[Compiled],
-) -> None:  # fmt: skip
-    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype, device=META)
-    sinks = torch.empty(num_heads, dtype=torch.bfloat16, device=META) if has_sinks else None
+def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
+    num_heads, num_kv_heads, head_dim, window = 32, 8, 128, 4096  # Mistral-v0.1
+    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.float8_e4m3fn, device=META)
     workspace = DecodeWorkspace(64, num_heads, num_kv_heads, head_dim, META)
     for rows in (1, 64):
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window, sinks=sinks)
+        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window)
     for tile_m in (SMALL_TILE, LARGE_TILE):
-        paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window, sinks=sinks)
+        paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window)
     # A window's first keys are a second masked loop.
     check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", spills=WINDOW_SPILLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "rows", "kernels"),
+    [
+        ("gemma3-4b", 6, (1, 8, 256), ["_post_norm_kernel", "_gated_kernel"]),
+        ("gpt-oss-20b", 2, (1, 40), ["_grouped_kernel"]),
+    ],
+)
+def test_steps_of_kv_groups(
+    name: str, num_layers: int, rows: tuple[int, ...], kernels: list[str], compiled: list[Compiled]
+) -> None:
+    """With layers that have a window and one that has none."""
+    forward = forward_over(model_of(name, "none", num_layers), torch.bfloat16)
+    for count in rows:
+        forward.hidden(decode_inputs(count, num_layers))
+    forward.hidden(prompt_inputs(forward, [8192], num_layers))
+    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", *kernels, spills=WINDOW_SPILLS)
 
 
 def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:

@@ -16,16 +16,15 @@ from engine.layers.moe import Moe
 from engine.loader import load_model
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.rms_norm import rms_norm
-from tests.gpu.models import save_tiny_model, use_small_tiles
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.test_latents import V3
-from tests.gpu.test_latents import save_model as save_deepseek
 from tests.kernels.helpers import relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_block(folder: Path, has_shared: bool) -> Moe:
-    saved = save_deepseek(folder, V3) if has_shared else save_tiny_model(folder, inner=32, num_experts=4)
+    saved = save_family(folder, V3) if has_shared else save_tiny_model(folder, inner=32, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     return next(block for block in loaded.model.blocks if isinstance(block, Moe))
 

@@ -35,10 +35,14 @@ Gemm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """weight: (num_experts, out, in). scales: of its rows, float32 (num_experts, out), where it has 8 bits."""
+    """weight: (num_experts, out, in). scales: of its rows, float32 (num_experts, out), where it has 8 bits.
+
+    bias: (num_experts, out) or None.
+    """
 
     weight: Tensor
     scales: Tensor | None
+    bias: Tensor | None = None
 
 
 class StackedExperts:
@@ -46,12 +50,13 @@ class StackedExperts:
 
     gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
     block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
-    `Moe` may have made it float32.
+    `Moe` may have made it float32. gate: see `grouped_gemm`.
     """
 
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
         self.num_shared = 0
+        self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
         self.router = block.router.to(block.norm.dtype)
         gate_up = [checked(expert.gate_up) for expert in block.experts.values()]
         down = [checked(expert.down) for expert in block.experts.values()]
@@ -71,8 +76,8 @@ Stackable = Linear | EightBitLinear
 
 
 def checked(layer: LinearLayer) -> Stackable:
-    if not isinstance(layer, Stackable) or layer.bias is not None:
-        raise UnsupportedModelError("experts on a GPU have 16 or 8 bits and no bias: use --quant-mode none or fp8")
+    if not isinstance(layer, Stackable):
+        raise UnsupportedModelError("experts on a GPU have 16 or 8 bits: use --quant-mode none or fp8")
     return layer
 
 
@@ -81,7 +86,7 @@ def scales_of(layer: Stackable) -> Tensor | None:
 
 
 def gate_up_pieces(layer: Stackable, count: int) -> list[Stack]:
-    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one."""
+    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
 
     def pieces(rows: Tensor) -> list[Tensor]:
         gate, up = rows.view(2, count, -1, *rows.shape[1:])
@@ -106,7 +111,8 @@ def stacked(layers: list[Stackable], more: list[Stack]) -> Stack:
     known = [scale for scale in scales if scale is not None]
     if known and len(known) < len(scales):
         raise UnsupportedModelError("a layer's experts must all have 8 bits, or none of them")
-    return Stack(weights, torch.stack(known) if known else None)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return Stack(weights, torch.stack(known) if known else None, torch.stack(biases) if biases else None)
 
 
 def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
@@ -141,7 +147,7 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
 
     Partial sums need all experts to be this rank's.
     """
-    gate_up, down = experts.gate_up, experts.down
+    gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
     router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
 
@@ -153,15 +159,21 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
     def outputs(x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         num_pairs = chosen.numel()
         if num_pairs <= MAX_PAIRS:
-            inside = grouped_gemv(x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales)
-            return grouped_gemv(inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales)
+            inside = grouped_gemv(
+                x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+            )  # fmt: skip
+            return grouped_gemv(
+                inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales, bias=down.bias
+            )  # fmt: skip
         load, itemsize = num_pairs / num_experts, down.weight.itemsize
         gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
         down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
         assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
         pairs = sort_pairs(chosen, num_experts) if x.shape[0] > MAX_UNSORTED else chosen
-        inside = grouped_gemm(x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales)
-        return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales)
+        inside = grouped_gemm(
+            x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+        )  # fmt: skip
+        return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
 
     return body
 
@@ -177,8 +189,8 @@ def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable
         shares, chosen = choose(logits_of(residual))
         inside = grouped_gemv(
             residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
-            scales=gate_up.scales,
+            scales=gate_up.scales, bias=gate_up.bias, gate=experts.gate,
         )  # fmt: skip
-        add_down_of_row(inside, down.weight, chosen, shares, DOWN_ROW, residual, down.scales)
+        add_down_of_row(inside, down.weight, chosen, shares, DOWN_ROW, residual, down.scales, down.bias)
 
     return add
