@@ -9,6 +9,7 @@ from common.config import setting
 from common.errors import ConfigError
 
 MLA_FORMS = ("absorbed", "latent", "naive")
+EXCHANGES = ("sum", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class EngineConfig:
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
+    expert_exchange: str = setting(
+        "sum", "between ranks of --expert-parallel; sum: all have every token and add up what their experts make of "
+        "it; dispatch: tokens are divided, and go to the ranks that have their experts",
+        choices=EXCHANGES,
+    )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
         flags=("--pipeline-parallel-size",),
@@ -101,6 +107,14 @@ class EngineConfig:
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
         require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
+        require(
+            self.expert_exchange in EXCHANGES,
+            f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
+        )
+        require(
+            self.expert_exchange == "sum" or self.expert_parallel,
+            "--expert-exchange dispatch is between ranks that have whole experts: give --expert-parallel",
+        )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
         require(self.pp == 1 or self.tp == 1, "--pp with --tp is not supported yet: choose one of them")
@@ -136,6 +150,8 @@ class EngineConfig:
         on_gpu = device_type == "cuda"
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
+        if on_gpu and self.expert_exchange == "dispatch":
+            raise ConfigError("--expert-exchange dispatch is for CPUs so far: leave it out")
         num_here = 1 if self.stage_address else self.num_ranks
         num_cores = len(os.sched_getaffinity(0))
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)

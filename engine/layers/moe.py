@@ -72,18 +72,34 @@ class Moe(Block):
         self.shared: Expert | None = None
         if moe.num_shared_experts:
             names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
-            self.shared = Expert(*take_gated(weights, names, config.hidden_size, moe.shared_size))
+            is_divided = moe.exchange == "sum"
+            self.shared = Expert(
+                *take_gated(weights, names, config.hidden_size, moe.shared_size, is_divided=is_divided)
+            )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        shares, chosen = self.route(x)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in sorted(self.experts.keys() & set(chosen.flatten().tolist())):
-            tokens, choices = torch.where(chosen == index)
-            y = self.experts[index](x[tokens])
-            out.index_add_(0, tokens, y * shares[tokens, choices, None])  # float32, as shares are
+        out = self.chosen_output(x, *self.route(x))
         if self.shared is not None:
             out += self.shared(x)
         return out.to(x.dtype)
+
+    def chosen_output(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Sums over this rank's experts among the chosen, float32 (num_tokens, hidden).
+
+        shares: float32, chosen: int64, (num_tokens, any number) each; choices of other ranks' experts, or -1, are
+        left out.
+        """
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        by_expert = chosen.flatten()
+        order = by_expert.argsort(stable=True)  # pairs of a token and a choice
+        counts = torch.bincount(by_expert + 1, minlength=self.rule.num_experts + 1).tolist()
+        pairs_of = torch.split(order, counts)[1:]
+        for index, expert in self.experts.items():
+            if counts[index + 1]:
+                pairs = pairs_of[index]
+                tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
+                out.index_add_(0, tokens, expert(x[tokens]) * shares.flatten()[pairs, None])  # float32, as shares are
+        return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares, float32, and indices of each token's experts: (num_tokens, num_chosen) each."""

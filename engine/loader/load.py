@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,7 @@ from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
 from engine.models.config import (
+    ExchangeKind,
     ModelConfig,
     architecture_of,
     config_from_gguf,
@@ -194,7 +195,8 @@ def _build_shard(
     on_progress: OnProgress,
 ) -> Model:
     """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
-    config = source.config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
+    expert_rank = shard.rank if engine_config.expert_parallel else None
+    config = source.config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
     check_kernels(source.config, device, quant_mode)
