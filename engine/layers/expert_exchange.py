@@ -124,14 +124,19 @@ def choose_all(shares: Tensor, chosen: Tensor, held: range) -> tuple[Tensor, Ten
     return (matches * shares[:, :, None]).sum(dim=1), experts.expand(chosen.shape[0], -1).contiguous()
 
 
-def ideal_bytes(chosen: Tensor, rank: int, size: int, num_experts: int, row_bytes: int) -> MovedBytes:
-    """What the ranks' rows need: each once for every other rank that has one of its experts.
+def ideal_bytes(chosen: Sequence[Tensor], rank: int, num_experts: int, row_bytes: int) -> MovedBytes:
+    """What a rank has to send: each row once to every other rank that has one of its experts, and back.
 
-    chosen: (num_rows, top_k) of all ranks' rows, in order, as many each. row_bytes: of hidden states.
+    chosen: (rows, top_k) of each rank. row_bytes: of hidden states.
     """
-    ranks = torch.zeros(chosen.shape[0], size, dtype=torch.bool)
-    ranks.scatter_(1, chosen.long().cpu() // (num_experts // size), True)
-    by_origin = ranks.view(size, -1, size).sum(dim=1)
-    by_origin.fill_diagonal_(0)
-    dispatched, combined = int(by_origin[rank].sum()), int(by_origin[:, rank].sum())
-    return MovedBytes(dispatched * (row_bytes + 8 * chosen.shape[1]), combined * row_bytes)
+    size, top_k = len(chosen), chosen[0].shape[1]
+
+    def num_rows(origin: int, destination: int) -> int:
+        goes = chosen[origin] // (num_experts // size) == destination
+        return 0 if origin == destination else int(goes.any(dim=1).sum())
+
+    dispatched, combined = (
+        sum(num_rows(*pair) for pair in zip(origins, destinations, strict=True))
+        for origins, destinations in (([rank] * size, range(size)), (range(size), [rank] * size))
+    )
+    return MovedBytes(dispatched * (row_bytes + 8 * top_k), combined * row_bytes)

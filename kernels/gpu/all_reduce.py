@@ -67,6 +67,19 @@ def _give_up(COMPILED: tl.constexpr):
 
 
 @triton.jit
+def wait_for_flag(flag, value, COMPILED: tl.constexpr):
+    """Wait until a peer has raised one of this rank's flags to `value` or beyond; what it was raised to."""
+    num_polls = 0
+    found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while found - value < 0:
+        num_polls += 1
+        if num_polls == MAX_POLLS:
+            _give_up(COMPILED)
+        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    return found
+
+
+@triton.jit
 def _push(
     addresses_ptr, value, place, columns, inside, program, num_programs, epoch, width, flag_bytes,
     RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -93,11 +106,7 @@ def _pull(
     """Wait for what `sender` pushes at this epoch, and read it."""
     own = tl.load(addresses_ptr + RANK)
     flag = own.to(tl.pointer_type(tl.int32)) + sender * num_programs + program
-    num_polls = 0
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch < 0:
-        num_polls += 1
-        if num_polls == MAX_POLLS:
-            _give_up(COMPILED)
+    wait_for_flag(flag, epoch, COMPILED)
     half = (epoch & 1).to(tl.int64)
     start = ((half * SIZE + sender) * num_programs + place) * width
     inbox = (own + flag_bytes).to(tl.pointer_type(DTYPE))

@@ -34,6 +34,9 @@ from kernels.gpu.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
+from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
+from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory
+from kernels.gpu.expert_exchange import combine, dispatch
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace
@@ -234,6 +237,23 @@ def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
     all_gather(logits, gathers)
     all_gather(logits, gathers, only=ints(256))
     check(compiled, "_all_reduce_norm_kernel", "_all_gather_kernel")
+
+
+def test_exchanges_around_experts(compiled: list[Compiled]) -> None:
+    size = 4
+    layout = ExchangeLayout(size, 512, 2048, 8, torch.bfloat16)
+    own = ints(layout.num_bytes, dtype=torch.uint8)
+    memory = ExchangeMemory.over(layout, 1, ints(size, dtype=torch.int64), own, counts=False)
+    y = torch.empty(64, 2048, dtype=torch.bfloat16, device=META)
+    residual = y[: 64 // size]
+    x = scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=False)
+    scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=True)
+    shares = torch.empty(64 // size, 8, device=META)
+    came = dispatch(x, shares, shares.int(), 64, 128 // size, memory)
+    parts = torch.empty(8, 64, 2048, dtype=torch.bfloat16, device=META)
+    combine(parts, came, memory)
+    combine_add_rms_norm(parts, came, residual, y[0], 1e-5, memory, gathers=True)
+    check(compiled, "_divided_norm_kernel", "_dispatch_kernel", "_combine_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:
