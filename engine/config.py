@@ -150,8 +150,6 @@ class EngineConfig:
         on_gpu = device_type == "cuda"
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
-        if on_gpu and self.expert_exchange == "dispatch":
-            raise ConfigError("--expert-exchange dispatch is for CPUs so far: leave it out")
         num_here = 1 if self.stage_address else self.num_ranks
         num_cores = len(os.sched_getaffinity(0))
         max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)

@@ -11,6 +11,7 @@ from functools import cache
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
+from engine.gpu.ops.divided_rows import DividedRowsForm
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
@@ -37,7 +38,8 @@ class GpuForwards:
             self._max_quantized_rows = 0
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
             if group is not None:
-                self._forms = [TensorParallelForm(model, group, experts)]
+                of_ranks = TensorParallelForm if group.rows is None else DividedRowsForm
+                self._forms = [of_ranks(model, group, experts)]
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)

@@ -68,13 +68,24 @@ def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["experts", "whole experts", "latents", "latents, whole experts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "experts",
+        "whole experts",
+        "whole experts, dispatched",
+        "latents",
+        "latents, whole experts",
+        "latents, whole experts, dispatched",
+    ],
+)
 def test_two_ranks_of_experts_and_latents_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
     is_latent, has_whole = "latents" in kind, "whole" in kind
     model = save_deepseek(tmp_path, V2) if is_latent else save_tiny_model(tmp_path, inner=32, num_experts=4)
     found = []
     for tp in (1, 2):
-        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1)
+        exchange = "dispatch" if "dispatched" in kind and tp > 1 else "sum"
+        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1, expert_exchange=exchange)
         found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
         del made
         gc.collect()
