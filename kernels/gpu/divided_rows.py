@@ -22,7 +22,7 @@ from kernels.gpu.exchange_memory import (
     ExchangeMemory,
     memory_of,
     own_rows,
-    raise_flag,
+    raise_flags,
     rows_a_rank,
     take_row,
 )
@@ -34,7 +34,7 @@ from kernels.gpu.rms_norm import num_warps_for
 @triton.jit
 def _scatter_row(
     pending_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, inbox_at, RANK: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Send that row of the other ranks to them, and add up this rank's: float32 (BLOCK,)."""
     columns = tl.arange(0, BLOCK)
@@ -49,10 +49,8 @@ def _scatter_row(
             at = inbox + (RANK * max_rows + row) * n + columns
             tl.store(at, part, mask=inside & (theirs < num_tokens))
     tl.debug_barrier()  # all threads have written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            exists = peer * num_rows + row < num_tokens
-            raise_flag(addresses_ptr, peer, row, max_rows, epoch, exists, SCATTER, RANK, SIZE)
+    exist = tl.arange(0, RANKS) * num_rows + row < num_tokens
+    raise_flags(addresses_ptr, row, max_rows, epoch, exist, SCATTER, RANK, SIZE, RANKS)
     mine = RANK * num_rows + row
     own = tl.load(pending_ptr + mine * n + columns, mask=inside & (mine < num_tokens), other=0.0)
     total = own.to(tl.float32)
@@ -70,7 +68,7 @@ def _scatter_row(
 @triton.jit
 def _gather_row(
     x, out_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, inbox_at, RANK: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Send this rank's row x (BLOCK,) to all others; store that row of all ranks."""
     columns = tl.arange(0, BLOCK)
@@ -83,9 +81,8 @@ def _gather_row(
             inbox = memory_of(addresses_ptr, peer, inbox_at, x.dtype)
             tl.store(inbox + (RANK * max_rows + row) * n + columns, x, mask=exists)
     tl.debug_barrier()  # all threads have written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            raise_flag(addresses_ptr, peer, row, max_rows, epoch, mine < num_tokens, GATHER, RANK, SIZE)
+    exist = (tl.arange(0, RANKS) >= 0) & (mine < num_tokens)
+    raise_flags(addresses_ptr, row, max_rows, epoch, exist, GATHER, RANK, SIZE, RANKS)
     tl.store(out_ptr + mine * n + columns, x, mask=exists)
     for sender in tl.static_range(SIZE):
         if sender != RANK:
@@ -102,7 +99,8 @@ def _gather_row(
 def _divided_norm_kernel(
     pending_ptr, part_chosen_ptr, chosen_ptr, residual_ptr, weight_ptr, out_ptr, moved_ptr, addresses_ptr, epochs_ptr,
     num_rows, num_own, num_tokens, n, max_rows, combine_at, scatter_at, gather_at, eps, RANK: tl.constexpr,
-    SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, GATHERS: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr,
+    GATHERS: tl.constexpr,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """NUM_PARTS: of experts, 0: pending is this rank's share of a sum."""
@@ -114,12 +112,12 @@ def _divided_norm_kernel(
     if NUM_PARTS > 0:
         total = combine_row(
             pending_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens,
-            n, max_rows, combine_at, RANK, SIZE, NUM_PARTS, PLACES, CHOICES, False, COUNTS, BLOCK, COMPILED,
+            n, max_rows, combine_at, RANK, SIZE, RANKS, NUM_PARTS, PLACES, CHOICES, False, COUNTS, BLOCK, COMPILED,
         )  # fmt: skip
     else:
         total = _scatter_row(
             pending_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, scatter_at, RANK, SIZE,
-            BLOCK, COMPILED,
+            RANKS, BLOCK, COMPILED,
         )  # fmt: skip
     residual = tl.load(residual_ptr + row * n + columns, mask=inside & (row < num_own), other=0.0)
     rounded = (residual.to(tl.float32) + total).to(residual.dtype)
@@ -129,7 +127,7 @@ def _divided_norm_kernel(
     if GATHERS:
         _gather_row(
             value, out_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, gather_at, RANK, SIZE,
-            BLOCK, COMPILED,
+            RANKS, BLOCK, COMPILED,
         )  # fmt: skip
     else:
         tl.store(out_ptr + row * n + columns, value, mask=inside)
@@ -174,7 +172,8 @@ def _add_norm(
         pending, places, places, residual, weight, out, memory.epochs if memory.moved is None else memory.moved,
         memory.addresses, memory.epochs, rows, own_rows(num_tokens, memory), num_tokens, n, layout.max_rows,
         layout.inbox_at(COMBINE.value), layout.inbox_at(SCATTER.value), layout.inbox_at(GATHER.value), eps,
-        RANK=memory.rank, SIZE=layout.size, NUM_PARTS=num_parts, PLACES=num_parts,
+        RANK=memory.rank, SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts,
+        PLACES=num_parts,
         CHOICES=triton.next_power_of_2(max(num_parts, 1)), GATHERS=gathers, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, COMPILED=is_compiled(residual),
         num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,

@@ -134,12 +134,32 @@ def memory_of(addresses_ptr, owner, at, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def raise_flag(
-    addresses_ptr, peer, program, max_rows, epoch, comes, KIND: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr
+def of_rank(flags, rank, RANKS: tl.constexpr):
+    """One of RANKS flags."""
+    return tl.max(tl.where(tl.arange(0, RANKS) == rank, flags.to(tl.int32), 0), axis=0) > 0
+
+
+@triton.jit
+def num_peers(flags, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr):
+    """How many flags of peers are set."""
+    ranks = tl.arange(0, RANKS)
+    return tl.sum(tl.where((ranks < SIZE) & (ranks != RANK), flags.to(tl.int32), 0), axis=0)
+
+
+@triton.jit
+def raise_flags(
+    addresses_ptr, program, max_rows, epoch, comes, KIND: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Tell a peer that what this program has for it is there; all threads have written. comes: if it is a row."""
-    flag = flag_of(addresses_ptr, peer, RANK, program, max_rows, KIND, SIZE)
-    tl.atomic_xchg(flag, 2 * epoch + comes.to(tl.int32), sem="release", scope="sys")
+    """Tell all peers at once that what this program has for them is there; all its threads have written.
+
+    comes: for each of RANKS, a power of two, whether that is a row.
+    """
+    peers = tl.arange(0, RANKS)
+    is_peer = (peers < SIZE) & (peers != RANK)
+    flags = tl.load(addresses_ptr + peers, mask=is_peer, other=0).to(tl.pointer_type(tl.int32))
+    flags += (KIND * SIZE + RANK) * max_rows + program
+    tl.atomic_xchg(flags, 2 * epoch + comes.to(tl.int32), mask=is_peer, sem="release", scope="sys")
 
 
 @triton.jit

@@ -28,8 +28,10 @@ from kernels.gpu.exchange_memory import (
     ExchangeMemory,
     flag_of,
     memory_of,
+    num_peers,
+    of_rank,
     own_rows,
-    raise_flag,
+    raise_flags,
     rows_a_rank,
     take_row,
 )
@@ -65,8 +67,8 @@ def _chosen_of(choices, rank, HELD: tl.constexpr):
 def _dispatch_row(
     x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row,
     num_rows, num_own, n, max_rows, choices_at, received_at, RANK: tl.constexpr, SIZE: tl.constexpr,
-    TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, HELD: tl.constexpr, IS_PADDED: tl.constexpr,
-    COUNTS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
+    RANKS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, HELD: tl.constexpr,
+    IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     columns, places = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     exists = row < num_own
@@ -76,27 +78,22 @@ def _dispatch_row(
     shares = tl.load(shares_ptr + row * PLACES + places, mask=(places < PLACES) & exists, other=0.0)
     routed = tl.where(is_choice, choices, -1)  # without shared experts
     x = tl.load(x_ptr + row * n + columns, mask=(columns < n) & exists, other=0.0)
-    num_sent = 0
+    of_ranks = _chosen_of(routed[:, None], tl.arange(0, RANKS)[None, :], HELD)
+    goes = exists & ((tl.max(of_ranks, axis=0) >= 0) | IS_PADDED)
+    slot = RANK * num_rows + row
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = _chosen_of(routed, peer, HELD)
-            goes = exists & ((tl.max(theirs, axis=0) >= 0) | IS_PADDED)
-            slot = RANK * num_rows + row
+            goes_there = of_rank(goes, peer, RANKS)
             rows = memory_of(addresses_ptr, peer, received_at, x.dtype)
-            tl.store(rows + slot * n + columns, x, mask=(columns < n) & goes)
-            packed = memory_of(addresses_ptr, peer, choices_at, tl.int32)
-            tl.store(packed + slot * (2 * TOP_K) + places, theirs, mask=is_choice & goes)
+            tl.store(rows + slot * n + columns, x, mask=(columns < n) & goes_there)
+            packed = memory_of(addresses_ptr, peer, choices_at, tl.int32) + slot * (2 * TOP_K)
+            tl.store(packed + places, _chosen_of(routed, peer, HELD), mask=is_choice & goes_there)
             bits = shares.to(tl.int32, bitcast=True)
-            tl.store(packed + slot * (2 * TOP_K) + TOP_K + places, bits, mask=is_choice & goes)
-            num_sent += goes.to(tl.int32)
+            tl.store(packed + TOP_K + places, bits, mask=is_choice & goes_there)
     tl.debug_barrier()  # all threads have written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            goes = exists & ((tl.max(_chosen_of(routed, peer, HELD), axis=0) >= 0) | IS_PADDED)
-            raise_flag(addresses_ptr, peer, row, max_rows, epoch, goes, DISPATCH, RANK, SIZE)
+    raise_flags(addresses_ptr, row, max_rows, epoch, goes, DISPATCH, RANK, SIZE, RANKS)
     mine = _chosen_of(routed, RANK, HELD)
     mine = tl.where(is_choice | (choices < 0), mine, HELD + places - TOP_K)
-    slot = RANK * num_rows + row
     own_rows = memory_of(addresses_ptr, RANK, received_at, x.dtype)
     tl.store(own_rows + slot * n + columns, x, mask=(columns < n) & exists)
     tl.store(out_chosen_ptr + slot * PLACES + places, mine, mask=places < PLACES)
@@ -114,7 +111,7 @@ def _dispatch_row(
             tl.store(out_shares_ptr + slot * PLACES + places, bits.to(tl.float32, bitcast=True), mask=places < PLACES)
     tl.store(epochs_ptr + DISPATCH * max_rows + row, epoch)
     if COUNTS:
-        tl.atomic_add(moved_ptr + DISPATCH, num_sent, sem="relaxed")
+        tl.atomic_add(moved_ptr + DISPATCH, num_peers(goes, RANK, SIZE, RANKS), sem="relaxed")
 
 
 @triton.jit
@@ -135,8 +132,8 @@ def _list_expert(
 def _dispatch_kernel(
     x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, order_ptr, counts_ptr, arrived_ptr, moved_ptr,
     addresses_ptr, epochs_ptr, num_rows, num_own, n, max_rows, choices_at, received_at, RANK: tl.constexpr,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, HELD: tl.constexpr,
-    IS_PADDED: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr,
+    HELD: tl.constexpr, IS_PADDED: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A program for each row a rank has, then, if it LISTS, one for each expert."""
@@ -145,7 +142,8 @@ def _dispatch_kernel(
     if program < num_rows:
         _dispatch_row(
             x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr,
-            program, num_rows, num_own, n, max_rows, choices_at, received_at, RANK, SIZE, TOP_K, PLACES, CHOICES,
+            program, num_rows, num_own, n, max_rows, choices_at, received_at, RANK, SIZE, RANKS, TOP_K, PLACES,
+            CHOICES,
             HELD, IS_PADDED, COUNTS, BLOCK, COMPILED,
         )  # fmt: skip
         if LISTS:
@@ -188,7 +186,8 @@ def dispatch(
         pairs.counts if pairs else out_chosen, memory.arrived,
         memory.epochs if memory.moved is None else memory.moved, memory.addresses, memory.epochs, rows,
         own_rows(num_tokens, memory), n, layout.max_rows, layout.choices_at, layout.received_at, RANK=memory.rank,
-        SIZE=layout.size, TOP_K=layout.top_k, PLACES=num_places, CHOICES=triton.next_power_of_2(num_places),
+        SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), TOP_K=layout.top_k, PLACES=num_places,
+        CHOICES=triton.next_power_of_2(num_places),
         HELD=num_held, IS_PADDED=is_padded, LISTS=lists, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), PAIRS=sort_block(total * num_places), OVERLAPS=overlaps,
         COMPILED=is_compiled(x), num_warps=num_warps_for(n), launch_pdl=overlaps,
@@ -211,23 +210,25 @@ def _partial_sum(
 
 @triton.jit
 def _comes_back(
-    chosen_ptr, slot, row, peer, num_rows, num_tokens, PLACES: tl.constexpr, CHOICES: tl.constexpr,
-    IS_PADDED: tl.constexpr,
+    chosen_ptr, row, num_rows, num_tokens, SIZE: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
+    CHOICES: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Whether a row that a peer may have sent has come."""
-    places = tl.arange(0, CHOICES)
-    chosen = tl.load(chosen_ptr + slot * PLACES + places, mask=places < PLACES, other=-1)
-    comes = tl.max(chosen, axis=0) >= 0
+    """Whether the row that a rank may have sent has come, for each of RANKS."""
+    peers, places = tl.arange(0, RANKS), tl.arange(0, CHOICES)
+    slots = peers * num_rows + row
+    is_there = (peers < SIZE)[:, None] & (places < PLACES)[None, :]
+    chosen = tl.load(chosen_ptr + slots[:, None] * PLACES + places[None, :], mask=is_there, other=-1)
+    comes = tl.max(chosen, axis=1) >= 0
     if IS_PADDED:
-        comes = peer * num_rows + row < num_tokens
+        comes = slots < num_tokens
     return comes
 
 
 @triton.jit
 def combine_row(
     parts_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n,
-    max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, PLACES: tl.constexpr,
-    CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    PLACES: tl.constexpr, CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Return that row of the other ranks, and add up what comes back of this rank's: float32 (BLOCK,)."""
@@ -235,21 +236,21 @@ def combine_row(
     inside = columns < n
     dtype = parts_ptr.dtype.element_ty
     epoch = tl.load(epochs_ptr + COMBINE * max_rows + row) + 1
-    num_sent = 0
+    comes = _comes_back(
+        chosen_ptr, row, num_rows, num_tokens, SIZE, RANKS, PLACES, CHOICES, IS_PADDED
+    )  # fmt: skip
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             slot = peer * num_rows + row
-            comes = _comes_back(chosen_ptr, slot, row, peer, num_rows, num_tokens, PLACES, CHOICES, IS_PADDED)
             part = _partial_sum(parts_ptr, part_chosen_ptr, slot, SIZE * num_rows, columns, n, NUM_PARTS, BLOCK)
             inbox = memory_of(addresses_ptr, peer, inbox_at, dtype)
-            tl.store(inbox + (RANK * max_rows + row) * n + columns, part.to(dtype), mask=inside & comes)
-            num_sent += comes.to(tl.int32)
+            tl.store(
+                inbox + (RANK * max_rows + row) * n + columns,
+                part.to(dtype),
+                mask=inside & of_rank(comes, peer, RANKS),
+            )
     tl.debug_barrier()  # all threads have written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            slot = peer * num_rows + row
-            comes = _comes_back(chosen_ptr, slot, row, peer, num_rows, num_tokens, PLACES, CHOICES, IS_PADDED)
-            raise_flag(addresses_ptr, peer, row, max_rows, epoch, comes, COMBINE, RANK, SIZE)
+    raise_flags(addresses_ptr, row, max_rows, epoch, comes, COMBINE, RANK, SIZE, RANKS)
     slot = RANK * num_rows + row
     total = _partial_sum(parts_ptr, part_chosen_ptr, slot, SIZE * num_rows, columns, n, NUM_PARTS, BLOCK)
     for sender in tl.static_range(SIZE):
@@ -261,15 +262,15 @@ def combine_row(
             total += part.to(tl.float32)
     tl.store(epochs_ptr + COMBINE * max_rows + row, epoch)
     if COUNTS:
-        tl.atomic_add(moved_ptr + COMBINE, num_sent, sem="relaxed")
+        tl.atomic_add(moved_ptr + COMBINE, num_peers(comes, RANK, SIZE, RANKS), sem="relaxed")
     return total
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _combine_kernel(
     parts_ptr, part_chosen_ptr, chosen_ptr, out_ptr, moved_ptr, addresses_ptr, epochs_ptr, num_rows, num_tokens, n,
-    max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, PLACES: tl.constexpr,
-    CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    PLACES: tl.constexpr, CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A program for each row a rank has."""
@@ -278,7 +279,7 @@ def _combine_kernel(
     wait_for_predecessor(OVERLAPS)
     total = combine_row(
         parts_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n,
-        max_rows, inbox_at, RANK, SIZE, NUM_PARTS, PLACES, CHOICES, IS_PADDED, COUNTS, BLOCK, COMPILED,
+        max_rows, inbox_at, RANK, SIZE, RANKS, NUM_PARTS, PLACES, CHOICES, IS_PADDED, COUNTS, BLOCK, COMPILED,
     )  # fmt: skip
     tl.store(out_ptr + row * n + columns, total.to(out_ptr.dtype.element_ty), mask=columns < n)
 
@@ -311,7 +312,8 @@ def combine(
     _combine_kernel[(rows,)](
         parts, part_chosen, dispatched.chosen, out, memory.epochs if memory.moved is None else memory.moved,
         memory.addresses, memory.epochs, rows, dispatched.num_tokens, n, layout.max_rows,
-        layout.inbox_at(COMBINE.value), RANK=memory.rank, SIZE=layout.size, NUM_PARTS=num_parts, PLACES=num_places,
+        layout.inbox_at(COMBINE.value), RANK=memory.rank, SIZE=layout.size,
+        RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts, PLACES=num_places,
         CHOICES=triton.next_power_of_2(num_places), IS_PADDED=is_padded, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, COMPILED=is_compiled(parts),
         num_warps=num_warps_for(n), launch_pdl=overlaps,
