@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,10 @@ class Moe(Block):
 
     experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
     choice hangs on it. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
+    stacked: the experts in another device's form, once they have it.
     """
+
+    stacked: Any = None
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,

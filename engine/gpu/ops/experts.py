@@ -49,6 +49,14 @@ class StackedExperts:
     `Moe` may have made it float32.
     """
 
+    @classmethod
+    def of(cls, block: Moe) -> StackedExperts:
+        """Stack a block's experts once: the runner that measures memory and the one that serves share them."""
+        if block.stacked is None:
+            block.stacked = cls(block)
+        stacked: StackedExperts = block.stacked
+        return stacked
+
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
         self.num_shared = 0
