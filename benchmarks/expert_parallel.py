@@ -28,7 +28,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks.expert_ranks import CpuRanks, GpuRanks, Ranks, share_fds
-from benchmarks.harness import int_list, report
+from benchmarks.harness import add_cpu_time_argument, int_list, report
 from engine.layers.expert_exchange import ExchangeForm, ideal_bytes
 from engine.layers.moe import Moe
 from engine.loader.random_weights import RandomWeights
@@ -87,7 +87,7 @@ def run_rank(shard: Shard, store: str, link: socket.socket, results: Any, option
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", shard.rank)
     ranks: Ranks
     if options.device == "cpu":
-        ranks = CpuRanks(shard, store, options.seconds)
+        ranks = CpuRanks(shard, store, options.seconds, options)
     else:
         ranks = GpuRanks(
             shard, store, link, max(options.tokens), options.hidden, options.top_k, DTYPES[options.dtype]
@@ -135,6 +135,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="", choices=("", *DTYPES), help="float32 on a CPU, else bfloat16")
     parser.add_argument("--routing", type=lambda text: text.split(","), default=list(ROUTINGS))
     parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement on CPUs")
+    add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true", help="lines of JSON")
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from benchmarks.harness import choose_clock
 from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
 from engine.layers.moe import Moe
 from engine.parallel.followers import READY, receive_fds
@@ -48,8 +49,10 @@ class Ranks(Protocol):
 class CpuRanks:
     """Processes of one host, gloo between them."""
 
-    def __init__(self, shard: Shard, store: str, seconds: float) -> None:
+    def __init__(self, shard: Shard, store: str, seconds: float, options: argparse.Namespace) -> None:
+        """seconds: of one measurement. options: see `choose_clock`."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
+        self._clock = choose_clock(options)
         self._group = GlooGroup(shard, Path(store))
         self._size, self._seconds = shard.size, seconds
 
@@ -77,9 +80,9 @@ class CpuRanks:
         going = True
         while going:
             self._group.all_reduce(torch.zeros(1))
-            began = time.perf_counter()
+            began = self._clock()
             call()
-            times.append(time.perf_counter() - began)
+            times.append(self._clock() - began)
             enough = float(sum(times) > self._seconds and len(times) > 2)
             going = float(self._group.all_reduce(torch.tensor([enough]))) == 0
         return statistics.median(times) * 1e6
