@@ -60,23 +60,10 @@ def symmetric_bytes(size: int, num_programs: int, width: int, dtype: torch.dtype
 
 
 @triton.jit
-def _give_up(COMPILED: tl.constexpr):
+def give_up(COMPILED: tl.constexpr):
     """End the kernel with an error: the peer is gone, and without it nobody would ever know."""
     if COMPILED:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def wait_for_flag(flag, value, COMPILED: tl.constexpr):
-    """Wait until a peer has raised one of this rank's flags to `value` or beyond; what it was raised to."""
-    num_polls = 0
-    found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while found - value < 0:
-        num_polls += 1
-        if num_polls == MAX_POLLS:
-            _give_up(COMPILED)
-        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    return found
 
 
 @triton.jit
@@ -106,7 +93,11 @@ def _pull(
     """Wait for what `sender` pushes at this epoch, and read it."""
     own = tl.load(addresses_ptr + RANK)
     flag = own.to(tl.pointer_type(tl.int32)) + sender * num_programs + program
-    wait_for_flag(flag, epoch, COMPILED)
+    num_polls = 0
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch < 0:
+        num_polls += 1
+        if num_polls == MAX_POLLS:
+            give_up(COMPILED)
     half = (epoch & 1).to(tl.int64)
     start = ((half * SIZE + sender) * num_programs + place) * width
     inbox = (own + flag_bytes).to(tl.pointer_type(DTYPE))

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.all_reduce import wait_for_flag
+from kernels.gpu.all_reduce import MAX_POLLS, give_up
 
 DISPATCH = tl.constexpr(0)  # kinds of collectives
 COMBINE = tl.constexpr(1)
@@ -125,6 +125,19 @@ def flag_of(
     """The flag at rank `owner` that `sender` raises."""
     flags = tl.load(addresses_ptr + owner).to(tl.pointer_type(tl.int32))
     return flags + (KIND * SIZE + sender) * max_rows + program
+
+
+@triton.jit
+def wait_for_flag(flag, value, COMPILED: tl.constexpr):
+    """Wait until a peer has raised one of this rank's flags to `value` or beyond; what it was raised to."""
+    num_polls = 0
+    found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while found - value < 0:
+        num_polls += 1
+        if num_polls == MAX_POLLS:
+            give_up(COMPILED)
+        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    return found
 
 
 @triton.jit

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.all_reduce import wait_for_flag
 from kernels.gpu.exchange_memory import (
     COMBINE,
     DISPATCH,
@@ -34,6 +33,7 @@ from kernels.gpu.exchange_memory import (
     raise_flags,
     rows_a_rank,
     take_row,
+    wait_for_flag,
 )
 from kernels.gpu.grouped_gemm import SortedPairs, list_pairs, sort_block
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
