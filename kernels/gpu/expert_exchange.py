@@ -35,7 +35,7 @@ from kernels.gpu.exchange_memory import (
     take_row,
     wait_for_flag,
 )
-from kernels.gpu.grouped_gemm import SortedPairs, list_pairs, sort_block
+from kernels.gpu.grouped_gemm import SORT_BLOCK, SortedPairs, list_pairs, sort_block
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.rms_norm import num_warps_for
 
@@ -180,7 +180,8 @@ def dispatch(
     if lists:
         order = torch.empty(total * num_places, dtype=torch.int32, device=x.device)
         pairs = SortedPairs(order, torch.empty(num_lists, dtype=torch.int32, device=x.device))
-    overlaps = overlaps_launches(x)
+    overlaps, pairs_block = overlaps_launches(x), sort_block(total * num_places)
+    num_warps = 8 if lists and pairs_block == SORT_BLOCK else num_warps_for(n)
     _dispatch_kernel[(rows + (num_lists if lists else 0),)](
         x, shares, chosen, out_shares, out_chosen, pairs.order if pairs else out_chosen,
         pairs.counts if pairs else out_chosen, memory.arrived,
@@ -189,8 +190,8 @@ def dispatch(
         SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), TOP_K=layout.top_k, PLACES=num_places,
         CHOICES=triton.next_power_of_2(num_places),
         HELD=num_held, IS_PADDED=is_padded, LISTS=lists, COUNTS=memory.moved is not None,
-        BLOCK=triton.next_power_of_2(n), PAIRS=sort_block(total * num_places), OVERLAPS=overlaps,
-        COMPILED=is_compiled(x), num_warps=num_warps_for(n), launch_pdl=overlaps,
+        BLOCK=triton.next_power_of_2(n), PAIRS=pairs_block, OVERLAPS=overlaps,
+        COMPILED=is_compiled(x), num_warps=num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return Dispatched(memory.received(rows), out_shares, out_chosen, pairs, num_tokens)
 
