@@ -317,6 +317,6 @@ def combine(
         RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts, PLACES=num_places,
         CHOICES=triton.next_power_of_2(num_places), IS_PADDED=is_padded, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, COMPILED=is_compiled(parts),
-        num_warps=num_warps_for(n), launch_pdl=overlaps,
+        num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip
     return out
