@@ -8,6 +8,7 @@ graph; and a token's result does not depend on the tokens beside it.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -93,15 +94,17 @@ class Moe(Block):
         left out.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        by_expert = chosen.flatten()
+        by_expert, of_pairs, top_k = chosen.flatten(), shares.flatten(), chosen.shape[1]
         order = by_expert.argsort(stable=True)  # pairs of a token and a choice
-        counts = torch.bincount(by_expert + 1, minlength=self.rule.num_experts + 1).tolist()
-        pairs_of = torch.split(order, counts)[1:]
-        for index, expert in self.experts.items():
-            if counts[index + 1]:
-                pairs = pairs_of[index]
-                tokens = pairs.div(chosen.shape[1], rounding_mode="floor")
-                out.index_add_(0, tokens, expert(x[tokens]) * shares.flatten()[pairs, None])  # float32, as shares are
+        counts = Counter(by_expert.tolist())
+        start = 0
+        for index in sorted(counts):
+            if index in self.experts:
+                pairs = order[start : start + counts[index]]
+                tokens = pairs // top_k
+                y = self.experts[index](x[tokens])
+                out.index_add_(0, tokens, y * of_pairs[pairs, None])  # float32, as shares are
+            start += counts[index]
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
