@@ -10,6 +10,7 @@ from common.errors import ConfigError
 from common.step_times import StepCost
 
 MLA_FORMS = ("absorbed", "latent", "naive")
+EXCHANGES = ("sum", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class EngineConfig:
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
+    expert_exchange: str = setting(
+        "sum", "between ranks of --expert-parallel; sum: all have every token and add up what their experts make of "
+        "it; dispatch: tokens are divided, and go to the ranks that have their experts",
+        choices=EXCHANGES,
+    )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
         flags=("--pipeline-parallel-size",),
@@ -113,6 +119,18 @@ class EngineConfig:
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
         require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
+        require(
+            self.expert_exchange in EXCHANGES,
+            f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
+        )
+        require(
+            self.expert_exchange == "sum" or self.expert_parallel,
+            "--expert-exchange dispatch is between ranks that have whole experts: give --expert-parallel",
+        )
+        require(
+            self.expert_exchange == "sum" or self.pp == 1,
+            "--expert-exchange dispatch divides tokens, and a stage of --pp passes on all of them: choose one of them",
+        )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
         require(

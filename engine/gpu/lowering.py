@@ -11,6 +11,7 @@ from functools import cache
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
+from engine.gpu.ops.divided_rows import DividedRowsForm
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
@@ -33,12 +34,13 @@ class GpuForwards:
         self._passes_on = passes_on
         self._sum = sum_of_partials if group is None else sum_over_ranks(model, group)
         self._lowered = cache(self._lower)
-        experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
+        experts = {id(block): StackedExperts.of(block) for block in model.blocks if isinstance(block, Moe)}
         if is_plain_alone(model):
             self._max_quantized_rows = 0
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
             if group is not None:
-                self._forms = [TensorParallelForm(model, group, experts)]
+                of_ranks = TensorParallelForm if group.rows is None else DividedRowsForm
+                self._forms = [of_ranks(model, group, experts)]
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)

@@ -39,9 +39,8 @@ from engine.gpu.inputs import query_inputs, step_tokens, upload
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
-from engine.gpu.rows import RowTable, bucket_sizes
+from engine.gpu.rows import RowTable, bucket_sizes, most_tokens
 from engine.gpu.samples import StepSamples
-from engine.gpu.stages import most_tokens
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies

@@ -17,18 +17,13 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.group import NCCL_BYTES, keep_group, open_nccl
-from engine.gpu.rows import PROMPT_BUCKETS
+from engine.gpu.rows import most_tokens
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel
 from kvstore.layout import Shard
 
 BEFORE, BEHIND = 0, 1  # ranks of a pair
 TIMEOUT = timedelta(minutes=10)  # of one message: the stage before may compile its kernels first
-
-
-def most_tokens(config: EngineConfig) -> int:
-    """Return the most tokens of one step, with what pads it in a graph."""
-    return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
 
 
 class NcclSource:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,7 @@ from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
 from engine.models.config import (
+    ExchangeKind,
     ModelConfig,
     architecture_of,
     config_from_gguf,
@@ -200,7 +201,8 @@ def _build_shard(
     _checked_skeleton(source)
     config, weights, int4 = source.config, source.weights, None
     if shard.size > 1:
-        config = config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
+        expert_rank = shard.rank if engine_config.expert_parallel else None
+        config = config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
         weights = ShardedWeights(weights, _shapes_of(source, source.config), shard)
     else:
         int4 = _kept_int4(weights, quant_mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,10 @@ class GlooGroup:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([parts], [mine]).wait()
         return torch.cat([part.view(x.dtype) for part in parts], dim=-1)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See Group."""
+        out = torch.empty(sum(receive), x.shape[1], dtype=x.dtype)
+        mine, theirs = x.contiguous().view(torch.uint8), out.view(torch.uint8)
+        self._group.alltoall_base(theirs, mine, list(receive), list(send)).wait()
+        return out

@@ -44,28 +44,40 @@ class SortedPairs:
 
 
 @triton.jit
-def _sort_kernel(
-    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """One program for each expert: counts the pairs before its own, then lists its own."""
-    expert = tl.program_id(0)
-    wait_for_predecessor(OVERLAPS)
+def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Count the pairs of experts before this one, then list its own. CACHE: a modifier of loads."""
     num_before = 0
     num_mine = 0
     for first in range(0, num_pairs, BLOCK):
         pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
         num_before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32))
         num_mine += tl.sum((theirs == expert).to(tl.int32))
     tl.store(counts_ptr + expert, num_mine)
     place = num_before
     for first in range(0, num_pairs, BLOCK):
         pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
         is_mine = (theirs == expert).to(tl.int32)
         before = tl.cumsum(is_mine, axis=0) - is_mine
         tl.store(order_ptr + place + before, pairs, mask=is_mine == 1)
         place += tl.sum(is_mine)
+
+
+@triton.jit
+def _sort_kernel(
+    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program for each expert."""
+    expert = tl.program_id(0)
+    wait_for_predecessor(OVERLAPS)
+    list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, "")
+
+
+def sort_block(num_pairs: int) -> int:
+    """Pairs that a program looks at together."""
+    block: int = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    return block
 
 
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
@@ -74,7 +86,7 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     overlaps = overlaps_launches(chosen)
-    block = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    block = sort_block(num_pairs)
     _sort_kernel[(num_experts,)](
         chosen,
         order,

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,6 +37,9 @@ from kernels.gpu.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
+from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
+from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
+from kernels.gpu.expert_exchange import combine, dispatch
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace
@@ -71,25 +76,36 @@ def compiled() -> Iterator[list[Compiled]]:
         yield hopper.install(patch)
 
 
-def model_of(name: str, quant_mode: str, num_layers: int) -> Model:
+def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) -> Model:
+    """num_ranks: of which the first one's shard is made, that dispatches rows to whole experts."""
     files = resolve_model(str(CONFIGS / name))
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
     config = replace(family.adapt_config(config_from_hf(raw), raw), num_layers=num_layers)
+    if num_ranks > 1:
+        config = config.shard(num_ranks, 0, "dispatch")
     quantizer = Quantizer(quant_mode, None, on_gpu=True)
     model = family.build(config, Weights(), quantizer.convert)
     quantizer.finish(model)
     return model
 
 
-def forward_over(model: Model, kv_dtype: torch.dtype) -> FusedForward:
+def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> FusedForward:
     config = model.config
     attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
     if config.latent is not None:
         attention = PagedLatents(config.num_heads, config.latent)
     geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
     pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
-    return FusedForward(model, pool, MAX_ROWS, attention)
+    group = None if num_ranks == 1 else cast(Any, SimpleNamespace(rank=0, size=num_ranks, rows=None))
+    if group is not None and config.moe is not None:
+        layout = ExchangeLayout(
+            num_ranks, rows_a_rank(8192, num_ranks), config.hidden_size, config.moe.num_experts_per_token,
+            torch.bfloat16,
+        )  # fmt: skip
+        own = ints(layout.num_bytes, dtype=torch.uint8)
+        group.rows = ExchangeMemory.over(layout, 0, ints(num_ranks, dtype=torch.int64), own, counts=False)
+    return FusedForward(model, pool, MAX_ROWS, attention, group)
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -248,6 +264,23 @@ def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
     all_gather(logits, gathers)
     all_gather(logits, gathers, only=ints(256))
     check(compiled, "_all_reduce_norm_kernel", "_all_gather_kernel")
+
+
+def test_exchanges_around_experts(compiled: list[Compiled]) -> None:
+    size = 4
+    layout = ExchangeLayout(size, 512, 2048, 8, torch.bfloat16)
+    own = ints(layout.num_bytes, dtype=torch.uint8)
+    memory = ExchangeMemory.over(layout, 1, ints(size, dtype=torch.int64), own, counts=False)
+    y = torch.empty(64, 2048, dtype=torch.bfloat16, device=META)
+    residual = y[: 64 // size]
+    x = scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=False)
+    scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=True)
+    shares = torch.empty(64 // size, 8, device=META)
+    came = dispatch(x, shares, shares.int(), 64, 128 // size, memory)
+    parts = torch.empty(8, 64, 2048, dtype=torch.bfloat16, device=META)
+    combine(parts, came, memory)
+    combine_add_rms_norm(parts, came, residual, y[0], 1e-5, memory, gathers=True)
+    check(compiled, "_divided_norm_kernel", "_dispatch_kernel", "_combine_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:

@@ -19,7 +19,7 @@ from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
 
 NUM_LAYERS = 3
-VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like"}
+VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like", "detach"}
 
 
 class TorchOps(TorchDispatchMode):
@@ -101,6 +101,18 @@ def test_decode_steps_of_quantized_inputs(mode: str, launches: list[str]) -> Non
     attention = ["quantize", gemm, *ATTEND, "quantize", gemm]
     mlp = ["quantize", gemm, "quantize_with_maxima", gemm]
     assert launched(forward, decode_inputs(8), launches) == repeated(["embedding"], attention, mlp, "rms_norm", "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "gemm", "router"), [(8, "skinny", "skinny"), (64, "cublas", "skinny"), (200, "cublas", "cublas")]
+)
+def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router: str, launches: list[str]) -> None:
+    """Nothing is sorted, summed or gathered in a kernel of its own."""
+    forward = forward_over(model_of("qwen3-30b-a3b", "none", NUM_LAYERS, num_ranks=2), torch.bfloat16, num_ranks=2)
+    attention, moe = [gemm, *ATTEND, gemm], [router, "route", "dispatch", "grouped", "grouped"]
+    found = launched(forward, decode_inputs(rows), launches)
+    norm = "divided_norm"
+    assert found == repeated(["vocab_parallel_embed", norm], attention, moe, norm, norm)
 
 
 def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[str]) -> None:

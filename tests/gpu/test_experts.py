@@ -29,6 +29,13 @@ def load_block(folder: Path, has_shared: bool) -> Moe:
     return next(block for block in loaded.model.blocks if isinstance(block, Moe))
 
 
+def test_experts_are_stacked_once(tmp_path: Path) -> None:
+    """A second time, they would be without the shared ones, which the block has given away."""
+    block = load_block(tmp_path, has_shared=True)
+    assert StackedExperts.of(block).num_shared == 2
+    assert StackedExperts.of(block) is StackedExperts.of(block)
+
+
 def quantize(block: Moe, kind: type[EightBitLinear]) -> None:
     """Make the weights of the layers, which copies of the block have too, what 8 bits hold."""
     for ref in block.linears():

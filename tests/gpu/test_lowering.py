@@ -68,7 +68,7 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
 class OneRank:
     """A group without others, as far as `TensorParallelForm` asks for one."""
 
-    rank, size = 0, 1
+    rank, size, rows = 0, 1, None
 
     def all_reduce_rms_norm(
         self, pending: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -74,7 +74,9 @@ FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
 @pytest.mark.parametrize(
     "kind",
     [
-        "experts", "whole experts", "latents", "latents, whole experts", "gemma3", "gpt-oss", "gpt-oss, whole experts"
+        "experts", "whole experts", "whole experts, dispatched", "latents", "latents, whole experts",
+        "latents, whole experts, dispatched", "gemma3", "gpt-oss", "gpt-oss, whole experts",
+        "gpt-oss, whole experts, dispatched",
     ],
 )  # fmt: skip
 def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
@@ -82,7 +84,8 @@ def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: P
     model = save_family(tmp_path, changes) if changes else save_tiny_model(tmp_path, inner=32, num_experts=4)
     found = []
     for tp in (1, 2):
-        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1)
+        exchange = "dispatch" if "dispatched" in kind and tp > 1 else "sum"
+        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1, expert_exchange=exchange)
         found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
         del made
         gc.collect()

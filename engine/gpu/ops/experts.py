@@ -17,7 +17,7 @@ from engine.gpu.ops.form import GpuBody
 from engine.gpu.quantized import EightBitLinear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs, sum_of_held
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
 from kernels.gpu.tuning import (
@@ -52,6 +52,14 @@ class StackedExperts:
     block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
     `Moe` may have made it float32. gate: see `grouped_gemm`.
     """
+
+    @classmethod
+    def of(cls, block: Moe) -> StackedExperts:
+        """Stack a block's experts once: the runner that measures memory and the one that serves share them."""
+        if block.stacked is None:
+            block.stacked = cls(block)
+        stacked: StackedExperts = block.stacked
+        return stacked
 
     def __init__(self, block: Moe) -> None:
         """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
@@ -128,15 +136,16 @@ def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
     return float32
 
 
-def chooser(block: Moe, num_shared: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Shares and experts, shared ones among them, of each token by its logits."""
+def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Shares and experts, shared ones among them, of each token by its logits. held: see `route`; this rank's."""
     rule = block.rule
+    held = held or rule.held_experts
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         return route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
-            rule.held_experts,
+            held,
         )  # fmt: skip
 
     return choose
@@ -147,35 +156,48 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
 
     Partial sums need all experts to be this rank's.
     """
-    gate_up, down, gate = experts.gate_up, experts.down, experts.gate
-    num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
     router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
 
     def body(x: Tensor, step: object) -> Tensor:
         shares, chosen = choose(router(x))
-        parts = outputs(x, shares, chosen)
+        parts = outputs(experts, x, shares, chosen)
         return sum_of_held(parts, chosen) if is_summed else parts
 
-    def outputs(x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        num_pairs = chosen.numel()
-        if num_pairs <= MAX_PAIRS:
-            inside = grouped_gemv(
-                x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
-            )  # fmt: skip
-            return grouped_gemv(
-                inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales, bias=down.bias
-            )  # fmt: skip
-        load, itemsize = num_pairs / num_experts, down.weight.itemsize
-        gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
-        down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
-        assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
-        pairs = sort_pairs(chosen, num_experts) if x.shape[0] > MAX_UNSORTED else chosen
-        inside = grouped_gemm(
-            x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
-        )  # fmt: skip
-        return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
-
     return body
+
+
+def outputs(
+    experts: StackedExperts, x: Tensor, shares: Tensor, chosen: Tensor, listed: SortedPairs | None = None
+) -> Tensor:
+    """Partial sums (choices, num_tokens, hidden) of each token's choices, see `grouped_gemm`.
+
+    listed: pairs by expert, if they are known and there are many.
+    """
+    gate_up, down, gate = experts.gate_up, experts.down, experts.gate
+    num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
+    if num_pairs <= MAX_PAIRS:
+        inside = grouped_gemv(
+            x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+        )  # fmt: skip
+        return grouped_gemv(
+            inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales, bias=down.bias
+        )  # fmt: skip
+    load, itemsize = num_pairs / num_experts, down.weight.itemsize
+    gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
+    down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
+    assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
+    pairs: SortedPairs | Tensor = chosen
+    if is_listed(*chosen.shape):
+        pairs = listed or sort_pairs(chosen, num_experts)
+    inside = grouped_gemm(
+        x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+    )  # fmt: skip
+    return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
+
+
+def is_listed(num_tokens: int, num_choices: int) -> bool:
+    """Whether there are so many tokens of so many choices that their pairs are listed by expert."""
+    return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
 
 
 def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor], None]:

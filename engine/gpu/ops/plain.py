@@ -73,11 +73,17 @@ class PlainForm(Form):
                 without_post_norm(block),
                 lambda block: attention(block, rows, workspace),
                 lambda block: mlp(block, rows, workspace),
-                lambda block: experts(block, self._experts[id(block)], rows, workspace, self.sums_experts),
+                lambda block: self.experts(block, rows),
                 lambda block: latents(block, rows, workspace),
             )
             for block in self.model.blocks
         ]
+
+    def experts(self, block: Moe, num_rows: int) -> GpuBody:
+        """The body of a block of experts."""
+        stacked = self._experts[id(block)]
+        router = gemm(Linear(stacked.router, block.router_bias), num_rows, self._workspace)
+        return moe(block, stacked, router, self.sums_experts)
 
     def lower(self, target: Target) -> Forward[GpuStep]:
         model, bodies = self.model, self.bodies(target.num_rows)
@@ -101,12 +107,6 @@ def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     gated = gated_gemm(block.gate_up, num_rows, workspace, isinstance(block, GeluMlp))
     down = gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
-
-
-def experts(
-    block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
-) -> GpuBody:
-    return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
