@@ -129,7 +129,7 @@ class EngineConfig:
         )
         require(
             self.expert_exchange == "sum" or self.pp == 1,
-            "--expert-exchange dispatch divides tokens, and a stage of --pp passes on all of them: choose one of them",
+            "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
         )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")

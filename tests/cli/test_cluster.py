@@ -201,6 +201,7 @@ OTHER_VALUES = {
     "--cors-origins": "https://x.example",
     "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
     "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
+    "--simulated-steps": "base=1",
 }  # fmt: skip
 
 
