@@ -130,7 +130,8 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader.load import load_model, resolve_device
+    from engine.loader.load import load_model, read_config, resolve_device
+    from engine.loader.supported import check_attention
 
     began = time.monotonic()
     policy = load_policy(config.scheduling_policy)
@@ -140,6 +141,8 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
+    if device.type == "cuda" and gpu.attention_backend != "auto":
+        check_attention(read_config(files, config), gpu.attention_backend)
     shard = Shard(0, config.tp)
     stage = Stage(config.pp - 1, config.pp) if config.pp > 1 else None  # the last one samples
     followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
