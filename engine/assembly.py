@@ -129,7 +129,8 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader.load import load_model, resolve_device
+    from engine.loader.load import load_model, read_config, resolve_device
+    from engine.loader.supported import check_attention
 
     began = time.monotonic()
     policy = load_policy(config.scheduling_policy)
@@ -139,6 +140,8 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
+    if device.type == "cuda" and gpu.attention_backend != "auto":
+        check_attention(read_config(files, config), gpu.attention_backend)
     shard, stage = place_of(0, config)
     followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):

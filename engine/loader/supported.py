@@ -25,6 +25,12 @@ def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
         raise ConfigError(f"--mla {engine_config.mla}: {config.architecture} has no latent attention; leave it out")
 
 
+def check_attention(config: ModelConfig, attention_backend: str) -> None:
+    """Raise ConfigError for an attention backend that was asked for and does not know the model's windows."""
+    if config.windows and attention_backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {attention_backend} knows no sliding windows; use triton")
+
+
 def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) -> None:
     """Raise UnsupportedModelError for blocks that the device has no kernels for.
 

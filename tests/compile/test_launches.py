@@ -115,6 +115,19 @@ def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router
     assert found == repeated(["vocab_parallel_embed", norm], attention, moe, norm, norm)
 
 
+def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:
+    """Which are part of the kernel that adds and norms."""
+    forward = forward_over(model_of("gemma3-4b", "none", 6), torch.bfloat16)
+    layer = ["skinny", *ATTEND, "skinny", "post_norm", "gated", "skinny", "post_norm"]
+    assert launched(forward, decode_inputs(8, 6), launches) == ["embedding", "mul", "rms_norm", *6 * layer]
+
+
+def test_a_decode_step_of_one_row_with_sinks_and_clamped_experts(launches: list[str]) -> None:
+    forward = forward_over(model_of("gpt-oss-20b", "none", 2), torch.bfloat16)
+    layer = ["gemv", *ATTEND, "gemv", "gemv", "route", "pair", "row_down"]
+    assert launched(forward, decode_inputs(1, 2), launches) == ["embedding", *2 * layer, "rms_norm"]
+
+
 def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[str]) -> None:
     forward = forward_over(model_of("qwen2.5-7b", "none", NUM_LAYERS), torch.bfloat16)
     steps = [launched(forward, prompt_inputs(forward, lengths), launches) for lengths in ([100], [900, 40], [8192])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: 
         model, monkeypatch, GpuConfig(), num_gpu_blocks=3 * 10 - 2, block_size=BLOCK_SIZE, max_model_len=40,
         max_num_batched_tokens=16,
     )  # fmt: skip
-    check(made, logprobs_of(plain))
+    check(made, logprobs_of(plain, PROMPTS[:2]), PROMPTS[:2])
     expected = generate(plain, SAMPLED, [longest])
     for num_hits in (0, 32):
         assert generate(made, SAMPLED, [longest]) == expected
@@ -99,3 +100,30 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert generate(made, SAMPLED) == expected
     assert 0 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
+
+
+def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers do it: the blocks of a lease, copied to where `schedule` has made room for them."""
+    model, prompt = save_family(tmp_path, DENSE), max(PROMPTS, key=len)
+    [expected] = generate(reference(model), SAMPLED[:1], [prompt])
+    settings: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16}
+    prefill, sender = open_gpu(model, monkeypatch, GpuConfig(), **settings)
+    decode, receiver = open_gpu(model, monkeypatch, GpuConfig(), **settings)
+    sent = prefill.add_request(prompt, SAMPLED[0], prefill_only=True)
+    while prefill.has_work():
+        prefill.step()
+    leased = prefill.scheduler.detach_blocks(sent)
+    assert len(leased) == 9 + 3  # of 2 x 9
+    request = decode.add_request(
+        prompt, SAMPLED[0], output_token_ids=sent.output_token_ids, kv_source="lease", num_source_tokens=len(prompt)
+    )
+    decode.step()
+    [job] = decode.scheduler.take_load_jobs()
+    receiver._pool[job.block_ids] = sender._pool[[leased[position] for position in job.positions]]
+    decode.scheduler.finish_load(request.request_id, True)
+    while decode.has_work():
+        decode.step()
+    assert request.output_token_ids == expected
+    assert decode.num_failed_steps == 0
