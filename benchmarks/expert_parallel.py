@@ -83,14 +83,14 @@ def skew(block: Moe) -> None:
     block.router = skewed.to(block.norm.dtype).to(skewed.dtype)
 
 
-def run_rank(shard: Shard, store: str, link: socket.socket, results: Any, options: argparse.Namespace) -> None:
+def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, options: argparse.Namespace) -> None:
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", shard.rank)
     ranks: Ranks
     if options.device == "cpu":
-        ranks = CpuRanks(shard, store, options.seconds, options)
+        ranks = CpuRanks(shard, folder, options.seconds, options)
     else:
         ranks = GpuRanks(
-            shard, store, link, max(options.tokens), options.hidden, options.top_k, DTYPES[options.dtype]
+            shard, folder, link, max(options.tokens), options.hidden, options.top_k, DTYPES[options.dtype]
         )
     with torch.inference_mode():
         for routing in options.routing:
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes = [
             context.Process(
                 target=run_rank,
-                args=(Shard(rank, options.ranks), f"{folder}/store", links[rank][1], results, options),
+                args=(Shard(rank, options.ranks), folder, links[rank][1], results, options),
                 daemon=True,
             )
             for rank in range(options.ranks)

@@ -49,11 +49,11 @@ class Ranks(Protocol):
 class CpuRanks:
     """Processes of one host, gloo between them."""
 
-    def __init__(self, shard: Shard, store: str, seconds: float, options: argparse.Namespace) -> None:
+    def __init__(self, shard: Shard, folder: str, seconds: float, options: argparse.Namespace) -> None:
         """seconds: of one measurement. options: see `choose_clock`."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
         self._clock = choose_clock(options)
-        self._group = GlooGroup(shard, Path(store))
+        self._group = GlooGroup(shard, Path(folder))
         self._size, self._seconds = shard.size, seconds
 
     def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
@@ -92,7 +92,7 @@ class GpuRanks:
     """One GPU each, which map each other's memory; calls are captured in graphs."""
 
     def __init__(
-        self, shard: Shard, store: str, link: socket.socket, max_tokens: int, hidden: int, top_k: int,
+        self, shard: Shard, folder: str, link: socket.socket, max_tokens: int, hidden: int, top_k: int,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """link: to the process that gives each rank the descriptors of all, see `share_fds`."""
@@ -108,7 +108,8 @@ class GpuRanks:
             socket.send_fds(link, [READY], [fd])
             return receive_fds(link, shard.size, "the benchmark")
 
-        group = DeviceGroup(shard, self._device, (hidden, 1), dtype, 1, exchange, Path(store), layout, counts=True)
+        store = Path(folder, "nccl")
+        group = DeviceGroup(shard, self._device, (hidden, 1), dtype, 1, exchange, store, layout, counts=True)
         assert group.rows is not None, "it was given a layout"
         self._group, self._counting = group, group.rows
         self._memory = replace(group.rows, moved=None)
