@@ -24,7 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.expert_formats import WORDS, form_of
+from kernels.gpu.grouped_words import packed_tile
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.tuning import TileConfig
 
@@ -126,13 +128,25 @@ def _as_compute(x, COMPUTE: tl.constexpr):
     return narrow
 
 
+@triton.jit
+def _add_dot(
+    weight, x, total, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """`total` and a tile's products, which have the scale of their columns' GROUP, if they have one."""
+    if GROUP == 0:
+        return tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
+    scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
+    return total + scale[:, None] * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -153,26 +167,33 @@ def _grouped_kernel(
     x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
     weight_rows = expert.to(tl.int64) * (HALVES * N) + columns
-    weight_at = weight_ptr + weight_rows[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        if EVEN:
-            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
-            weight = tl.load(weight_at + ks[None, :])
-        else:
-            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
-            weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-        x = _as_compute(x, COMPUTE)
-        total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
-        if GATED:
-            up_at = weight_at + N.to(tl.int64) * K
+    if FORMAT == "whole":
+        weight_at = weight_ptr + weight_rows[:, None] * K
+        for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            ks = first + tl.arange(0, BLOCK_K)
             if EVEN:
-                up = tl.load(up_at + ks[None, :])
+                x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
+                weight = tl.load(weight_at + ks[None, :])
             else:
-                up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-            total_up = tl.dot(up.to(COMPUTE), x, total_up, input_precision="ieee")
+                x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
+                weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+            x = _as_compute(x, COMPUTE)
+            total = _add_dot(weight, x, total, scales_ptr, weight_rows, columns < N, K, first, GROUP, COMPUTE)
+            if GATED:
+                up_at = weight_at + N.to(tl.int64) * K
+                if EVEN:
+                    up = tl.load(up_at + ks[None, :])
+                else:
+                    up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+                up_rows = weight_rows + N
+                total_up = _add_dot(up, x, total_up, scales_ptr, up_rows, columns < N, K, first, GROUP, COMPUTE)
+    else:
+        total, total_up = packed_tile(
+            x_at, has_row, weight_ptr, scales_ptr, weight_rows, N.to(tl.int64), columns < N, K, total, total_up,
+            GATED, FORMAT, GROUP, WORDS, max(1, BLOCK_K // (4 * WORDS)), EVEN, NUM_STAGES, COMPILED,
+        )  # fmt: skip
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
@@ -202,12 +223,14 @@ def grouped_gemm(
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
-    Weights of 8 bits have scales, float32 (num_experts, rows). pairs: sorted, or of up to MAX_UNSORTED tokens the
-    choices as they are, int32 (num_tokens, top_k), contiguous.
+    Weights of 8 and 4 bits have scales, see `form_of`. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as
+    they are, int32 (num_tokens, top_k), contiguous.
     """
+    form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
+    block_k = form.columns_at_once(config.block_k)
     block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
@@ -218,13 +241,14 @@ def grouped_gemm(
         order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else scales, order, counts, x if shares is None else shares, out,
-        num_tokens, n, k, x.stride(0),
+        x, weight, x if scales is None else form.scales_of(scales), order, counts, x if shares is None else shares,
+        out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
-        EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
-        COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
+        EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales, FORMAT=form.name,
+        GROUP=form.group, WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m,
+        BLOCK_N=config.block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
@@ -261,7 +285,7 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
 
 def output_of(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
     """(output, n, k, number of tokens)."""
-    k = weight.shape[2]
+    k = weight.shape[2] * (4 if weight.dtype == WORDS else 1)
     if not weight.is_contiguous() or x.shape[1] != k:
         raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
     if shares is None:

@@ -12,18 +12,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.expert_formats import form_of
 from kernels.gpu.gemv import LINE
 from kernels.gpu.grouped_gemm import output_of, weighted_places
-from kernels.gpu.launch import let_successor_start, overlaps_launches, prefetch, wait_first, wait_for_predecessor
+from kernels.gpu.grouped_words import packed_row
+from kernels.gpu.launch import (
+    is_compiled,
+    let_successor_start,
+    overlaps_launches,
+    prefetch,
+    wait_first,
+    wait_for_predecessor,
+)
 from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.tuning import GemvConfig
+
+
+@triton.jit
+def _scaled(weight, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr):
+    """A tile (rows, columns) as float32, with the scale of its columns' GROUP, if they have one."""
+    if GROUP == 0:
+        return weight.to(tl.float32)
+    scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
+    return weight.to(tl.float32) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_kernel(
     x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr, num_tokens, N, K, x_stride, eps,
     TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
     pair = tl.program_id(1)
@@ -37,30 +56,40 @@ def _pair_kernel(
     x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
     weight_rows = expert * (HALVES * N) + columns
-    weight_at = weight_ptr + weight_rows[:, None] * K
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        exists = inside[:, None] & (ks < K)[None, :]
-        up_at = weight_at + N.to(tl.int64) * K
-        if EVEN:
-            x = tl.load(x_at + ks).to(tl.float32)
-            weight = tl.load(weight_at + ks[None, :])
-        else:
-            x = tl.load(x_at + ks, mask=ks < K, other=0.0).to(tl.float32)
-            weight = tl.load(weight_at + ks[None, :], mask=exists, other=0.0)
-        if HAS_NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-        total += weight.to(tl.float32) * x[None, :]
-        if GATED:
+    if FORMAT == "whole":
+        weight_at = weight_ptr + weight_rows[:, None] * K
+        total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        squares = tl.zeros((BLOCK_K,), tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            ks = first + tl.arange(0, BLOCK_K)
+            exists = inside[:, None] & (ks < K)[None, :]
+            up_at = weight_at + N.to(tl.int64) * K
             if EVEN:
-                up = tl.load(up_at + ks[None, :])
+                x = tl.load(x_at + ks).to(tl.float32)
+                weight = tl.load(weight_at + ks[None, :])
             else:
-                up = tl.load(up_at + ks[None, :], mask=exists, other=0.0)
-            total_up += up.to(tl.float32) * x[None, :]
+                x = tl.load(x_at + ks, mask=ks < K, other=0.0).to(tl.float32)
+                weight = tl.load(weight_at + ks[None, :], mask=exists, other=0.0)
+            if HAS_NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
+            total += _scaled(weight, scales_ptr, weight_rows, inside, K, first, GROUP) * x[None, :]
+            if GATED:
+                if EVEN:
+                    up = tl.load(up_at + ks[None, :])
+                else:
+                    up = tl.load(up_at + ks[None, :], mask=exists, other=0.0)
+                total_up += _scaled(up, scales_ptr, weight_rows + N, inside, K, first, GROUP) * x[None, :]
+    else:
+        CHUNKS: tl.constexpr = BLOCK_K // (4 * WORDS)
+        at = x_at + tl.zeros((CHUNKS,), tl.int32)
+        rows = weight_rows[None, :] + tl.zeros((CHUNKS, 1), tl.int64)
+        parts, up_parts, squares = packed_row(
+            at, norm_ptr, weight_ptr, scales_ptr, rows, N.to(tl.int64), inside[None, :], tl.arange(0, CHUNKS), K,
+            GATED, HAS_NORM, FORMAT, GROUP, WORDS, CHUNKS, EVEN, NUM_STAGES, COMPILED,
+        )  # fmt: skip
+        total, total_up = tl.trans(parts), tl.trans(up_parts)
     y = tl.sum(total, axis=1)
     if HAS_SCALES:
         y *= tl.load(scales_ptr + weight_rows, mask=inside, other=0.0)
@@ -128,16 +157,18 @@ def grouped_gemv(
 
     norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between; for gate_up.
     """
+    form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
+    block_k = form.columns_at_once(config.block_k)
     overlaps = overlaps_launches(x)
     _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
-        x, weight, x if scales is None else scales, chosen, x if shares is None else shares,
+        x, weight, x if scales is None else form.scales_of(scales), chosen, x if shares is None else shares,
         x if norm is None else norm, out,
         num_tokens, n, k, x.stride(0), eps,
-        TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=scales is not None,
-        EVEN=n % config.block_n == 0 and k % config.block_k == 0,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        num_warps=config.num_warps, launch_pdl=overlaps,
+        TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=form.has_row_scales,
+        EVEN=n % config.block_n == 0 and k % block_k == 0, FORMAT=form.name, GROUP=form.group, WORDS=form.words,
+        BLOCK_N=config.block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
