@@ -32,7 +32,9 @@ class GpuForwards:
         """group: of the ranks that have the other shards of the model. passes_on: hidden states, to another stage."""
         self._passes_on = passes_on
         self._lowered = cache(self._lower)
-        experts = {id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)}
+        experts = self.experts = {
+            id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)
+        }
         if is_plain_alone(model):
             self._max_quantized_rows = 0
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]

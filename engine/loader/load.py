@@ -197,7 +197,7 @@ def _build_shard(
     config = source.config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
     whole = ShapeRecorder()
     source.family.build(source.config, whole)
-    check_kernels(source.config, device, quant_mode)
+    check_kernels(source.config, device)
     _checked_skeleton(source)
     quantizer = Quantizer(quant_mode, None, device.type == "cuda")
     weights = _counted(source, config, ShardedWeights(source.weights, whole.shapes, shard), on_progress)
@@ -220,7 +220,7 @@ def _build_stage(
         raise ConfigError("--pp: layers with sliding windows cannot be divided among stages yet: use --tp")
     shapes = ShapeRecorder()
     source.family.build(source.config, shapes)
-    check_kernels(source.config, device, quant_mode)
+    check_kernels(source.config, device)
     _checked_skeleton(source)
     int4 = _kept_int4(source.weights, quant_mode)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
@@ -267,7 +267,7 @@ def _build_packed(
     source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Linear layers stay as the checkpoint holds them."""
-    check_kernels(source.config, device, "none")
+    check_kernels(source.config, device)
     skeleton = _checked_skeleton(source)
     weights.kept = packed_names(skeleton, weights)
     check_packed_experts(skeleton, device, weights.kept)
@@ -283,7 +283,7 @@ def _build_plain(
     source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
-    check_kernels(source.config, device, quant_mode)
+    check_kernels(source.config, device)
     weights = source.weights
     int4 = _kept_int4(weights, quant_mode)
     _checked_skeleton(source)

@@ -50,8 +50,7 @@ def form_of(weight: Tensor, scales: Tensor | None) -> ExpertForm:
     """Raise ValueError for groups that kernels do not take."""
     if scales is None or (weight.dtype != WORDS and scales.dim() == 2):
         return ExpertForm("whole", 0, 0, scales is not None)
-    is_packed = weight.dtype == WORDS
-    num_columns = weight.shape[2] * (4 if is_packed else 1)
+    is_packed, num_columns = weight.dtype == WORDS, columns_of(weight)
     group = num_columns // scales.shape[2]
     words = chunk_of(num_columns) // 4 if is_packed else 0
     if group * scales.shape[2] != num_columns or not fits(num_columns, group, is_packed):
@@ -66,6 +65,10 @@ def fits(num_columns: int, group: int, is_packed: bool) -> bool:
         return num_columns % group == 0 and (group & -group) >= MIN_GROUP
     chunk = chunk_of(num_columns)
     return chunk >= MIN_CHUNK and chunk % group == 0 and group % (chunk // 4) == 0
+
+
+def columns_of(weight: Tensor) -> int:
+    return weight.shape[-1] * (4 if weight.dtype == WORDS else 1)
 
 
 def bytes_of(weight: Tensor) -> float:

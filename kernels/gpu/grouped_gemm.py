@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.expert_formats import WORDS, form_of
+from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
@@ -285,7 +285,7 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
 
 def output_of(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
     """(output, n, k, number of tokens)."""
-    k = weight.shape[2] * (4 if weight.dtype == WORDS else 1)
+    k = columns_of(weight)
     if not weight.is_contiguous() or x.shape[1] != k:
         raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
     if shares is None:

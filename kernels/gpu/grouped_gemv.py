@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.expert_formats import form_of
+from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.gemv import LINE
 from kernels.gpu.grouped_gemm import output_of, weighted_places
 from kernels.gpu.grouped_words import packed_row
@@ -30,11 +30,11 @@ from kernels.gpu.tuning import GemvConfig
 
 @triton.jit
 def _scaled(weight, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr):
-    """A tile (rows, columns) as float32, with the scale of its columns' GROUP, if they have one."""
+    """A tile (rows..., columns) as float32, with the scale of its columns' GROUP, if they have one."""
     if GROUP == 0:
         return weight.to(tl.float32)
     scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
-    return weight.to(tl.float32) * scale[:, None]
+    return weight.to(tl.float32) * tl.expand_dims(scale, len(weight.shape) - 1)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -112,36 +112,47 @@ def _pair_kernel(
 @triton.jit
 def _row_down_kernel(
     x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    LINES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """CHOICES: TOP_K, padded to a power of two.
 
     The kernel before is the row's `_pair_kernel`, which lets this one start when `chosen` is there.
     """
-    places = tl.arange(0, CHOICES)
+    SLICES: tl.constexpr = 1 if FORMAT == "whole" else BLOCK_K // (4 * WORDS)  # of K of an expert
+    places = tl.arange(0, CHOICES * SLICES) // SLICES
     is_chosen = places < TOP_K
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     experts = tl.load(chosen_ptr + places, mask=is_chosen, other=0).to(tl.int64)
     weight_rows = (experts * N)[:, None] + tl.minimum(columns, N - 1)[None, :]
-    weight_at = weight_ptr + weight_rows[:, :, None] * K
-    prefetch(weight_at + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, None, :], OVERLAPS)
-    wait_for_predecessor(OVERLAPS)
-    x_at = x_ptr + places[:, None] * K
-    total = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        x_exists = is_chosen[:, None] & (ks < K)[None, :]
-        x = tl.load(x_at + ks[None, :], mask=x_exists, other=0.0).to(tl.float32)
-        if EVEN:
-            weight = tl.load(weight_at + ks[None, None, :])
-        else:
-            exists = x_exists[:, None, :] & inside[None, :, None]
-            weight = tl.load(weight_at + ks[None, None, :], mask=exists, other=0.0)
-        total += weight.to(tl.float32) * x[:, None, :]
-    shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
-    y_of = tl.sum(total, axis=2)
+    if FORMAT == "whole":
+        weight_at = weight_ptr + weight_rows[:, :, None] * K
+        prefetch(weight_at + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, None, :], OVERLAPS)
+        wait_for_predecessor(OVERLAPS)
+        x_at = x_ptr + places[:, None] * K
+        total = tl.zeros((CHOICES, BLOCK_N, BLOCK_K), tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            ks = first + tl.arange(0, BLOCK_K)
+            x_exists = is_chosen[:, None] & (ks < K)[None, :]
+            x = tl.load(x_at + ks[None, :], mask=x_exists, other=0.0).to(tl.float32)
+            if EVEN:
+                weight = tl.load(weight_at + ks[None, None, :])
+            else:
+                exists = x_exists[:, None, :] & inside[None, :, None]
+                weight = tl.load(weight_at + ks[None, None, :], mask=exists, other=0.0)
+            total += _scaled(weight, scales_ptr, weight_rows, True, K, first, GROUP) * x[:, None, :]
+        shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
+        y_of = tl.sum(total, axis=2)
+    else:
+        wait_for_predecessor(OVERLAPS)
+        y_of, _none, _squares = packed_row(
+            x_ptr + tl.minimum(places, TOP_K - 1) * K, x_ptr, weight_ptr, scales_ptr, weight_rows, 0,
+            is_chosen[:, None] & inside[None, :], tl.arange(0, CHOICES * SLICES) % SLICES, K,
+            False, False, FORMAT, GROUP, WORDS, SLICES, EVEN, NUM_STAGES, COMPILED,
+        )  # fmt: skip
+        shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
     if HAS_SCALES:
         y_of *= tl.load(scales_ptr + weight_rows)
     y = tl.sum(y_of * shares[:, None], axis=0)
@@ -183,16 +194,16 @@ def add_down_of_row(
     scales: see `grouped_gemm`.
     """
     top_k, k = x.shape
-    n = weight.shape[1]
-    if chosen.shape != (1, top_k) or residual.shape != (1, n) or weight.shape[2] != k or not x.is_contiguous():
+    n, form = weight.shape[1], form_of(weight, scales)
+    if chosen.shape != (1, top_k) or residual.shape != (1, n) or columns_of(weight) != k or not x.is_contiguous():
         raise ValueError(f"one row of {top_k} experts is needed, chosen are {list(chosen.shape)}")
     overlaps = overlaps_launches(x)
-    choices = triton.next_power_of_2(top_k)
+    choices, block_k = triton.next_power_of_2(top_k), form.columns_at_once(config.block_k)
     _row_down_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, x if scales is None else scales, chosen, shares, residual, n, k,
-        TOP_K=top_k, CHOICES=choices, HAS_SCALES=scales is not None,
-        EVEN=choices == top_k and n % config.block_n == 0 and k % config.block_k == 0,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages,
-        LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,
-        num_warps=config.num_warps, launch_pdl=overlaps,
+        x, weight, x if scales is None else form.scales_of(scales), chosen, shares, residual, n, k,
+        TOP_K=top_k, CHOICES=choices, HAS_SCALES=form.has_row_scales,
+        EVEN=choices == top_k and n % config.block_n == 0 and k % block_k == 0,
+        FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        NUM_STAGES=config.num_stages, LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,
+        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip

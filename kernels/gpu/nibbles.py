@@ -108,7 +108,7 @@ def chunk_sums(
     words: (..., columns, words of a chunk). x: of the four nibbles, (..., words, rows) each. scale_at: of the first
     group, (..., columns). none: zeros (..., columns, rows), float32.
     """
-    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED and x[0].dtype != tl.float32 else tl.float32
     BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
     NIBBLES: tl.constexpr = GROUP // words.shape[len(words.shape) - 1]  # of a group
     weights = unpack_to_bfloat16(words, FORMAT) if COMPILED else unpack_plain(words, FORMAT)
@@ -118,7 +118,7 @@ def chunk_sums(
         sums = none
         dots = none
         for nibble in tl.static_range(group * NIBBLES, (group + 1) * NIBBLES):
-            dots = tl.dot(weights[nibble], x[nibble].to(OPERAND), dots, input_precision="ieee")
+            dots = tl.dot(weights[nibble].to(OPERAND), x[nibble].to(OPERAND), dots, input_precision="ieee")
             if FORMAT == "int4":
                 sums = tl.dot(ones, x[nibble].to(OPERAND), sums, input_precision="ieee")
         stored = tl.expand_dims(tl.load(scale_at + group, mask=has_scale, other=0), len(words.shape) - 1)
@@ -138,7 +138,7 @@ def chunk_products(
 
     words: (columns, words of a chunk). x, scale_at: as for `chunk_sums`.
     """
-    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
+    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED and x[0].dtype != tl.float32 else tl.float32
     BIAS: tl.constexpr = 136.0 if COMPILED else 8.0
     NIBBLES: tl.constexpr = GROUP // words.shape[1]
     weights = unpack_to_bfloat16(words, FORMAT) if COMPILED else unpack_plain(words, FORMAT)

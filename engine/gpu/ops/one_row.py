@@ -23,7 +23,7 @@ from kernels.gpu.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):
-    """Plain weights alone."""
+    """Plain weights alone; experts of any format, whose kernels take a row as it is."""
 
     def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
         """experts: of each block of experts, by its id."""
@@ -33,7 +33,12 @@ class OneRowForm(Form):
     def takes(self, target: Target) -> bool:
         return (
             target == Target(1, is_decode=True)
-            and all(isinstance(ref.layer, Linear) for block in self.model.blocks for ref in block.linears())
+            and all(
+                isinstance(ref.layer, Linear)
+                for block in self.model.blocks
+                if not isinstance(block, Moe)
+                for ref in block.linears()
+            )
         )  # fmt: skip
 
     def lower(self, target: Target) -> Forward[GpuStep]:
