@@ -11,7 +11,7 @@ from functools import cache
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
-from engine.gpu.ops.experts import StackedExperts
+from engine.gpu.ops.experts import stacked_experts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
@@ -33,7 +33,7 @@ class GpuForwards:
         self._passes_on = passes_on
         self._lowered = cache(self._lower)
         experts = self.experts = {
-            id(block): StackedExperts(block) for block in model.blocks if isinstance(block, Moe)
+            id(block): stacked_experts(block) for block in model.blocks if isinstance(block, Moe)
         }
         if is_plain_alone(model):
             self._max_quantized_rows = 0

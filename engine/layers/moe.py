@@ -41,7 +41,10 @@ class Moe(Block):
 
     experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
     choice hangs on it. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
+    stacked: what a lowering has made of the experts' weights, for the next one.
     """
+
+    stacked: object | None = None
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,

@@ -9,6 +9,7 @@ import torch
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
+from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.experts import StackedExperts, moe, moe_of_row
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear
 from engine.layers.linear import Linear
@@ -83,3 +84,13 @@ def test_equals_the_block(
         before = residual.clone()
         moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual)
         assert relative_error(residual - before, expected) < 1e-5
+
+
+def test_a_model_that_is_lowered_again_keeps_its_shared_experts(tmp_path: Path) -> None:
+    """The memory of a run is measured with a runner of its own."""
+    saved = save_deepseek(tmp_path, V3)
+    model = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE).model
+    first, second = GpuForwards(model), GpuForwards(model)
+    (experts,) = second.experts.values()
+    assert experts.num_shared == 2
+    assert experts is first.experts[id(model.blocks[3])]

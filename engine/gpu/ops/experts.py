@@ -82,6 +82,14 @@ class StackedExperts:
         self.down = stacked([expert.down for expert in block.experts.values()], more_down)
 
 
+def stacked_experts(block: Moe) -> StackedExperts:
+    """Stack once: a model is lowered again for the run after the one that measures memory."""
+    if block.stacked is None:
+        block.stacked = StackedExperts(block)
+    assert isinstance(block.stacked, StackedExperts), "nobody else sets it"
+    return block.stacked
+
+
 def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
     """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
     if not isinstance(layer, Linear | EightBitLinear | GroupedEightBit | W4A16Linear) or layer.bias is not None:
