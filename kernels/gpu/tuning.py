@@ -52,6 +52,12 @@ class Table(Generic[Config]):
         self.find: Callable[..., Config | None] = lru_cache(maxsize=4096)(partial(first_fit, rules))
 
 
+def found(config: Config | None) -> Config:
+    """What a table gives whose last rule has no bounds."""
+    assert config is not None, "there is a rule for any number"
+    return config
+
+
 class GemmTable(Generic[Config]):
     """A table for x (rows, k) and a weight (n, k). None: another kernel is faster.
 

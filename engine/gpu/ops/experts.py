@@ -30,16 +30,11 @@ from kernels.gpu.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    Config,
+    found,
 )
 from kernels.w4a16_gemm import pack_words, unpack_words
 
 Gemm = Callable[[Tensor], Tensor]
-
-
-def found(config: Config | None) -> Config:
-    assert config is not None, "the last rule of these tables has no bounds"
-    return config
 
 
 @dataclass(frozen=True, slots=True)
