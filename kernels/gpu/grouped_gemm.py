@@ -136,6 +136,8 @@ def _add_dot(
     if GROUP == 0:
         return tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
     scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
+    if x.shape[1] > 32:  # scaled sums beside those of all columns would not fit the registers
+        return tl.dot((weight.to(tl.float32) * scale[:, None]).to(COMPUTE), x, total, input_precision="ieee")
     return total + scale[:, None] * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
 
 

@@ -23,7 +23,7 @@ def packed_tile(
     """
     CHUNK: tl.constexpr = 4 * WORDS
     GROUPS: tl.constexpr = CHUNK // GROUP
-    MANY_ROWS: tl.constexpr = x_at.shape[0] > 32  # then scaling weights takes less than scaling their sums
+    MANY_ROWS: tl.constexpr = x_at.shape[0] > max(16, GROUP // 4)  # scaling weights takes less than scaling sums
     num_chunks = K // CHUNK
     offsets = tl.arange(0, WORDS)[None, :]
     word_at = words_ptr + weight_rows[:, None] * (num_chunks * WORDS) + offsets

@@ -325,15 +325,24 @@ GATE_UP_ROW: Table[GemvConfig] = Table(
     Rule(GemvConfig(4, 512, num_warps=4, num_stages=3)),
 )
 DOWN_ROW: Table[GemvConfig] = Table(
-    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS), Rule(GemvConfig(4, 256, num_warps=4, num_stages=1))
+    Rule(GemvConfig(16, 128, num_warps=8, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(4, 256, num_warps=4, num_stages=1)),
 )
 
 # More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 78 | 181 | 190 | 919, down 41 | 97 | 107 |
 # 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. e4m3 at 8 | 64 | 256: 52 | 110 | 142, 31
-# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158.
+# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158. Weights of 4 bits come in chunks
+# of 128 columns; their rules fit the chip and its registers, and are to be measured.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
+FOUR_BIT_TILES = (
+    Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=FOUR_BITS, pairs_per_expert=at_most(32)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=64), itemsize=FOUR_BITS, pairs_per_expert=at_most(64)),
+    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128), itemsize=FOUR_BITS),
+)
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=3, block_m=32), pairs_per_expert=at_most(32)),
@@ -342,6 +351,7 @@ GROUPED_GATE_UP: Table[TileConfig] = Table(
 )
 GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=at_most(1), pairs_per_expert=at_most(8)),
     Rule(TileConfig(128, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=5, block_m=16), pairs_per_expert=at_most(8)),

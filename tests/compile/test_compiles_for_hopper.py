@@ -34,7 +34,10 @@ from kernels.gpu.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
+from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.gather_kv import gather_kv
+from kernels.gpu.grouped_gemm import SortedPairs, grouped_gemm
+from kernels.gpu.grouped_gemv import grouped_gemv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
@@ -44,6 +47,7 @@ from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import GATE_UP_PAIRS, GROUPED_GATE_UP, found
 from kernels.w4a16_gemm import PackedW4
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
@@ -164,6 +168,32 @@ def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: lis
     linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
+
+
+EXPERTS, INNER, HIDDEN, TOP_K = 128, 768, 2048, 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "scales", "scales_dtype"),
+    [
+        (HIDDEN // 4, torch.int16, (HIDDEN // 32, 2), torch.bfloat16),
+        (HIDDEN // 4, torch.int16, (HIDDEN // 32,), torch.uint8),
+        (HIDDEN, torch.float8_e4m3fn, (HIDDEN // 128,), torch.float32),
+    ],
+    ids=["int4", "mxfp4", "fp8 in blocks"],
+)
+def test_grouped_gemms_of_packed_experts(
+    columns: int, dtype: torch.dtype, scales: tuple[int, ...], scales_dtype: torch.dtype, compiled: list[Compiled]
+) -> None:
+    weight = torch.empty(EXPERTS, 2 * INNER, columns, dtype=dtype, device=META)
+    of_groups = torch.empty(EXPERTS, 2 * INNER, *scales, dtype=scales_dtype, device=META)
+    itemsize = bytes_of(weight)
+    few, many = (torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=META) for num_tokens in (2, 8192))
+    pairs = found(GATE_UP_PAIRS.find(itemsize=itemsize))
+    grouped_gemv(few, weight, ints(2, TOP_K), pairs, TOP_K, scales=of_groups)
+    tile = found(GROUPED_GATE_UP.find(pairs_per_expert=8192 * TOP_K / EXPERTS, itemsize=itemsize))
+    grouped_gemm(many, weight, SortedPairs(ints(8192 * TOP_K), ints(EXPERTS)), tile, TOP_K, scales=of_groups)
+    check(compiled, "_pair_kernel", "_grouped_kernel")
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
