@@ -40,6 +40,8 @@ class GpuForwards:
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
             if group is not None:
                 self._forms = [TensorParallelForm(model, group, experts)]
+            elif QuantizedInputForm.knows(model):
+                self._forms.insert(0, QuantizedInputForm(model, experts))
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)
