@@ -27,6 +27,7 @@ from torch import Tensor
 from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.nibbles import as_compute
 from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.tuning import TileConfig
 
@@ -120,25 +121,19 @@ def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _as_compute(x, COMPUTE: tl.constexpr):
-    """x of bfloat16 as float16, where that is asked for: infinite values there become the largest."""
-    narrow = x
-    if x.dtype != COMPUTE:
-        narrow = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(COMPUTE)
-    return narrow
-
-
-@triton.jit
 def _add_dot(
     weight, x, total, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr, COMPUTE: tl.constexpr
 ):
     """`total` and a tile's products, which have the scale of their columns' GROUP, if they have one."""
     if GROUP == 0:
-        return tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
-    scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
-    if x.shape[1] > 32:  # scaled sums beside those of all columns would not fit the registers
-        return tl.dot((weight.to(tl.float32) * scale[:, None]).to(COMPUTE), x, total, input_precision="ieee")
-    return total + scale[:, None] * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
+        total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
+    else:
+        scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)[:, None]
+        if x.shape[1] > 32:  # scaled sums beside those of all columns would not fit the registers
+            total = tl.dot((weight.to(tl.float32) * scale).to(COMPUTE), x, total, input_precision="ieee")
+        else:
+            total += scale * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -181,7 +176,7 @@ def _grouped_kernel(
             else:
                 x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
                 weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-            x = _as_compute(x, COMPUTE)
+            x = as_compute(x, COMPUTE)
             total = _add_dot(weight, x, total, scales_ptr, weight_rows, columns < N, K, first, GROUP, COMPUTE)
             if GATED:
                 up_at = weight_at + N.to(tl.int64) * K

@@ -31,10 +31,11 @@ from kernels.gpu.tuning import GemvConfig
 @triton.jit
 def _scaled(weight, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr):
     """A tile (rows..., columns) as float32, with the scale of its columns' GROUP, if they have one."""
-    if GROUP == 0:
-        return weight.to(tl.float32)
-    scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
-    return weight.to(tl.float32) * tl.expand_dims(scale, len(weight.shape) - 1)
+    scaled = weight.to(tl.float32)
+    if GROUP > 0:
+        scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
+        scaled *= tl.expand_dims(scale, len(weight.shape) - 1)
+    return scaled
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

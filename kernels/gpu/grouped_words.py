@@ -49,7 +49,7 @@ def packed_tile(
             if MANY_ROWS:
                 total = chunk_products(total, words, x, at, exists, FORMAT, GROUP, COMPILED)
             else:
-                total += chunk_sums(words, x, at, exists, none, FORMAT, GROUP, COMPILED)
+                total = chunk_sums(total, words, x, at, exists, none, FORMAT, GROUP, COMPILED)
             if GATED:
                 if EVEN:
                     words = tl.load(word_at + up_words + chunk * WORDS)
@@ -58,7 +58,7 @@ def packed_tile(
                 if MANY_ROWS:
                     total_up = chunk_products(total_up, words, x, at + up_scales, exists, FORMAT, GROUP, COMPILED)
                 else:
-                    total_up += chunk_sums(words, x, at + up_scales, exists, none, FORMAT, GROUP, COMPILED)
+                    total_up = chunk_sums(total_up, words, x, at + up_scales, exists, none, FORMAT, GROUP, COMPILED)
     return total, total_up
 
 
@@ -101,11 +101,13 @@ def packed_row(
         else:
             words = tl.load(word_at + first * WORDS, mask=has_weight[:, :, None], other=0)
         at_scale = scale_at + first * GROUPS
-        total += chunk_sums(words, parts, at_scale, has_weight, none, FORMAT, GROUP, COMPILED)
+        total = chunk_sums(total, words, parts, at_scale, has_weight, none, FORMAT, GROUP, COMPILED)
         if GATED:
             if EVEN:
                 words = tl.load(word_at + up_words + first * WORDS)
             else:
                 words = tl.load(word_at + up_words + first * WORDS, mask=has_weight[:, :, None], other=0)
-            total_up += chunk_sums(words, parts, at_scale + up_scales, has_weight, none, FORMAT, GROUP, COMPILED)
+            total_up = chunk_sums(
+                total_up, words, parts, at_scale + up_scales, has_weight, none, FORMAT, GROUP, COMPILED
+            )
     return tl.sum(total, axis=2), tl.sum(total_up, axis=2), tl.sum(tl.sum(squares, axis=2), axis=1)

@@ -49,7 +49,7 @@ def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: 
     """The sums of one chunk a warp: (chunks, columns, rows)."""
     x = load_one_row(x_at, has_x) if x_at.shape[1] == 1 else _load_rows(x_at, has_x)
     none = tl.zeros((words.shape[0], words.shape[1], x_at.shape[1]), tl.float32)
-    return chunk_sums(words, x, pair_at, has_pair, none, "int4", GROUP, COMPILED)
+    return chunk_sums(none, words, x, pair_at, has_pair, none, "int4", GROUP, COMPILED, True)
 
 
 @triton.jit
