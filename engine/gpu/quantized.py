@@ -5,6 +5,7 @@
     Fp8Linear     e4m3 weights and x
     W4A16Linear   4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
     GroupedEightBit   one byte a weight, a scale per group of columns: for experts, whose kernels take them
+    Mxfp4Linear   e2m1 weights with exponents of groups, for experts as well
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
 Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
@@ -13,6 +14,7 @@ Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
@@ -20,12 +22,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.linear import Linear
+from kernels.gpu.expert_formats import columns_of
 from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.w4a16_gemm import w4a16_linear
+from kernels.mxfp4 import dequantize_mxfp4
 from kernels.quantized_gemm import FP8_DTYPE
 from kernels.w4a16_gemm import PackedW4, dequantize_w4
 
@@ -136,16 +140,16 @@ class W4A16Linear:
         return w4a16_linear(x, self.packed, self.bias, self.workspace)
 
 
-class GroupedEightBit:
-    """One byte a weight, with scales of groups of columns. As a layer by itself it is dequantized for every use."""
+class ExpertLinear(ABC):
+    """Stored values for the kernels of a layer's experts. As a layer by itself it is dequantized for every use."""
 
     __slots__ = ("bias", "scales", "weight")
 
-    def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        """weight: int8 or e4m3 (out, in). scales: float32 (out, groups)."""
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+        """weight (out, ...), scales (out, groups): see `kernels/gpu/expert_formats.py`."""
         self.weight = weight
         self.scales = scales
-        self.bias = None
+        self.bias = bias
 
     @property
     def device(self) -> torch.device:
@@ -153,16 +157,34 @@ class GroupedEightBit:
 
     @property
     def num_columns(self) -> int:
-        return self.weight.shape[1]
+        return columns_of(self.weight)
 
     @property
     def group_size(self) -> int:
         return self.num_columns // self.scales.shape[1]
 
+    @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(out, in), computed in float32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+class GroupedEightBit(ExpertLinear):
+    """weight: int8 or e4m3 (out, in). scales: float32."""
+
+    __slots__ = ()
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         groups = self.weight.float().view(*self.scales.shape, -1)
         return (groups * self.scales[:, :, None]).flatten(1).to(dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.dequantize(x.dtype))
+
+class Mxfp4Linear(ExpertLinear):
+    """weight: words of e2m1 that `pack_mxfp4` makes, (out, in / 4). scales: exponents, uint8."""
+
+    __slots__ = ()
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_mxfp4(self.weight, self.scales, dtype)

@@ -11,12 +11,13 @@ from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.experts import StackedExperts, moe, moe_of_row
-from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear
+from engine.gpu.quantized import EightBitLinear, Fp8Linear, Mxfp4Linear, W4A16Linear, W8A8Linear
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
 from engine.loader import load_model
 from engine.loader.gguf_int4 import quantize_int4
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.mxfp4 import pack_mxfp4
 from kernels.rms_norm import rms_norm
 from kernels.w4a16_gemm import dequantize_w4, pack_w4
 from tests.gpu.models import save_tiny_model, use_small_tiles
@@ -27,7 +28,7 @@ from tests.kernels.helpers import relative_error
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-Kind = type[EightBitLinear] | type[W4A16Linear]
+Kind = type[EightBitLinear] | type[W4A16Linear] | type[Mxfp4Linear]
 
 
 def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64) -> Moe:
@@ -44,7 +45,13 @@ def quantize(block: Moe, kind: Kind) -> None:
     workspace = SplitKWorkspace(DEVICE)
     for ref in block.linears():
         assert isinstance(ref.layer, Linear)
-        if issubclass(kind, W4A16Linear):
+        if issubclass(kind, Mxfp4Linear):
+            blocks = torch.randint(0, 256, (*ref.layer.weight.shape, 16), device=DEVICE)[:, ::32].to(torch.uint8)
+            exponents = torch.randint(121, 125, blocks.shape[:2], device=DEVICE).to(torch.uint8)
+            made = Mxfp4Linear(pack_mxfp4(blocks), exponents)
+            ref.layer.weight = made.dequantize(torch.float32)
+            ref.replace(made)
+        elif issubclass(kind, W4A16Linear):
             rows = quantize_int4(ref.layer.weight)
             packed = pack_w4(rows.values, rows.scales, rows.zeros)
             ref.layer.weight = dequantize_w4(packed, torch.float32)
@@ -60,7 +67,7 @@ def quantize(block: Moe, kind: Kind) -> None:
     [
         (1, False, Fp8Linear, 32), (3, True, None, 32), (3, True, W8A8Linear, 32), (40, False, W8A8Linear, 32),
         (1, False, W4A16Linear, 64), (3, True, W4A16Linear, 64), (8, True, W4A16Linear, 64),
-        (20, False, W4A16Linear, 128),
+        (20, False, W4A16Linear, 128), (1, False, Mxfp4Linear, 64), (20, False, Mxfp4Linear, 64),
     ],
 )  # fmt: skip
 def test_equals_the_block(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
-from engine.gpu.quantized import EightBitLinear, GroupedEightBit, W4A16Linear, W8A16Linear
+from engine.gpu.quantized import EightBitLinear, ExpertLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear, W8A16Linear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from kernels.gpu.expert_formats import WORDS, bytes_of, fits
@@ -87,11 +87,12 @@ def stacked_experts(block: Moe) -> StackedExperts:
 
 def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
     """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
-    if not isinstance(layer, Linear | EightBitLinear | GroupedEightBit | W4A16Linear) or layer.bias is not None:
+    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear) or layer.bias is not None:
         raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers without biases")
-    if isinstance(layer, Linear | EightBitLinear) or fits(
-        piece or layer.num_columns, layer.group_size, isinstance(layer, W4A16Linear)
-    ):
+    if isinstance(layer, Linear | EightBitLinear):
+        return layer
+    can_be_cut = piece is None or not isinstance(layer, Mxfp4Linear)  # no model has both
+    if can_be_cut and fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit)):
         return layer
     return W8A16Linear.of(Linear(layer.dequantize(torch.bfloat16)), SplitKWorkspace(layer.device, 1, 1))
 
@@ -100,7 +101,7 @@ def stack_of(layer: LinearLayer) -> Stack:
     """One layer's."""
     if isinstance(layer, W4A16Linear):
         return Stack(layer.packed.words, layer.packed.scales_and_zeros)
-    if isinstance(layer, EightBitLinear | GroupedEightBit):
+    if isinstance(layer, EightBitLinear | ExpertLinear):
         return Stack(layer.weight, layer.scales)
     assert isinstance(layer, Linear), "see `stackable`"
     return Stack(layer.weight, None)
@@ -146,7 +147,7 @@ def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
         if isinstance(layer, W4A16Linear):
             layer.packed = replace(layer.packed, words=weights[index], scales_and_zeros=scales[index])
         else:
-            assert isinstance(layer, EightBitLinear | GroupedEightBit), "see `stackable`"
+            assert isinstance(layer, EightBitLinear | ExpertLinear), "see `stackable`"
             layer.weight, layer.scales = weights[index], scales[index]
     return Stack(weights, scales)
 
