@@ -16,11 +16,9 @@ from common.errors import ConfigError
 from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
+from kernels.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES
 
 BLOCKS, SCALES = "_blocks", "_scales"
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUP_SIZE = 32
-SCALE_BIAS = 127
 
 
 class Mxfp4Weights:
@@ -52,6 +50,6 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     experts = []
     for packed, exponents in zip(blocks, scales, strict=True):  # one by one: indices take 8 bytes each
         numbers = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()]
-        scaled = torch.ldexp(numbers, exponents.int()[..., None] - SCALE_BIAS)
+        scaled = torch.ldexp(numbers, exponents.int()[..., None] - EXPONENT_BIAS)
         experts.append(scaled.to(dtype).flatten(1).t())
     return torch.stack(experts)
