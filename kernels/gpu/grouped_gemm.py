@@ -189,7 +189,7 @@ def _grouped_kernel(
     else:
         total, total_up = packed_tile(
             x_at, has_row, weight_ptr, scales_ptr, weight_rows, N.to(tl.int64), columns < N, K, total, total_up,
-            GATED, FORMAT, GROUP, WORDS, max(1, BLOCK_K // (4 * WORDS)), EVEN, NUM_STAGES, COMPILED,
+            GATED, FORMAT, GROUP, WORDS, BLOCK_K // (4 * WORDS), EVEN, NUM_STAGES, COMPILED,
         )  # fmt: skip
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
