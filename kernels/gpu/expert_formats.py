@@ -41,6 +41,11 @@ class ExpertForm:
             return max(block_k, 4 * self.words)
         return min(block_k, self.group & -self.group) if self.group else block_k
 
+    def tile(self, block_n: int, block_k: int) -> tuple[int, int]:
+        """Rows and columns of a step of a GEMV: as many weights, of more rows where a group is narrower."""
+        columns = self.columns_at_once(block_k)
+        return block_n * max(1, block_k // columns), columns
+
     def scales_of(self, scales: Tensor) -> Tensor:
         """Scales as kernels read them."""
         return scales.view(torch.int32) if self.name == "int4" else scales

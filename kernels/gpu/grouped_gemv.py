@@ -171,15 +171,15 @@ def grouped_gemv(
     """
     form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
-    block_k = form.columns_at_once(config.block_k)
+    block_n, block_k = form.tile(config.block_n, config.block_k)
     overlaps = overlaps_launches(x)
-    _pair_kernel[(triton.cdiv(n, config.block_n), num_tokens * top_k)](
+    _pair_kernel[(triton.cdiv(n, block_n), num_tokens * top_k)](
         x, weight, x if scales is None else form.scales_of(scales), chosen, x if shares is None else shares,
         x if norm is None else norm, out,
         num_tokens, n, k, x.stride(0), eps,
         TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=form.has_row_scales,
-        EVEN=n % config.block_n == 0 and k % block_k == 0, FORMAT=form.name, GROUP=form.group, WORDS=form.words,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        EVEN=n % block_n == 0 and k % block_k == 0, FORMAT=form.name, GROUP=form.group, WORDS=form.words,
+        BLOCK_N=block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
         COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
@@ -199,12 +199,12 @@ def add_down_of_row(
     if chosen.shape != (1, top_k) or residual.shape != (1, n) or columns_of(weight) != k or not x.is_contiguous():
         raise ValueError(f"one row of {top_k} experts is needed, chosen are {list(chosen.shape)}")
     overlaps = overlaps_launches(x)
-    choices, block_k = triton.next_power_of_2(top_k), form.columns_at_once(config.block_k)
-    _row_down_kernel[(triton.cdiv(n, config.block_n),)](
+    choices, (block_n, block_k) = triton.next_power_of_2(top_k), form.tile(config.block_n, config.block_k)
+    _row_down_kernel[(triton.cdiv(n, block_n),)](
         x, weight, x if scales is None else form.scales_of(scales), chosen, shares, residual, n, k,
         TOP_K=top_k, CHOICES=choices, HAS_SCALES=form.has_row_scales,
-        EVEN=choices == top_k and n % config.block_n == 0 and k % block_k == 0,
-        FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=config.block_n, BLOCK_K=block_k,
+        EVEN=choices == top_k and n % block_n == 0 and k % block_k == 0,
+        FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=block_n, BLOCK_K=block_k,
         NUM_STAGES=config.num_stages, LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,
         COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
