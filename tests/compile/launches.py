@@ -38,6 +38,7 @@ BFLOAT16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 MODELS = [
     *(("qwen2.5-7b", mode, BFLOAT16) for mode in ("none", "fp8", "w8a8", "int8-weight", "int4-weight")),
     *(("qwen3-0.6b", mode, BFLOAT16) for mode in ("none", "fp8", "w8a8", "int8-weight")),
+    *(("qwen3-30b-a3b", mode, BFLOAT16) for mode in ("none", "fp8", "int4-weight")),
     ("qwen3-8b", "none", BFLOAT16), ("llama3.1-8b", "none", E4M3), ("llama3.1-8b", "fp8", E4M3),
 ]  # fmt: skip
 ROWS = (1, 2, 8, 9, 16, 17, 32, 40, 48, 64, 80, 128, 200, 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,18 +124,21 @@ def fp8_values(n: int, k: int) -> Tensor:
     return torch.randn(n, k).to(FP8_DTYPE)
 
 
-CASES: dict[str, tuple[QuantizedRows, str]] = {
-    "four bits": (rows_of(int4_values(48, 128), 32, has_offsets=True), "int4"),
-    "four bits, one group": (rows_of(int4_values(48, 192), 192), "int4"),
-    "narrow groups": (rows_of(int4_values(48, 128), 16), "int8 of other groups or order"),
-    "narrow rows": (rows_of(int4_values(48, 96), 32), "int8 of other groups or order"),
-    "int8": (rows_of(int8_values(48, 64), 64), "int8"),
-    "int8 in groups": (rows_of(int8_values(48, 64), 32), "int8 in groups"),
-    "int8 with offsets": (rows_of(int8_values(48, 64), 64, has_offsets=True), "int8 of other groups or order"),
-    "e4m3": (rows_of(fp8_values(48, 64), 64), "e4m3"),
-    "e4m3 in blocks": (rows_of(fp8_values(48, 96), 48, quantizes_inputs=True), "e4m3 in groups"),
+CASES: dict[str, tuple[Callable[[], QuantizedRows], str]] = {
+    "four bits": (lambda: rows_of(int4_values(48, 128), 32, has_offsets=True), "int4"),
+    "four bits, one group": (lambda: rows_of(int4_values(48, 192), 192), "int4"),
+    "narrow groups": (lambda: rows_of(int4_values(48, 128), 16), "int8 of other groups or order"),
+    "narrow rows": (lambda: rows_of(int4_values(48, 96), 32), "int8 of other groups or order"),
+    "int8": (lambda: rows_of(int8_values(48, 64), 64), "int8"),
+    "int8 in groups": (lambda: rows_of(int8_values(48, 64), 32), "int8 in groups"),
+    "int8 with offsets": (
+        lambda: rows_of(int8_values(48, 64), 64, has_offsets=True),
+        "int8 of other groups or order",
+    ),
+    "e4m3": (lambda: rows_of(fp8_values(48, 64), 64), "e4m3"),
+    "e4m3 in blocks": (lambda: rows_of(fp8_values(48, 96), 48, quantizes_inputs=True), "e4m3 in groups"),
     "act order": (
-        replace(rows_of(int4_values(48, 128), 64), order=torch.randperm(128, device=DEVICE)),
+        lambda: replace(rows_of(int4_values(48, 128), 64), order=torch.randperm(128, device=DEVICE)),
         "int8 of other groups or order",
     ),
 }
@@ -142,7 +146,8 @@ CASES: dict[str, tuple[QuantizedRows, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_experts_keep_what_their_kernels_take(name: str) -> None:
-    rows, kind = CASES[name]
+    make_rows, kind = CASES[name]
+    rows = make_rows()
     made, found = linear_of_parts([rows], None, torch.float32, GpuLinearMaker(DEVICE), is_expert=True)
     assert found == kind
     exact = rows.dequantize(torch.float32)
