@@ -10,8 +10,8 @@ import torch
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.lowering import GpuForwards
-from engine.gpu.ops.experts import StackedExperts, moe, moe_of_row
-from engine.gpu.quantized import EightBitLinear, Fp8Linear, Mxfp4Linear, W4A16Linear, W8A8Linear
+from engine.gpu.ops.experts import StackedExperts, moe, moe_of_row, stackable
+from engine.gpu.quantized import EightBitLinear, Fp8Linear, Mxfp4Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
 from engine.loader import load_model
@@ -91,6 +91,16 @@ def test_equals_the_block(
         before = residual.clone()
         moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual)
         assert relative_error(residual - before, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("columns", "piece"), [(96, None), (128, 32)])
+def test_groups_that_no_kernel_takes_become_int8(columns: int, piece: int | None) -> None:
+    rows = quantize_int4(torch.randn(16, columns, device=DEVICE))
+    layer = W4A16Linear(pack_w4(rows.values, rows.scales, rows.zeros), None, SplitKWorkspace(DEVICE))
+    made = stackable(layer, piece)
+    assert isinstance(made, W8A16Linear)
+    exact = layer.dequantize(torch.float32)
+    assert relative_error(made.weight.float() * made.scales[:, None], exact) < 1e-2
 
 
 def test_a_model_that_is_lowered_again_keeps_its_shared_experts(tmp_path: Path) -> None:
