@@ -64,8 +64,11 @@ def unpack_plain(words, FORMAT: tl.constexpr):
         if FORMAT == "int4":
             weight = ((bits >> 4 * nibble) & 15).to(tl.float32)
         else:
-            sign = (bits >> (15 if nibble == 0 else 11 + nibble if nibble == 1 else 16 - nibble)) & 1
-            number = ((sign << 31) | (((bits >> (9 - 3 * nibble)) & 7) << 22)).to(tl.float32, bitcast=True)
+            SIGN: tl.constexpr = (
+                15 if nibble == 0 else 12 if nibble == 1 else 16 - nibble
+            )  # PLACES of kernels/mxfp4.py
+            sign, others = (bits >> SIGN) & 1, (bits >> (9 - 3 * nibble)) & 7
+            number = ((sign << 31) | (others << 22)).to(tl.float32, bitcast=True)
             weight = number * 5.192296858534828e33  # 2^112
         weights = weights + (weight,)  # type: ignore[assignment]  # noqa: RUF005
     return weights
