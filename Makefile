@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/*.proto)
 STUBS  := $(PROTOS:.proto=_pb2.py)
 ARGS   ?=
 
-.PHONY: help serve chat test test-fast test-gpu check format dashboards protos test-compose test-k8s test-kubelet test-prometheus clean
+.PHONY: help serve chat test test-fast test-gpu check format dashboards figures protos test-compose test-k8s test-kubelet test-prometheus clean
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -46,6 +46,9 @@ check: setup     ## ruff, mypy strict, import-linter
 
 format: setup    ## apply ruff's fixes and formatting
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+figures: setup    ## docs/figures.md and its pictures, from the JSON in docs/data
+	@$(BIN)/python -m benchmarks.figures
 
 dashboards: setup ## write Grafana's dashboards from monitoring/dashboards
 	@$(BIN)/python -m monitoring.dashboards

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import drain, greedy
+from engine.assembly import make_kv_manager
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.engine import Engine
-from engine.kv_manager import KVManager
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
+from engine.layers.moe import Moe
+from engine.layers.post_norm import without_post_norm
 from engine.loader.load import LoadedModel
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
 from engine.scheduler import Scheduler
-from kvstore.pool.block_pool import BlockPool
 
 BLOCK_SIZE = 16
 FORCED_LOGIT = 1e4
@@ -40,18 +41,18 @@ class Answer:
     token_ids: list[int]
 
 
-def num_blocks(lengths: Sequence[int], num_output: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks of sequences that are served together."""
-    return sum(-(-(length + num_output) // block_size) + 1 for length in lengths)
+def num_blocks(lengths: Sequence[int], num_output: int, block_size: int = BLOCK_SIZE, num_groups: int = 1) -> int:
+    """Blocks of sequences that are served together. num_groups: KV groups of the model."""
+    return num_groups * sum(-(-(length + num_output) // block_size) + 1 for length in lengths)
 
 
 def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, ModelRunner]:
     """Make an engine of the plain runner on any device, with a pool of its own and without a prefix cache."""
-    config = replace(config, block_size=BLOCK_SIZE)
+    config = replace(config, block_size=BLOCK_SIZE, prefix_cache=False)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     runner = ModelRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
     scheduler = Scheduler(
-        KVManager(BlockPool(config.num_gpu_blocks, False), BLOCK_SIZE, loaded.fingerprint, None, False),
+        make_kv_manager(geometry, config, None),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.num_gpu_blocks * BLOCK_SIZE,
@@ -106,15 +107,23 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
     model = loaded.model
     model.embedding = model.embedding.float()
     model.final_norm, model.rotary = model.final_norm.float(), model.rotary.float()
+    model.local_rotary, model.embedding_scale = as_float32(model.local_rotary), as_float32(model.embedding_scale)
     model.hidden_dtype = torch.float32
     for ref in model.linears():
         linear: Any = ref.layer  # plain, or int8 with its weight computed anew
         ref.replace(Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float()))
-    for block in model.blocks:
-        block.norm = block.norm.float()
-        if isinstance(block, Attention) and block.qk_norm is not None:
-            block.qk_norm = block.qk_norm.float()
+    for each in model.blocks:
+        block = without_post_norm(each)
+        each.norm = block.norm = block.norm.float()
+        if isinstance(block, Attention):
+            block.qk_norm, block.sinks = as_float32(block.qk_norm), as_float32(block.sinks)
+        if isinstance(block, Moe):
+            block.router, block.router_bias = block.router.float(), as_float32(block.router_bias)
     return replace(loaded, dtype=torch.float32)
+
+
+def as_float32(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
 
 
 def relative_errors(expected: Tensor, found: Tensor) -> list[float]:

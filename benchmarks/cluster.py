@@ -122,21 +122,22 @@ class Bench:
         self._maker = PromptMaker(options.vocab_size)
         self._objectives = Objectives(options.ttft_ms, options.itl_ms)
 
-    def requests(self, load: Load) -> Iterable[PlannedRequest]:
+    def requests(self, load: Load, seed: int) -> Iterable[PlannedRequest]:
+        """Prompts that no cell of the same cluster has had: KV of those may be cached."""
         options = self._options
         if not load.rate:
             length = (options.input, options.input), (options.output, options.output)
-            return random_workload(self._maker, 1 << 14, *length, 0.0, options.seed)
+            return random_workload(self._maker, 1 << 14, *length, 0.0, seed)
         rows = read_trace(Path(options.traces, TRACES[load.name]), max_requests=20_000)
         chosen = scaled_rows(rows, load.rate, options.seconds, options.longest)
-        return trace_workload(self._maker, chosen, 1.0, options.length_scale, options.seed)
+        return trace_workload(self._maker, chosen, 1.0, options.length_scale, seed)
 
-    async def measure(self, url: str, cluster: str, load: Load) -> Cell:
+    async def measure(self, url: str, cluster: str, load: Load, seed: int) -> Cell:
         """One cell. Requests that are open at its end are given up, and are not good."""
         target = Target(url, first_model(url))
         seconds = self._options.seconds
         before = counters(url)
-        planned = self.requests(load)
+        planned = self.requests(load, seed)
         if load.rate:
             client = Client(target, stop_after_seconds=seconds + GRACE_SECONDS)
             records = await open_loop(client.complete, list(planned), lambda record: None)
@@ -266,8 +267,9 @@ def measure_all(options: argparse.Namespace, flags: list[str]) -> list[Cell]:
         with LocalServer([*serve_flags(cluster, options.ttft_ms, options.itl_ms), *flags]) as server:
             uvloop.run(bench.warm(server.url))
             print(f"# {cluster} is ready and warm after {time.monotonic() - began:.1f} s", file=sys.stderr)
-            for load in loads:
-                cells.append(uvloop.run(bench.measure(server.url, cluster, load)))
+            for number, load in enumerate(loads):
+                seed = options.seed + 2 + number  # the same for all clusters, and not that of `warm`
+                cells.append(uvloop.run(bench.measure(server.url, cluster, load, seed)))
                 print(row(cells[-1]), flush=True)
                 if options.json:
                     document = {"argv": sys.argv[1:], "cells": [asdict(cell) for cell in cells]}

@@ -25,10 +25,13 @@ from benchmarks.floors import Peaks, decode_floor_seconds, measure_peaks, prefil
 from benchmarks.harness import greedy, int_list, num_output_tokens, prefill, random_prompt, report
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
+from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
+from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.loader.load import resolve_device
+from engine.kv_memory import kv_layout
+from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus
 
 OFFLINE_REQUESTS, OFFLINE_MIN, OFFLINE_MAX = 256, 100, 1024
@@ -91,17 +94,19 @@ def open_bench(options: argparse.Namespace) -> Bench:
     sequences = max(options.batch, default=config.max_num_seqs)
     if options.offline256:
         sequences = max(sequences, config.max_num_seqs)
-    blocks = max([count * (-(-tokens // config.block_size) + 1) for count, tokens in loads], default=0)
-    if options.offline256:
-        per_sequence = -(-2 * OFFLINE_MAX // config.block_size)
-        blocks = max(blocks, sequences * per_sequence * 2 // 3)  # a mean sequence needs 1,124 tokens
     config = replace(
         config,
         max_num_seqs=sequences,
         max_num_batched_tokens=max(config.max_num_batched_tokens, sequences),
-        num_gpu_blocks=config.num_gpu_blocks or blocks,
         prefix_cache=False,
     )
+    if not config.num_gpu_blocks:
+        layout = kv_layout(read_config(resolve_model(config.model), config), torch.bfloat16)
+        groups = BlockGroups.of(layout, config.block_size, config.max_num_batched_tokens)
+        blocks = max([count * (groups.most_live(tokens) + groups.num_groups) for count, tokens in loads], default=0)
+        if options.offline256:  # a mean sequence needs 1,124 tokens
+            blocks = max(blocks, sequences * groups.most_live(2 * OFFLINE_MAX) * 2 // 3)
+        config = replace(config, num_gpu_blocks=blocks)
     parts = assemble(config, gpu=from_namespace(GpuConfig, options))
     dtype = getattr(torch, parts.dtype)
     gc.collect()

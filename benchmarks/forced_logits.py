@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.agreement import Answer, answer, compare, follow, in_float32, num_blocks, open_plain, relative_errors
@@ -35,7 +36,8 @@ from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.loader.load import load_model, resolve_device
+from engine.kv_memory import kv_layout
+from engine.loader.load import load_model, read_config, resolve_device
 
 WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass
 
@@ -91,13 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def config_for(config: EngineConfig, lengths: Sequence[int], num_output: int) -> EngineConfig:
     """All prompts beside each other, with just the blocks that they need. Raises ConfigError."""
     config = config.resolved(resolve_device(config).type)
-    blocks = num_blocks(lengths, num_output, config.block_size)
+    blocks = num_blocks(lengths, num_output, config.block_size, num_groups_of(config))
     return replace(config, num_gpu_blocks=blocks, max_num_seqs=len(lengths))
+
+
+def num_groups_of(config: EngineConfig) -> int:
+    """KV groups of the model. Raises ConfigError."""
+    return len(kv_layout(read_config(resolve_model(config.model), config), torch.bfloat16).groups)
 
 
 def compute_reference(config: EngineConfig, lengths: Sequence[int], num_output: int, text: str = "") -> Reference:
     """Answer greedily with the plain runner on the same device, one request at a time. Raises ConfigError."""
-    blocks = num_blocks([max(lengths)], num_output)
+    blocks = num_blocks([max(lengths)], num_output, num_groups=num_groups_of(config))
     whole = replace(config, quant_mode="none", num_gpu_blocks=blocks, max_num_seqs=1, max_num_batched_tokens=WHOLE)
     files = resolve_model(config.model)
     loaded = in_float32(load_model(files, whole, resolve_device(config)))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +81,17 @@ def transformers_generate(model: Any, prompts: Sequence[Sequence[int]], num_toke
 
 
 def report(figures: Mapping[str, Any], as_json: bool = True, line: str = "") -> None:
-    """Print one JSON object, or the line for a person: by default all figures beside their names."""
+    """Print one JSON object with the machine, or the line for a person: by default all figures beside their names."""
     line = line or "  ".join(f"{name} {value}" for name, value in figures.items())
-    print(json.dumps(figures) if as_json else line, flush=True)
+    on_gpu = str(figures.get("device", "cpu")).startswith("cuda")
+    print(json.dumps({**figures, "machine": machine_name(on_gpu)}) if as_json else line, flush=True)
+
+
+@cache
+def machine_name(on_gpu: bool) -> str:
+    """`NVIDIA H200`, or the processor and how many of its cores this process may use."""
+    if on_gpu:
+        return torch.cuda.get_device_name()
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"

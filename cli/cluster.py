@@ -84,12 +84,12 @@ class ClusterConfig:
         """Placements of all workers; empty on a CPU."""
         if not self.gpus:
             return []
-        sizes = [self.tp_of(role) * self.engine.pp for role, _, _ in self.workers]
-        for size in sizes:
-            if size > len(self.gpus):
-                flag = "--pp" if self.engine.pp > 1 else "--tp"
-                raise ConfigError(f"{flag} {size}: there are {len(self.gpus)} GPUs")
-        return place(self.gpus, sizes)
+        degrees = [(self.engine.pp, self.tp_of(role)) for role, _, _ in self.workers]
+        for pp, tp in degrees:
+            if pp * tp > len(self.gpus):
+                flags = [f"--{name} {size}" for name, size in (("pp", pp), ("tp", tp)) if size > 1]
+                raise ConfigError(f"{' '.join(flags)}: there are {len(self.gpus)} GPUs")
+        return place(self.gpus, [pp * tp for pp, tp in degrees])
 
     def tp_of(self, role: str) -> int:
         """Ranks of a worker, of each of its stages."""

@@ -34,6 +34,7 @@ _PER_REQUEST = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 8.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -100,6 +101,11 @@ WORKER_SPECS: tuple[MetricSpec, ...] = (
     _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
     _histogram("vllm:iteration_tokens_total", "Tokens in one engine step", _STEP_TOKENS),
     _histogram("mini_infer_step_seconds", "Duration of an engine step", _STEP_SECONDS),
+    _histogram(
+        "mini_infer_step_seconds_over_predicted",
+        "Duration of a step with prompts beside decode rows, as a multiple of what the ITL objective assumed",
+        _RATIOS,
+    ),
     _counter("mini_infer_step_tokens", "Tokens that steps computed: of prompts, or of outputs", "phase"),
     _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
     _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),

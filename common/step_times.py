@@ -11,7 +11,9 @@ chunks by this, and a router predicts with it; both learn it for themselves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from common.errors import ConfigError
 
 FADE = 0.98  # what a step counts for after the next one of its kind
 INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
@@ -44,6 +46,21 @@ class StepCost:
     prompt_token: float = 0.0
     prompt_context: float = 0.0
     spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
+
+    @classmethod
+    def parse(cls, text: str) -> StepCost:
+        """Read `base=0.0043,prompt_token=2e-5`: seconds for parts of it. Raises ConfigError."""
+        names = [field.name for field in fields(cls) if field.name != "spread"]
+        parts: dict[str, float] = {}
+        for item in text.split(","):
+            name, _, value = item.partition("=")
+            try:
+                parts[name.strip()] = float(value)
+            except ValueError:
+                raise ConfigError(f"{item!r}: a step's parts are given as NAME=SECONDS") from None
+        if not parts.keys() <= set(names) or any(not 0.0 <= value < 60.0 for value in parts.values()):
+            raise ConfigError(f"{text!r}: a step's parts are {', '.join(names)}, of 0 to 60 seconds")
+        return cls(**parts)
 
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0

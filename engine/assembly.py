@@ -32,8 +32,8 @@ from engine.kv_memory import (
     num_blocks_for,
     pool_geometry,
 )
-from engine.layers.pipeline import WHOLE_MODEL, Stage, StageEnds
-from engine.parallel.followers import FollowerPool, Followers
+from engine.layers.pipeline import WHOLE_MODEL, StageEnds
+from engine.parallel.followers import FollowerPool, Followers, place_of
 from engine.parallel.remote_stage import RemoteStage
 from engine.policy import load_policy
 from engine.prompt_budget import budget_for
@@ -49,7 +49,6 @@ from kvstore.transport.shared_memory import create_memfd
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
-    from engine.parallel.pipeline import PipelineRunner
     from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,8 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader.load import load_model, resolve_device
+    from engine.loader.load import load_model, read_config, resolve_device
+    from engine.loader.supported import check_attention
 
     began = time.monotonic()
     policy = load_policy(config.scheduling_policy)
@@ -140,18 +140,18 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
-    shard = Shard(0, config.tp)
-    stage = Stage(config.pp - 1, config.pp) if config.pp > 1 else None  # the last one samples
+    if device.type == "cuda" and gpu.attention_backend != "auto":
+        check_attention(read_config(files, config), gpu.attention_backend)
+    shard, stage = place_of(0, config)
     followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
-    shard = loaded.shard
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import num_blocks_that_fit
 
         config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, shard)
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     others = _other_shards(loaded.config, config)
     if followers is not None:
         found = followers.wait_for_weights()
@@ -172,7 +172,7 @@ def _assemble(
         runner = _make_parallel_runner(
             loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
         )
-    kv = _make_kv_manager(geometry, config, host_tier)
+    kv = make_kv_manager(geometry, config, host_tier)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -217,7 +217,8 @@ def _assemble(
     )
 
 
-def _make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
+    """Block bookkeeping for a pool of that geometry."""
     pool, name = BlockPool(geometry.num_blocks, config.prefix_cache), geometry.fingerprint
     if geometry.layout.has_windows:
         groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
@@ -237,9 +238,9 @@ def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig)
     if config.stage_address:
         return RemoteStage(config, device.type, gpu)
     if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
-        flag = "--tp" if config.tp > 1 else "--pp"
+        flags = [f"--{name} {size}" for name, size in (("pp", config.pp), ("tp", config.tp)) if size > 1]
         raise ConfigError(
-            f"{flag} {config.num_ranks} needs as many GPUs, and {torch.cuda.device_count()} are visible"
+            f"{' '.join(flags)} needs {config.num_ranks} GPUs, and {torch.cuda.device_count()} are visible"
         )
     return Followers(config, device.type, gpu)
 
@@ -251,12 +252,11 @@ def _num_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -
 
 def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
     """What ranks 1, 2, ... have of the model."""
-    from engine.loader.staged import divide_layers  # see `_assemble`
+    from engine.loader.staged import divide_layers, shard_of  # see `_assemble`
 
-    if config.pp > 1:
-        layers = divide_layers(model, config.pp)[:-1]
-        return [Shard(layers=(each.start, each.stop)) for each in layers]
-    return [Shard(rank, config.tp) for rank in range(1, config.tp)]
+    layers = divide_layers(model, config.pp)
+    places = [place_of(rank, config) for rank in range(1, config.num_ranks)]
+    return [shard if stage is None else shard_of(shard, layers[stage.index]) for shard, stage in places]
 
 
 def _make_parallel_runner(
@@ -270,46 +270,42 @@ def _make_parallel_runner(
     geometry: PoolGeometry,
     followers: Followers | RemoteStage,
     shards: Sequence[Shard],
-) -> ParallelRunner | PipelineRunner:
+) -> ParallelRunner:
     """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
 
     shards: the others'.
     """
-    from engine.parallel.pipeline import PipelineRunner
+    from engine.parallel.group import GlooGroup
     from engine.parallel.runner import ParallelRunner
 
     num_slots = 0 if host_buffer is None else host_buffer.shape[0]
-    is_shared = memory.shares_device_pools and isinstance(followers, Followers)
-    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, is_shared)
+    is_remote, on_gpu = isinstance(followers, RemoteStage), loaded.device.type == "cuda"
+    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools and not is_remote)
+    group: Any = None
+    ends = WHOLE_MODEL
     if isinstance(followers, RemoteStage):
         followers.give_pools(told)
         ends = StageEnds(followers.hidden_source())
-        last = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, ends)
-        return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=True)
-    if loaded.device.type == "cuda":
+    elif on_gpu:
         from engine.gpu.group import open_group
-        from engine.gpu.runner import GpuRunner
         from engine.gpu.stages import open_ends
 
         followers.give_pools(told)
         if told.is_shared:
             for rank, (shard, fd) in enumerate(zip(shards, followers.receive(), strict=True), 1):
                 memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", rank), fd)
-        if config.pp > 1:
-            ends = open_ends(loaded, config, Stage(config.pp - 1, config.pp), followers.store)
-            last = GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
-            return PipelineRunner(last, followers, _num_in_flight(config, loaded.device, gpu), is_eager=False)
-        devices = open_group(loaded, config, followers.exchange, followers.store)
-        return ParallelRunner(GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, devices), followers)
-    from engine.cpu.runner import ModelRunner
-    from engine.parallel.group import GlooGroup
-
-    followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
-    if config.pp > 1:
-        local = ModelRunner(loaded, pool, host_buffer, config, ends=StageEnds(followers.hidden_source()))
-        return PipelineRunner(local, followers, config.pp, is_eager=True)
-    group = GlooGroup(geometry.shard, followers.store)
-    return ParallelRunner(ModelRunner(loaded, pool, host_buffer, config, group), followers)
+        if config.tp > 1:
+            group = open_group(loaded, config, followers.exchange, followers.folder)
+        ends = open_ends(loaded, config, followers.folder)
+    else:
+        followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
+        group = GlooGroup(loaded.shard, followers.folder) if config.tp > 1 else None
+        ends = StageEnds(followers.hidden_source()) if config.pp > 1 else WHOLE_MODEL
+    local = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, group, ends)
+    if config.pp == 1:
+        return ParallelRunner(local, followers)
+    num_in_flight = _num_in_flight(config, loaded.device, gpu)
+    return ParallelRunner(local, followers, num_in_flight, is_eager=is_remote or not on_gpu)
 
 
 def _make_runner(
@@ -319,13 +315,18 @@ def _make_runner(
     config: EngineConfig,
     gpu: GpuConfig,
     max_model_len: int,
+    group: Any = None,
     ends: StageEnds = WHOLE_MODEL,
 ) -> Any:
     """The runner for the model's device."""
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 
-        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, ends=ends)
+        return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, group, ends)
+    if config.simulated_steps:
+        from engine.simulated_runner import SimulatedRunner
+
+        return SimulatedRunner(loaded, pool, host_buffer, config)
     from engine.cpu.runner import ModelRunner
 
-    return ModelRunner(loaded, pool, host_buffer, config, ends=ends)
+    return ModelRunner(loaded, pool, host_buffer, config, group, ends)

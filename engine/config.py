@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from common.config import setting
 from common.errors import ConfigError
+from common.step_times import StepCost
 
 MLA_FORMS = ("absorbed", "latent", "naive")
+EXCHANGES = ("sum", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class EngineConfig:
     itl_objective_ms: float = setting(
         0.0, "time between tokens to keep: bounds the prompt tokens of a step that decodes, too; 0: none"
     )
+    simulated_steps: str = setting(
+        "", "compute nothing: steps last as long as this says and sample random tokens (policies without GPUs); "
+        "seconds for the parts of a step: base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5",
+    )  # fmt: skip
     num_speculative_tokens: int = setting(
         0, "draft tokens per sequence and step, accepted when equal to the sampled ones; 0: none"
     )
@@ -63,6 +69,11 @@ class EngineConfig:
     ngram_min: int = setting(2, "shortest such n-gram")
     tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
     expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
+    expert_exchange: str = setting(
+        "sum", "between ranks of --expert-parallel; sum: all have every token and add up what their experts make of "
+        "it; dispatch: tokens are divided, and go to the ranks that have their experts",
+        choices=EXCHANGES,
+    )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
         flags=("--pipeline-parallel-size",),
@@ -91,6 +102,13 @@ class EngineConfig:
             "every running sequence needs a token in a step",
         )
         require(self.itl_objective_ms >= 0, "--itl-objective-ms must not be negative")
+        if self.simulated_steps:
+            StepCost.parse(self.simulated_steps)
+        require(
+            not self.simulated_steps
+            or (self.device != "cuda" and self.tp == self.pp == 1 and not self.num_speculative_tokens),
+            "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out",
+        )
         require(self.max_model_len >= 0, "--max-model-len must not be negative")
         require(
             0 <= self.num_speculative_tokens <= 64,
@@ -101,13 +119,20 @@ class EngineConfig:
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
         require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
+        require(
+            self.expert_exchange in EXCHANGES,
+            f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
+        )
+        require(
+            self.expert_exchange == "sum" or self.expert_parallel,
+            "--expert-exchange dispatch is between ranks that have whole experts: give --expert-parallel",
+        )
+        require(
+            self.expert_exchange == "sum" or self.pp == 1,
+            "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
+        )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
-        require(self.pp == 1 or self.tp == 1, "--pp with --tp is not supported yet: choose one of them")
-        require(
-            self.pp == 1 or not self.num_speculative_tokens,
-            "--pp with --num-speculative-tokens is not supported yet: leave one of them out",
-        )
         require(
             self.pp == 1 or not self.itl_objective_ms,
             "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, not a step",
@@ -116,6 +141,7 @@ class EngineConfig:
             not self.stage_address or self.pp == 2,
             f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here",
         )
+        require(not self.stage_address or self.tp == 1, "--stage-address with --tp is not supported: leave one out")
         require(
             not self.stage_address or self.stage_address.rpartition(":")[2].isdecimal(),
             f"--stage-address {self.stage_address}: give host:port",
@@ -134,12 +160,13 @@ class EngineConfig:
         Raises ConfigError for what the device cannot do.
         """
         on_gpu = device_type == "cuda"
+        like_gpu = on_gpu or bool(self.simulated_steps)
         if on_gpu and self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size {self.block_size}: on a GPU it must be a power of two")
         num_here = 1 if self.stage_address else self.num_ranks
         num_cores = len(os.sched_getaffinity(0))
-        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 64)
-        num_tokens = (16384 if is_offline else 8192) if on_gpu else 256
+        max_num_seqs = self.max_num_seqs or (256 if like_gpu else 64)
+        num_tokens = (16384 if is_offline else 8192) if like_gpu else 256
         max_num_batched_tokens = self.max_num_batched_tokens or max(num_tokens, max_num_seqs)
         return replace(
             self,

@@ -17,8 +17,7 @@ from math import inf
 from typing import Protocol
 
 from common.errors import InvalidRequestError
-from common.step_times import num_pairs
-from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
+from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 from engine.scheduled_step import ScheduledStep
 from engine.scheduler import Scheduler
@@ -60,6 +59,7 @@ class StepStats:
     seconds: float = 0.0
     num_context_tokens: int = 0  # of KV that decode rows read; this and the next are counted under objectives only
     num_prompt_pairs: int = 0  # of a prompt token with each token before it
+    predicted_seconds: float = 0.0  # of a step with prompts beside decode rows, under objectives; 0: not known
 
 
 class Engine:
@@ -73,7 +73,8 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        assert scheduler.speculation is None or runner.max_steps_in_flight == 1, "drafts follow tokens that are known"
+        knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
+        assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -227,15 +228,17 @@ class Engine:
         now = time.monotonic()
         began, self._last_end = max(began, self._last_end), now
         self.num_ended += 1
-        num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
-        num_prompts, seconds, budget = plan.num_tokens - num_decodes, now - began, self.scheduler.prompt_budget
+        seconds, budget = now - began, self.scheduler.prompt_budget
         if budget is None:
-            self.last_step = StepStats(num_prompts, num_decodes, seconds)
+            num_decodes = sum(row.num_tokens for row in plan.rows if row.num_tokens == 1 or row.draft_token_ids)
+            self.last_step = StepStats(plan.num_tokens - num_decodes, num_decodes, seconds)
             return
-        context = sum(row.stop for row in plan.rows if row.is_decode)
-        pairs = sum(round(num_pairs(row.start, row.num_tokens)) for row in plan.rows if not row.is_decode)
-        self.last_step = StepStats(num_prompts, num_decodes, seconds, context, pairs)
-        budget.times.observe(num_decodes, num_prompts, seconds, context, pairs)
+        size = StepSize.of(plan.rows)
+        rows, prompts, cost = size.num_decode_tokens, size.num_prompt_tokens, budget.times.cost
+        is_known = cost.base and cost.prompt_token and rows and prompts
+        predicted = cost.seconds(rows, prompts, size.context, size.pairs) if is_known else 0.0
+        self.last_step = StepStats(prompts, rows, seconds, size.context, size.pairs, predicted)
+        budget.times.observe(rows, prompts, seconds, size.context, size.pairs)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         named = [

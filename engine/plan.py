@@ -6,11 +6,13 @@ earlier ones said of a request (`engine/request_states.py`), so a plan names onl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from common.step_times import num_pairs
 from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 from kvstore.types import BlockId, HostSlot
 
@@ -46,6 +48,27 @@ class ScheduledRow(msgspec.Struct, gc=False):
     def is_decode(self) -> bool:
         """Whether the row computes one known token, followed by drafts if there are any."""
         return self.num_tokens == 1 or bool(self.draft_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What the duration of a step depends on, see common/step_times.py."""
+
+    num_decode_tokens: int  # drafts included
+    num_prompt_tokens: int
+    context: int  # tokens of KV that decode rows read
+    pairs: int  # of a prompt token with each token before it
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRow]) -> StepSize:
+        decodes = [row for row in rows if row.is_decode]
+        prompts = [row for row in rows if not row.is_decode]
+        return cls(
+            sum(row.num_tokens for row in decodes),
+            sum(row.num_tokens for row in prompts),
+            sum(row.stop for row in decodes),
+            sum(round(num_pairs(row.start, row.num_tokens)) for row in prompts),
+        )
 
 
 class StepPlan(msgspec.Struct, gc=False):

@@ -107,5 +107,5 @@ class UnsampledStep:
         for wait in self.waits:
             wait()
         for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
-            for position, token_id in enumerate(sampled, row.stop):
+            for position, token_id in enumerate(sampled, row.stop - len(row.draft_token_ids)):
                 request.put_token(position, token_id)

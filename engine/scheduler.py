@@ -353,7 +353,8 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._forget(victim)
-        if self._preempt_by_swap and self.kv.swap_out(victim, step):
+        has_drafts = victim.num_pending_tokens > 1  # in flight: which of them are computed is not known
+        if self._preempt_by_swap and not has_drafts and self.kv.swap_out(victim, step):
             victim.status = RequestStatus.SWAPPED
             insort(self._swapped, victim, key=_rank)
         else:

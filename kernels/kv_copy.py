@@ -19,7 +19,7 @@ class WordCopy:
 
     target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
 
-    Both blocks are `height` pitches long.
+    No range of `width` goes beyond the end of a pitch, and blocks are whole pitches long.
     """
 
     height: int
@@ -28,6 +28,19 @@ class WordCopy:
     source_pitch: int
     target_offset: int
     target_pitch: int
+
+    def fits(self, source_words: int, target_words: int) -> bool:
+        """Whether it stays within blocks of so many words."""
+        places = (
+            (source_words, self.source_offset, self.source_pitch),
+            (target_words, self.target_offset, self.target_pitch),
+        )
+        return all(
+            length % pitch == 0
+            and offset % pitch + self.width <= pitch
+            and offset // pitch + self.height <= length // pitch
+            for length, offset, pitch in places
+        )
 
 
 def copy_blocks(
@@ -42,10 +55,17 @@ def copy_blocks(
     if copy is None:
         target[target_ids.long()] = source[source_ids.long()]
     else:
-        shape, from_, to = (-1, copy.height), copy.source_offset, copy.target_offset
-        pieces = source[source_ids.long()].view(*shape, copy.source_pitch)[:, :, from_ : from_ + copy.width]
-        target.view(*shape, copy.target_pitch)[target_ids.long(), :, to : to + copy.width] = pieces
+        pieces = _ranges(source[source_ids.long()], copy, copy.source_offset, copy.source_pitch)
+        places = _ranges(target, copy, copy.target_offset, copy.target_pitch)
+        places[target_ids.long()] = pieces
     return None if weights is None else digest_blocks(source, source_ids, weights, digests)
+
+
+def _ranges(blocks: Tensor, copy: WordCopy, offset: int, pitch: int) -> Tensor:
+    """The words that are copied from or to blocks, (num_blocks, height, width), as a view."""
+    first, column = divmod(offset, pitch)
+    pitches = blocks.view(blocks.shape[0], -1, pitch)
+    return pitches[:, first : first + copy.height, column : column + copy.width]
 
 
 def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:

@@ -3,7 +3,7 @@
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard
     block    = block_size consecutive tokens of one group: layers x planes x heads of the shard x block_size x
-               head_dim elements, as many layers as the largest group has (docs/decisions/0230)
+               head_dim elements, as many layers as the largest group has, of the shard (docs/decisions/0230)
 
 A block is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
 reader with another shard finds the heads that it wants (`kvstore/transport/head_split.py`). Standard library only.
@@ -85,6 +85,10 @@ class KvLayout:
     def has_windows(self) -> bool:
         return any(group.window for group in self.groups)
 
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
     def __str__(self) -> str:
         return "; ".join(map(str, self.groups))
 
@@ -102,7 +106,8 @@ def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
 def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
     """The layout of a model of whose layers some or all attend to the last tokens only: `windows[layer]`; 0: to all.
 
-    Layers of one window are cut into groups of equally many, those that see most first.
+    Layers of one window are dealt to groups of equally many, those that see most first: in turn, so that consecutive
+    layers, as a pipeline stage has them, are as many of each group.
     """
     by_window: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -111,11 +116,12 @@ def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int,
     size = _group_size([len(layers) for _, layers in ordered])
     groups = [
         KvGroup(
-            "attention", "window" if window else "full", tuple(layers[first : first + size]), num_kv_heads, head_dim,
-            dtype, window=window,
+            "attention", "window" if window else "full", tuple(layers[first::count]), num_kv_heads, head_dim, dtype,
+            window=window,
         )
         for window, layers in ordered
-        for first in range(0, len(layers), size)
+        for count in [-(-len(layers) // size)]
+        for first in range(count)
     ]  # fmt: skip
     return KvLayout(tuple(groups))
 
@@ -136,7 +142,7 @@ def _group_size(counts: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV of one rank among `size` that share a model's heads (tensor parallelism), or of one pipeline stage.
+    """The KV of one rank among `size` that share the heads (tensor parallelism) of a model or of a pipeline stage.
 
     layers: [first, stop) of the stage; None: all.
     """
@@ -160,31 +166,28 @@ class Shard:
             return range(head, head + 1)
         raise ConfigError(f"{num_kv_heads} KV heads cannot be divided among {self.size} ranks")
 
-    def num_layers(self, num_all: int) -> int:
-        """How many of the model's layers are this shard's. Raises ConfigError for layers that there are not."""
-        if self.layers is None:
-            return num_all
-        first, stop = self.layers
-        if not 0 <= first < stop <= num_all:
-            raise ConfigError(f"a stage of layers {first} to {stop - 1} of {num_all} does not exist")
-        return stop - first
+    def layers_of(self, layout: KvLayout) -> range:
+        """The model's layers that are this shard's. Raises ConfigError for layers that there are not."""
+        first, stop = self.layers or (0, layout.num_layers)
+        if not 0 <= first < stop <= layout.num_layers:
+            raise ConfigError(f"a stage of layers {first} to {stop - 1} of {layout.num_layers} does not exist")
+        return range(first, stop)
 
 
 WHOLE = Shard()
 
 
 def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
-    """Whether these are the pools of one worker: its ranks in order, or its stages, each layer once, in any order."""
-    if all(shard.layers is None for shard in shards):
-        return [(shard.rank, shard.size) for shard in shards] == [(rank, len(shards)) for rank in range(len(shards))]
-    ranges = sorted(shard.layers for shard in shards if shard.layers is not None)
-    starts, stops = [first for first, _ in ranges], [stop for _, stop in ranges]
-    num_layers = len(layout.groups[0].layers)
+    """Whether these are the pools of one worker: of stages with each layer once, in any order, all ranks in order."""
+    stages: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in shards:
+        stages.setdefault(shard.layers or (0, layout.num_layers), []).append((shard.rank, shard.size))
+    size = len(shards) // len(stages)
+    starts, stops = zip(*sorted(stages), strict=True)
     return (
-        len(ranges) == len(shards)
-        and all(shard.size == 1 for shard in shards)
-        and starts == [0, *stops[:-1]]
-        and stops[-1] == num_layers
+        all(ranks == [(rank, size) for rank in range(size)] for ranks in stages.values())
+        and starts == (0, *stops[:-1])
+        and stops[-1] == layout.num_layers
     )
 
 
@@ -206,11 +209,7 @@ class PoolGeometry:
         if not 1 <= self.block_size <= MAX_DIMENSION:
             raise ConfigError(f"blocks of {self.block_size} tokens are impossible")
         self.shard.heads(self.group.num_kv_heads)
-        self.shard.num_layers(len(self.group.layers))
-        if self.shard.layers is not None and (len(self.layout.groups) > 1 or self.group.window):
-            raise UnsupportedModelError(
-                f"KV of windows is not divided among stages yet: leave --pp out ({self.layout})"
-            )
+        self.shard.layers_of(self.layout)
 
     @property
     def group(self) -> KvGroup:
@@ -233,13 +232,13 @@ class PoolGeometry:
 
     @property
     def layers(self) -> range:
-        """Indices of the group's layers that the pool holds."""
-        return range(*(self.shard.layers or (0, len(self.group.layers))))
+        """The model's layers that the pool holds."""
+        return self.shard.layers_of(self.layout)
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer in a block."""
-        return self.block_bytes // len(self.layers)
+    def block_layers(self) -> int:
+        """Layers of a block: as many as any group has here."""
+        return max(sum(layer in self.layers for layer in group.layers) for group in self.layout.groups)
 
     @property
     def dtype(self) -> str:
@@ -257,14 +256,15 @@ class PoolGeometry:
         """Name of what blocks hold: blocks of equal name and key are equal, whichever rank wrote them."""
         heads = self.heads
         name = f"{self.fingerprint}, {self.layout}, {self.block_size} tokens, heads {heads.start} to {heads.stop - 1}"
+        if len(self.layout.groups) > 1:
+            name += f", groups of layers {[group.layers for group in self.layout.groups]}"
         layers = self.shard.layers
         return name if layers is None else f"{name}, layers {layers[0]} to {layers[1] - 1}"
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         group = self.group
-        num_layers = self.shard.num_layers(len(group.layers))
-        return (num_layers, group.num_planes, len(self.heads), self.block_size, group.head_dim)
+        return (self.block_layers, group.num_planes, len(self.heads), self.block_size, group.head_dim)
 
     @property
     def block_bytes(self) -> int:

@@ -220,6 +220,7 @@ class EngineProcess:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
         report.load = self._load(has_ended)
+        report.step_predicted_seconds = self._engine.last_step.predicted_seconds if has_ended else 0.0
         scheduler = self._engine.scheduler
         report.preemptions = scheduler.num_preemptions
         report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens

@@ -256,6 +256,7 @@ class StepReport(Message):
     host_stored_blocks: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    step_predicted_seconds: float = 0.0  # of the step in `load`; 0: not predicted
 
     @property
     def has_news(self) -> bool:

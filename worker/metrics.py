@@ -45,6 +45,7 @@ class WorkerMetrics:
         self._decode_tokens = metrics.counter("mini_infer_step_tokens", phase="decode")
         self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
         self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
+        self._step_ratio = metrics.step_histogram("mini_infer_step_seconds_over_predicted")
         self._prefetches = {
             outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
         }
@@ -73,6 +74,8 @@ class WorkerMetrics:
         self._draining.set(self._front.drain.is_active)
         if load.step_seconds:
             self._observe_step(load)
+            if report.step_predicted_seconds:
+                self._step_ratio.observe(load.step_seconds / report.step_predicted_seconds)
         for pull in report.pulls:
             self._observe_pull(pull)
         for prefetched in report.prefetches:

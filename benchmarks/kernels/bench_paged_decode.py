@@ -3,16 +3,20 @@
 Each call follows the rotation of its rows, as in a step, and the rotation's own time is taken off: which programs are
 still running when those of attention come decides where these find room (decision 0087).
 
-`--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/tuning.py` comes from it.
+`--sweep` tries tile sizes, warps, stages and splits; `kernels/gpu/tuning.py` comes from it. `--window`: keys that
+queries see, of longer contexts.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+from contextlib import suppress
+from itertools import product
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
@@ -24,7 +28,7 @@ from kernels.gpu.tuning import DecodeConfig
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {
     "qwen2.5-7b": (28, 4, 128), "qwen2.5-7b/2": (14, 2, 128), "qwen3-0.6b": (16, 8, 128),
-    "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64),
+    "llama3.1-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64), "gemma3-4b": (8, 4, 256), "gpt-oss-20b": (64, 8, 64),
 }  # fmt: skip
 KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 OPTIONS = {  # tile, warps, stages
@@ -38,9 +42,11 @@ class Case:
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, rows: int, length: int, block_size: int,
-        kv_dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype = torch.bfloat16, window: int = 0,
     ) -> None:  # fmt: skip
-        self.bytes_per_call = 2 * kv_dtype.itemsize * rows * num_kv_heads * length * head_dim
+        self.window = window
+        seen = min(length, window or length)
+        self.bytes_per_call = 2 * kv_dtype.itemsize * rows * num_kv_heads * seen * head_dim
         self.num_layers = num_input_sets(self.bytes_per_call, 48)
         blocks = rows * -(-length // block_size)
         self.pool = torch.empty(
@@ -72,7 +78,9 @@ class Case:
         return self.run(layer, config, splits)
 
     def run(self, layer: int, config: DecodeConfig | None, splits: int | None) -> Tensor:
-        return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.workspace, config, splits)
+        return paged_decode(
+            self.q, self.pool, layer, self.table, self.lengths, self.workspace, config, splits, self.window
+        )
 
     def simple_seconds(self) -> float:
         return graph_seconds(
@@ -84,18 +92,17 @@ class Case:
         )
 
 
-def sweep(models: list[str], read: float, block_size: int, kv_dtype: str) -> None:
+def sweep(models: list[str], read: float, block_size: int, kv_dtype: str, window: int) -> None:
     for model in models:
         for rows, length in SHAPES:
-            case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype])
+            case = Case(*MODELS[model], rows, length, block_size, KV_DTYPES[kv_dtype], window)
             results = {}
-            for option in OPTIONS[kv_dtype]:
-                for programs_per_sm in (2, 4, 8):
-                    config = DecodeConfig(*option, programs_per_sm)
-                    name = (
-                        f"{'/'.join(map(str, option))} x{num_splits(rows, MODELS[model][1], case.q.device, config)}"
-                    )
-                    if name not in results:
+            for option, programs_per_sm, lists_blocks in product(OPTIONS[kv_dtype], (2, 4, 8), (False, True)):
+                config = DecodeConfig(*option, programs_per_sm, lists_blocks)
+                splits = num_splits(rows, MODELS[model][1], case.q.device, config)
+                name = f"{'/'.join(map(str, option))}{' lists' * lists_blocks} x{splits}"
+                if name not in results and not (lists_blocks and option[0] > block_size):
+                    with suppress(OutOfResources):
                         results[name] = case.seconds(config)
             fastest = sorted(results.items(), key=lambda item: item[1])
             report(
@@ -111,23 +118,25 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16")
     parser.add_argument("--model", choices=MODELS, help="one of the models; default: all")
-    parser.add_argument("--only", default="", help="part of a shape's name: 1x32768")
+    parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--shapes", default="", help="rows x tokens, instead of the usual ones: 1x1024,8x4096")
     options = parser.parse_args()
     models = [options.model] if options.model else list(MODELS)
+    pairs = [each.split("x") for each in options.shapes.split(",") if each]
+    shapes = [(int(rows), int(length)) for rows, length in pairs] or SHAPES
     read = read_bandwidth()
     if options.sweep:
-        sweep(models, read, options.block_size, options.kv_dtype)
+        sweep(models, read, options.block_size, options.kv_dtype, options.window)
         return
     for model in models:
-        for rows, length in SHAPES:
-            if options.only not in f"{rows}x{length}":
-                continue
-            case = Case(*MODELS[model], rows, length, options.block_size, KV_DTYPES[options.kv_dtype])
+        for rows, length in shapes:
+            kv_dtype = KV_DTYPES[options.kv_dtype]
+            case = Case(*MODELS[model], rows, length, options.block_size, kv_dtype, options.window)
             seconds = case.seconds()
             rate = case.bytes_per_call / seconds
             report(
                 "paged_decode", f"{model} {options.kv_dtype} bs{options.block_size} {rows}x{length}",
-                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read,
+                us=seconds * 1e6, gb_per_s=rate / 1e9, of_read=rate / read, unsplit_us=case.seconds(splits=1) * 1e6,
                 simple_ratio=case.simple_seconds() / seconds,
             )  # fmt: skip
 

@@ -99,4 +99,5 @@ def _best(run: Callable[[], object]) -> float:
 def report(kernel: str, shape: str, **figures: float | str) -> None:
     """One JSON line; numbers with four digits."""
     line = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
-    print(json.dumps({"kernel": kernel, "shape": shape, **line}), flush=True)
+    machine = torch.cuda.get_device_name()
+    print(json.dumps({"kernel": kernel, "shape": shape, **line, "machine": machine}), flush=True)

@@ -8,11 +8,12 @@ were shared when the trace was recorded are shared again.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -135,12 +136,15 @@ def trace_workload(
 
 
 def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0) -> list[TraceRow]:
-    """Rows of a Mooncake JSONL or an Azure CSV trace, from its first one on. 0: no limit. Raises ConfigError."""
+    """Rows of a Mooncake JSONL or an Azure CSV trace, from its first one on. 0: no limit. Raises ConfigError.
+
+    Mooncake's clock ticks every three seconds: rows of the same tick are spread evenly until the next one.
+    """
     reader = _read_azure if path.suffix == ".csv" else _read_mooncake
     rows: list[TraceRow] = []
     limit = duration_seconds or math.inf
     try:
-        for row in reader(path):
+        for row in _spread(reader(path)):
             if row.at_seconds >= limit or (max_requests and len(rows) >= max_requests):
                 break
             rows.append(row)
@@ -151,6 +155,22 @@ def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0)
     if not rows:
         raise ConfigError(f"--trace {path}: no rows")
     return rows
+
+
+def _spread(rows: Iterable[TraceRow]) -> Iterator[TraceRow]:
+    """Divide the time from one moment to the next among the rows of the first."""
+    groups = (list(group) for _, group in itertools.groupby(rows, key=lambda row: row.at_seconds))
+    last = next(groups, [])
+    interval = 0.0
+    for group in groups:
+        interval = group[0].at_seconds - last[0].at_seconds
+        yield from _spread_over(last, interval)
+        last = group
+    yield from _spread_over(last, interval)
+
+
+def _spread_over(rows: Sequence[TraceRow], seconds: float) -> list[TraceRow]:
+    return [replace(row, at_seconds=row.at_seconds + seconds * i / len(rows)) for i, row in enumerate(rows)]
 
 
 def _read_mooncake(path: Path) -> Iterator[TraceRow]:

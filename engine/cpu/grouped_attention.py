@@ -17,7 +17,7 @@ from engine.cpu.batch import StepBatch
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from kernels.paged_attention import attend_causally, attend_rows, gather_kv, gather_rows, write_kv
-from kvstore.layout import KvLayout
+from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId
 
 
@@ -54,17 +54,22 @@ class GroupMetadata:
 class GroupedAttention:
     """The backend for pools of K and V whose blocks belong to groups of layers."""
 
-    def __init__(self, pool: Tensor, layout: KvLayout, rotary: Tensor, local_rotary: Tensor | None = None) -> None:
-        """rotary: see `rotary_table`; local_rotary: of layers with a window, None: the same."""
-        self._pool = pool
+    def __init__(
+        self, pool: Tensor, geometry: PoolGeometry, rotary: Tensor, local_rotary: Tensor | None = None
+    ) -> None:
+        """geometry: of the pool, whatever its number of blocks.
+
+        rotary: see `rotary_table`; local_rotary: of layers with a window, None: the same.
+        """
+        self._pool, layout, here = pool, geometry.layout, geometry.layers
         self._groups = BlockGroups.of(layout, pool.shape[4], step_tokens=0)
         self._tables = [
             local_rotary if group.window and local_rotary is not None else rotary for group in layout.groups
         ]
-        self._places = {
-            layer: (group, index)
+        self._places = {  # by a layer's number among those of this pool
+            layer - here.start: (group, index)
             for group, layers in enumerate(each.layers for each in layout.groups)
-            for index, layer in enumerate(layers)
+            for index, layer in enumerate(layer for layer in layers if layer in here)
         }
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> list[GroupMetadata]:

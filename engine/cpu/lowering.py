@@ -14,9 +14,9 @@ from enum import Enum
 import torch
 
 from engine.layers.block import Step
-from engine.layers.forward import AddNorm, Forward, Op, Stream, plain, plain_sum
+from engine.layers.forward import AddNorm, Forward, lowered, plain, plain_sum
 from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered, rank_body, summed
+from engine.layers.parallel import Group, summed
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
 from kernels.cpu_norm import add_rms_norm_of_opposed, opposed, signs_like
@@ -64,17 +64,14 @@ def lower_model(
     if rows is Rows.ANY:
         return plain(with_dense_linears(model), group, vocab_size, look_up)
     signs = signs_of(model)
-    embed = look_up or embedding_lookup(model, group)
 
-    def start(step: Step) -> Stream:
-        return Stream(opposed(embed(step.token_ids), signs))  # float32, as signs are
+    def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
+        return add_rms_norm_of_opposed(weight, eps, model.hidden_dtype if is_final else model.embedding.dtype)
 
-    def fold(norm: torch.Tensor, eps: float, dtype: torch.dtype) -> AddNorm[torch.Tensor]:
-        return summed(add_rms_norm_of_opposed(norm, eps, dtype), group)
+    def residual_of(x: torch.Tensor) -> torch.Tensor:
+        return opposed(x, signs)  # float32, as signs are
 
-    ops = [Op(fold(block.norm, block.eps, model.embedding.dtype), rank_body(block, group)) for block in model.blocks]
-    final = fold(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype)
-    return Forward(start, ops, final, gathered(model.head, vocab_size, group))
+    return lowered(model, group, vocab_size, look_up, residual_of, norm)
 
 
 def signs_of(model: Model) -> torch.Tensor:

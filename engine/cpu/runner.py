@@ -32,7 +32,7 @@ from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.sampler import LogitsHook, Sampler, accepted_tokens
 from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import prompt_plan
-from kvstore.layout import KvLayout, PoolGeometry
+from kvstore.layout import PoolGeometry
 
 
 class ModelRunner:
@@ -57,8 +57,9 @@ class ModelRunner:
         model_config = loaded.model.config
         config = config.resolved(loaded.device.type)
         expected_dtype = kv_dtype(config, loaded.dtype)
-        layout = kv_layout(model_config, expected_dtype)
-        expected = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint).block_shape
+        layout = kv_layout(loaded.config, expected_dtype)
+        geometry = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint, loaded.shard)
+        expected = geometry.block_shape
         if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
             raise ConfigError(
                 f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
@@ -82,7 +83,7 @@ class ModelRunner:
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._num_groups = len(layout.groups)
-        self._backend = _attention_for(loaded, kv_pool, layout)
+        self._backend = _attention_for(loaded, kv_pool, geometry)
         self._sampler = Sampler()
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -190,9 +191,9 @@ class ModelRunner:
             first = stop
 
 
-def _attention_for(loaded: LoadedModel, kv_pool: Tensor, layout: KvLayout) -> BatchAttention:
-    if layout.has_windows:
-        return GroupedAttention(kv_pool, layout, loaded.model.rotary, loaded.model.local_rotary)
+def _attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> BatchAttention:
+    if geometry.layout.has_windows:
+        return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
     has_k_and_v = loaded.model.config.num_kv_planes == 2
     if has_k_and_v and kv_pool.device.type == "cpu" and kv_pool.dtype == loaded.dtype:  # it reads them as they lie
         return CpuAttention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary)

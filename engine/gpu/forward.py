@@ -5,6 +5,7 @@ Static shapes, no host reads: a pass over decode rows only can be captured in a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
+from engine.kv_memory import kv_layout
 from engine.layers.attention import Attention
 from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.pipeline import Inbox
@@ -26,29 +28,65 @@ from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.latent_rope import rotate_and_write_latents
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
+from kvstore.layout import KvLayout
+
+
+@dataclass(slots=True)
+class GroupInputs:
+    """Where the layers of one KV group store a step's K and V, and find those that it reads.
+
+    slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
+    decode_tables: block ids, int32 (num_decode_rows, max_blocks).
+    prefill: `FusedForward.attention`'s plan for the chunks of prompts, or one for the paged kernel; None when there
+        are none.
+    """
+
+    slots: Tensor
+    decode_tables: Tensor
+    prefill: PrefillPlan | PagedPlan | None = None
 
 
 @dataclass(slots=True)
 class GpuInputs:
     """Tokens of a step on the device: those of decode rows first, one each, then chunks of prompts.
 
-    token_ids int64, positions and slots int32: (num_tokens,). slots: block id * block_size + offset, or -1 to store
-        nothing.
-    decode_tables: block ids, int32 (num_decode_rows, max_blocks).
+    token_ids int64, positions int32: (num_tokens,).
     lengths: int32 (num_decode_rows,), 0 for rows without a request.
-    prefill: `FusedForward.attention`'s plan for the chunks of prompts, or one for the paged kernel; None when there
-        are none.
+    groups: of each KV group; all have chunks of prompts, or none has.
     attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
         tokens in no tile stays. None: fresh memory, where that is undefined.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
-    decode_tables: Tensor
     lengths: Tensor
-    prefill: PrefillPlan | PagedPlan | None = None
+    groups: Sequence[GroupInputs]
     attended: Tensor | None = None
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.groups[0].prefill is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What a layer's attention needs of the model: its KV group and its index there, its window (0: none), and the
+    rotary table.
+    """
+
+    group: int
+    index: int
+    window: int
+    rotary: Tensor
+
+
+def layers_of(model: Model, layout: KvLayout) -> dict[int, LayerKv]:
+    local = model.rotary if model.local_rotary is None else model.local_rotary
+    return {
+        layer: LayerKv(number, index, group.window, local if group.window else model.rotary)
+        for number, group in enumerate(layout.groups)
+        for index, layer in enumerate(group.layers)
+    }
 
 
 class FusedForward:
@@ -70,6 +108,7 @@ class FusedForward:
         """
         config = model.config
         self._rotary = model.rotary
+        self._layers = layers_of(model, kv_layout(config, pool.dtype))
         self._pool = pool
         # Of attention's output, which is absorbed latents where a model has those.
         head_dim = config.head_dim if config.latent is None else config.latent.kv_lora_rank
@@ -80,15 +119,14 @@ class FusedForward:
         self.attention = attention
         self.attention_width = config.num_heads * head_dim
         self.dtype = model.embedding.dtype
-        self._window = config.windows[0] if config.windows else 0  # of all layers: others are not served here
-        self._paged: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads, self._window)
+        self._paged = PagedAttention(config.num_heads, config.num_kv_heads)
         self._latents = None if config.latent is None else PagedLatents(config.num_heads, config.latent)
         self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm; of a stage that passes them on, the residual."""
         token_ids = inputs.token_ids
-        forward = self._forwards.choose(token_ids.shape[0], inputs.prefill is None)
+        forward = self._forwards.choose(token_ids.shape[0], not inputs.has_prompts)
         if self._inbox is not None:
             token_ids = self._inbox.token_ids(token_ids.shape[0])
         return forward.hidden(
@@ -97,37 +135,47 @@ class FusedForward:
 
     def _attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See `Attend`."""
+        layer = self._layers[block.layer]
+        own = inputs.groups[layer.group]
         rope_and_write_kv(
-            qkv, self._rotary, inputs.positions, inputs.slots, block.qk_norm, block.eps, self._pool, block.layer,
+            qkv, layer.rotary, inputs.positions, own.slots, block.qk_norm, block.eps, self._pool, layer.index,
             spreads_next=spreads_next,
         )  # fmt: skip
         if qkv.dim() == 4:
             qkv = qkv[0]  # the sum of the partials
-        q, layer = qkv[:, : block.num_heads], block.layer
-        if inputs.prefill is None:
-            return self._attend_decode(q, layer, inputs)
+        q = qkv[:, : block.num_heads]
+        if own.prefill is None:
+            return self._attend_decode(q, block, own, inputs.lengths)
         num_decode = inputs.lengths.shape[0]
         out = inputs.attended
         if out is None:
             out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if num_decode:
-            out[:num_decode] = self._attend_decode(q[:num_decode], layer, inputs)
-        attention = self._paged if isinstance(inputs.prefill, PagedPlan) else self.attention
-        attention.prefill(qkv[num_decode:], self._pool, layer, inputs.prefill, out[num_decode:])
+            out[:num_decode] = self._attend_decode(q[:num_decode], block, own, inputs.lengths)
+        prompts, their_out = qkv[num_decode:], out[num_decode:]
+        if isinstance(own.prefill, PagedPlan):
+            self._paged.prefill(
+                prompts, self._pool, layer.index, own.prefill, their_out, layer.window, block.sinks
+            )  # fmt: skip
+        else:
+            self.attention.prefill(prompts, self._pool, layer.index, own.prefill, their_out)
         return out
 
-    def _attend_decode(self, q: Tensor, layer: int, inputs: GpuInputs) -> Tensor:
+    def _attend_decode(self, q: Tensor, block: Attention, own: GroupInputs, lengths: Tensor) -> Tensor:
+        layer = self._layers[block.layer]
         return paged_decode(
-            q, self._pool, layer, inputs.decode_tables, inputs.lengths, self._workspace, window=self._window
-        )
+            q, self._pool, layer.index, own.decode_tables, lengths, self._workspace, window=layer.window,
+            sinks=block.sinks,
+        )  # fmt: skip
 
     def _attend_latents(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See `AttendLatents`."""
         assert self._latents is not None, "the model's config has latents, as its blocks do"
+        [own] = inputs.groups
         num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
         absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
         rotate_and_write_latents(
-            q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, inputs.slots, absorbed,
+            q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, own.slots, absorbed,
             self._pool, block.layer,
         )  # fmt: skip
         q_nope = q[..., : block.nope_dim].transpose(0, 1)
@@ -137,13 +185,11 @@ class FusedForward:
             attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
         if num_decode:
             attended[:num_decode] = latent_decode(
-                absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, inputs.decode_tables,
+                absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, own.decode_tables,
                 inputs.lengths, self._workspace,
             )  # fmt: skip
-        if inputs.prefill is not None:
-            self._latents.prefill(
-                absorbed[num_decode:], self._pool, block.layer, inputs.prefill, attended[num_decode:]
-            )
+        if own.prefill is not None:
+            self._latents.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
         out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
         by_head = attended.view(num_tokens, num_heads, rank).transpose(0, 1)
         torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out.transpose(0, 1))

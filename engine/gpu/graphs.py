@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from engine.gpu.device_sampler import DeviceSampler
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.state import DeviceState
 from engine.start_progress import OnProgress
 
 logger = logging.getLogger(__name__)
-POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)  # rows of the packed inputs, the last two for drafts and stages alone
+# Rows of the packed inputs, the last two for drafts and stages alone. Behind them are the slots of further KV groups.
+POSITION, SLOT, LENGTH, TOKEN, ROW = range(5)
+NUM_ROWS, NUM_QUERY_ROWS = LENGTH + 1, ROW + 1
 Output = TypeVar("Output")
 
 
@@ -36,10 +38,15 @@ class DecodeOutput:
 def decode_step(
     forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_rows: int
 ) -> DecodeOutput:
-    """One decode step of rows 0 .. num_rows - 1. packed: int32 (3, max_rows): positions, slots, lengths."""
+    """One decode step of rows 0 .. num_rows - 1.
+
+    packed: int32 (3, max_rows): positions, slots, lengths; then slots of KV groups but the first.
+    """
     lengths = packed[LENGTH, :num_rows]
     last = state.last_tokens[:num_rows]
-    inputs = GpuInputs(last, packed[POSITION, :num_rows], packed[SLOT, :num_rows], state.block_tables, lengths)
+    slots = packed[SLOT, :num_rows], *packed[NUM_ROWS:, :num_rows]
+    groups = [GroupInputs(*each) for each in zip(slots, state.block_tables, strict=True)]
+    inputs = GpuInputs(last, packed[POSITION, :num_rows], lengths, groups)
     logits = forward.logits(forward.hidden(inputs))
     return DecodeOutput(sampler.sample(logits, slice(num_rows), lengths, last), logits)
 
@@ -51,7 +58,7 @@ def draft_step(
 
     For attention a query is a row of its own, with its request's block table: the K and V of all of them are written
     before any attends. packed: int32 (5, max_rows), a column per query: position, slot, length, token id, and the row
-    of its request.
+    of its request; then slots of KV groups but the first.
     """
     queries = packed[:, :num_queries]
     logits = forward.logits(forward.hidden(query_step_inputs(state, queries)))
@@ -60,8 +67,9 @@ def draft_step(
 
 def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
     """Inputs of decode rows of which each query names its token and the row of its request."""
-    tables = state.block_tables[queries[ROW].long()]
-    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[SLOT], tables, queries[LENGTH])
+    rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_QUERY_ROWS:])
+    groups = [GroupInputs(own, table[rows]) for own, table in zip(slots, state.block_tables, strict=True)]
+    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[LENGTH], groups)
 
 
 def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:
@@ -73,13 +81,15 @@ class DecodeGraphs(Generic[Output]):
     """Captured on first construction; `replay` runs a bucket."""
 
     def __init__(
-        self, run: Callable[[int], Output], packed: Tensor, buckets: Sequence[int], on_progress: OnProgress
-    ) -> None:
-        """run: one of the steps above, for a number of rows. packed: its inputs."""
+        self, run: Callable[[int], Output], packed: Tensor, slot_rows: Sequence[int], buckets: Sequence[int],
+        on_progress: OnProgress,
+    ) -> None:  # fmt: skip
+        """run: one of the steps above, for a number of rows. packed: its inputs, whose slots are in `slot_rows`."""
         began = time.monotonic()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
         pool = torch.cuda.graph_pool_handle()
-        packed[SLOT] = -1  # nothing is stored while capturing
+        for row in slot_rows:
+            packed[row] = -1  # nothing is stored while capturing
         for num_rows in sorted(buckets, reverse=True):
             run(num_rows)  # compiles kernels, chooses algorithms
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Collectives of a tensor-parallel group on the GPUs of one host (docs/decisions/0155).
+"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage's (docs/decisions/0155).
 
 Few rows go through symmetric memory, which the ranks map of each other; long prompts' all-reduces through NCCL.
 """
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.device_memory import tensor_over
+from engine.gpu.rows import most_tokens
 from engine.loader import LoadedModel
+from engine.parallel.group import store_in
 from kernels.gpu.all_reduce import (
     GATHER_CHUNK,
     SymmetricMemory,
@@ -27,6 +29,7 @@ from kernels.gpu.all_reduce import (
     all_reduce_rms_norm_quantize,
     symmetric_bytes,
 )
+from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kernels.gpu.quantize import add_rms_norm_quantize
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import Shard
@@ -44,19 +47,21 @@ class DeviceGroup:
 
     def __init__(
         self, shard: Shard, device: torch.device, widths: tuple[int, int], dtype: torch.dtype, max_rows: int,
-        exchange: Exchange, store: Path,
+        exchange: Exchange, store: Path, around_experts: ExchangeLayout | None = None, counts: bool = False,
     ) -> None:  # fmt: skip
         """Wait until all ranks have come.
 
         widths: of a hidden state and of a rank's logits. max_rows: whose logits are gathered at once. store: a file
-        that does not exist yet, the same for all ranks.
+        that does not exist yet, the same for all ranks. around_experts: where ranks divide rows there; counts: rows
+        that move.
         """
         self.rank, self.size, self.dtype = shard.rank, shard.size, dtype
         self._max_rows = max_rows
         hidden, vocab = widths
         num_chunks = _num_gathered_chunks(vocab, max_rows)
         sums, gathers = _memory_bytes(self.size, widths, dtype, max_rows)
-        self._memory, addresses = _map_all(device, self.rank, sums + gathers, exchange)
+        num_bytes = sums + gathers + (around_experts.num_bytes if around_experts else 0)
+        self._memory, addresses = _map_all(device, self.rank, num_bytes, exchange)
         self._sums = SymmetricMemory(
             torch.tensor(addresses, device=device), _zeros(MAX_SUM_ROWS, device), self.rank, self.size,
             MAX_SUM_ROWS, hidden, dtype,
@@ -65,6 +70,13 @@ class DeviceGroup:
             torch.tensor([address + sums for address in addresses], device=device), _zeros(num_chunks, device),
             self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
         )  # fmt: skip
+        self.rows: ExchangeMemory | None = None  # of ranks that divide them around experts
+        if around_experts is not None:
+            first = sums + gathers
+            self.rows = ExchangeMemory.over(
+                around_experts, self.rank, torch.tensor([address + first for address in addresses], device=device),
+                tensor_over(self._memory[self.rank], device)[first : first + around_experts.num_bytes], counts,
+            )  # fmt: skip
         self._nccl = open_nccl(store, self.rank, self.size)
         self._nccl.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks while the store exists
         keep_group(self._nccl)
@@ -113,10 +125,22 @@ class VocabShards:
         return self._group.all_gather(logits.contiguous(), only)[:, : self._vocab_size]
 
 
-def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, store: Path) -> DeviceGroup:
-    """The group of a rank's model. Waits until all ranks have come."""
+def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, folder: Path) -> DeviceGroup:
+    """The group of a rank's model, or of its stage. Waits until all ranks have come. folder: see `store_in`."""
     widths = loaded.model.config.hidden_size, loaded.model.config.vocab_size
-    return DeviceGroup(loaded.shard, loaded.device, widths, loaded.dtype, config.max_num_seqs, exchange, store)
+    store = store_in(folder, loaded.shard)
+    return DeviceGroup(
+        loaded.shard, loaded.device, widths, loaded.dtype, config.max_num_seqs, exchange, store,
+        _around_experts(loaded, config),
+    )  # fmt: skip
+
+
+def _around_experts(loaded: LoadedModel, config: EngineConfig) -> ExchangeLayout | None:
+    shape, size = loaded.model.config, loaded.shard.size
+    if shape.moe is None or shape.moe.exchange == "sum":
+        return None
+    max_rows = rows_a_rank(most_tokens(config), size)
+    return ExchangeLayout(size, max_rows, shape.hidden_size, shape.moe.num_experts_per_token, loaded.dtype)
 
 
 def group_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
@@ -126,7 +150,8 @@ def group_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
         return 0
     memory = _memory_bytes(size, (shape.hidden_size, shape.vocab_size), loaded.dtype, config.max_num_seqs)
     gathered = config.max_num_seqs * size * shape.vocab_size * loaded.dtype.itemsize
-    return sum(memory) + gathered + NCCL_BYTES
+    layout = _around_experts(loaded, config)
+    return sum(memory) + gathered + NCCL_BYTES + (layout.num_bytes if layout else 0)
 
 
 def _num_gathered_chunks(vocab: int, max_rows: int) -> int:

@@ -17,7 +17,7 @@ from engine.gpu.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
-TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives
+TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; behind them the slots of further KV groups
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -37,36 +37,43 @@ def download(values: Tensor) -> Tensor:
 Rows = Sequence[tuple[ScheduledRow, RequestState]]
 
 
-def step_tokens(decodes: Rows, chunks: Rows, block_size: int) -> Any:
-    """int32 (3, num_tokens or up to 3 more): token ids, positions and slots of decode rows, then of chunks.
+def step_tokens(decodes: Rows, chunks: Rows, block_size: int, num_groups: int = 1) -> Any:
+    """int32 (2 + num_groups, num_tokens or up to 3 more): token ids, positions and slots of decode rows, then of
+    chunks. num_groups: KV groups, with slots of their own.
 
     The id of a decode row whose token is not known yet is 0.
 
     The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
     """
     num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
-    fields = np.zeros((3, -(-num_tokens // 4) * 4), dtype=np.int32)
+    fields = np.zeros((2 + num_groups, -(-num_tokens // 4) * 4), dtype=np.int32)
     for index, (row, request) in enumerate(decodes):
         fields[TOKEN, index] = request.token_ids[row.start] if row.start < len(request.token_ids) else 0
         fields[POSITION, index] = row.start
-        fields[SLOT, index] = request.block_ids[row.start // block_size] * block_size + row.start % block_size
+        for group in range(num_groups):
+            block_id = request.block_ids[row.start // block_size * num_groups + group]
+            fields[SLOT + group, index] = block_id * block_size + row.start % block_size
     first = len(decodes)
     for row, request in chunks:
         own = slice(first, first + row.num_tokens)
         positions = np.arange(row.start, row.stop, dtype=np.int32)
-        blocks = np.array(request.block_ids[: -(-row.stop // block_size)], dtype=np.int32)
+        blocks = np.array(request.block_ids[: -(-row.stop // block_size) * num_groups], dtype=np.int32)
         fields[TOKEN, own] = request.token_ids[row.start : row.stop]
         fields[POSITION, own] = positions
-        fields[SLOT, own] = blocks[positions // block_size] * block_size + positions % block_size
+        by_group = blocks.reshape(-1, num_groups).T
+        fields[SLOT:, own] = by_group[:, positions // block_size] * block_size + positions % block_size
         first = own.stop
     return fields
 
 
-def query_inputs(batch: GpuBatch, block_size: int) -> Any:
-    """int32 (5, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
+def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1) -> Any:
+    """int32 (4 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
     columns = []
     for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
         for position, token_id in enumerate((request.token_ids[row.start], *row.draft_token_ids), row.start):
-            slot = request.block_ids[position // block_size] * block_size + position % block_size
-            columns.append((position, slot, position + 1, token_id, device_row))
+            first, offset = position // block_size * num_groups, position % block_size
+            slot, *others = [
+                block_id * block_size + offset for block_id in request.block_ids[first : first + num_groups]
+            ]
+            columns.append((position, slot, position + 1, token_id, device_row, *others))
     return np.array(columns, dtype=np.int32).T

@@ -11,14 +11,15 @@ from functools import cache
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
-from engine.gpu.ops.experts import stacked_experts
+from engine.gpu.ops.divided_rows import DividedRowsForm
+from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.ops.form import MANY_ROWS, Form, GpuStep, Target, is_plain_alone
 from engine.gpu.ops.one_row import OneRowForm
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.gpu.ops.tensor_parallel import QuantizedTensorParallelForm, TensorParallelForm
-from engine.layers.forward import Forward, plain_sum
+from engine.layers.forward import AddNorm, Forward, plain_sum
 from engine.layers.moe import Moe
 from engine.models.model import Model
 
@@ -31,15 +32,15 @@ class GpuForwards:
     def __init__(self, model: Model, group: DeviceGroup | None = None, passes_on: bool = False) -> None:
         """group: of the ranks that have the other shards of the model. passes_on: hidden states, to another stage."""
         self._passes_on = passes_on
+        self._sum = sum_of_partials if group is None else sum_over_ranks(model, group)
         self._lowered = cache(self._lower)
-        experts = self.experts = {
-            id(block): stacked_experts(block) for block in model.blocks if isinstance(block, Moe)
-        }
+        experts = {id(block): StackedExperts.of(block) for block in model.blocks if isinstance(block, Moe)}
         if is_plain_alone(model):
             self._max_quantized_rows = 0
             self._forms: list[Form] = [OneRowForm(model, experts), PlainForm(model, experts)]
             if group is not None:
-                self._forms = [TensorParallelForm(model, group, experts)]
+                of_ranks = TensorParallelForm if group.rows is None else DividedRowsForm
+                self._forms = [of_ranks(model, group, experts)]
             elif QuantizedInputForm.knows(model):
                 self._forms.insert(0, QuantizedInputForm(model, experts))
             return
@@ -62,7 +63,7 @@ class GpuForwards:
 
     def _lower(self, target: Target) -> Forward[GpuStep]:
         lowered = next(form for form in self._forms if form.takes(target)).lower(target)
-        return lowered.ended_by(sum_of_partials) if self._passes_on else lowered
+        return lowered.ended_by(self._sum) if self._passes_on else lowered
 
 
 def sum_of_partials(residual: Tensor, pending: Tensor | None) -> Tensor:
@@ -70,3 +71,15 @@ def sum_of_partials(residual: Tensor, pending: Tensor | None) -> Tensor:
     if pending is not None and pending.dim() == 3:
         pending = pending.sum(0)
     return plain_sum(residual, pending)
+
+
+def sum_over_ranks(model: Model, group: DeviceGroup) -> AddNorm[Tensor]:
+    """The residual with all ranks' outputs added. The kernel that sums writes its norm, too, which is dropped."""
+    norm, eps = model.blocks[0].norm, model.config.rms_norm_eps  # any has the width
+
+    def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
+        assert pending is not None, "the stream starts with a pending output"
+        group.all_reduce_rms_norm(pending, residual, norm, eps)
+        return residual
+
+    return fold

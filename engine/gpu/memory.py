@@ -69,29 +69,32 @@ def kv_bytes(use: MemoryUse, fraction: float, block_bytes: int) -> int:
     return left
 
 
-def prefill_trials(config: EngineConfig, max_model_len: int) -> list[StepPlan]:
-    """The steps that need most: as many sequences as fit, all with log-probabilities; and the longest."""
+def prefill_trials(config: EngineConfig, max_model_len: int, num_groups: int = 1) -> list[StepPlan]:
+    """The steps that need most: as many sequences as fit, all with log-probabilities; and the longest.
+
+    num_groups: KV groups of the model, here and below.
+    """
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     each = min(config.max_num_batched_tokens // rows, max_model_len - 1)
     last = min(config.max_num_batched_tokens, max_model_len - 1)
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=0)
     shares = [(0, each)] * rows, [(max_model_len - 1 - last, last)]
-    return [trial_plan(share, config.block_size, params, TRIAL_BLOCKS) for share in shares]
+    return [trial_plan(share, config.block_size, params, TRIAL_BLOCKS, num_groups) for share in shares]
 
 
-def decode_trial(config: EngineConfig) -> StepPlan:
+def decode_trial(config: EngineConfig, num_groups: int = 1) -> StepPlan:
     """The largest decode step that a graph is captured for."""
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
-    return trial_plan([(1, 1)] * config.max_num_seqs, config.block_size, params, TRIAL_BLOCKS)
+    return trial_plan([(1, 1)] * config.max_num_seqs, config.block_size, params, TRIAL_BLOCKS, num_groups)
 
 
-def prompt_graph_trial(config: EngineConfig, max_model_len: int) -> StepPlan:
+def prompt_graph_trial(config: EngineConfig, max_model_len: int, num_groups: int = 1) -> StepPlan:
     """The largest step with a prompt that a graph is captured for."""
     num_tokens, num_rows = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)[-1]
     num_tokens = min(num_tokens, config.max_num_batched_tokens)
     shares = [(0, 1)] * (num_rows - 1) + [(0, min(num_tokens - num_rows + 1, max_model_len - 1))]
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, top_p=0.9)
-    return trial_plan(shares, config.block_size, params, TRIAL_BLOCKS)
+    return trial_plan(shares, config.block_size, params, TRIAL_BLOCKS, num_groups)
 
 
 def kv_cache_gb(
@@ -124,9 +127,12 @@ def measure(
     # Graphs are not captured here: the step that they would hold is measured instead.
     no_graphs = replace(gpu, use_cuda_graph=False)
     runner = GpuRunner(loaded, pool, None, config, no_graphs, max_model_len, ends=ends_alone(loaded))
-    trials = [decode_trial(config), prompt_graph_trial(config, max_model_len)] if gpu.use_cuda_graph else []
+    count = len(geometry.layout.groups)
+    trials = [decode_trial(config, count), prompt_graph_trial(config, max_model_len, count)]
+    if not gpu.use_cuda_graph:
+        trials = []
     graph_bytes = int(sum(_peak_of(runner, plan, device) for plan in trials) * GRAPH_SLACK)
-    for plan in prefill_trials(config, max_model_len):
+    for plan in prefill_trials(config, max_model_len, count):
         runner.launch(plan).result()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - pool.nbytes + COPY_BYTES

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.device_sampler import DeviceSampler
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.inputs import step_tokens
 from engine.gpu.rows import PROMPT_BUCKETS, prompt_shapes
 from engine.gpu.state import DeviceState
@@ -27,7 +27,7 @@ from kernels.gpu.paged_prefill import SMALL_TILE, prefill_tiles
 
 logger = logging.getLogger(__name__)
 MAX_KEYS = 8192  # of a row: with more, a backend that splits contexts over programs is faster
-TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields
+TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of PromptInputs.fields, before the slots of further KV groups
 INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
 
 
@@ -35,8 +35,8 @@ INDEX, ROW, LENGTH = range(3)  # rows of PromptInputs.samples
 class PromptInputs:
     """Views of one int32 buffer, on the host or on the device.
 
-    fields: (4, num_tokens): token ids, positions, slots (-1: stored nowhere), and the device rows whose last token
-        stands in for the token id (-1: none).
+    fields: (3 + num_groups, num_tokens): token ids, positions, slots (-1: stored nowhere), the device rows whose last
+        token stands in for the token id (-1: none), and slots of KV groups but the first.
     tiles: (num_tiles, 4), of `prefill_tiles`, with device rows for rows.
     samples: (3, num_rows): index of the last token, device row (max_rows: nobody's), length (0: no sample).
     """
@@ -46,10 +46,12 @@ class PromptInputs:
     samples: Tensor
 
     @classmethod
-    def over(cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int) -> PromptInputs:
-        sizes = [4 * num_tokens, 4 * num_tiles, 3 * num_rows]
+    def over(
+        cls, buffer: Tensor, num_tokens: int, num_tiles: int, num_rows: int, num_groups: int = 1
+    ) -> PromptInputs:
+        sizes = [(3 + num_groups) * num_tokens, 4 * num_tiles, 3 * num_rows]
         fields, tiles, samples = torch.split(buffer[: sum(sizes)], sizes)
-        return cls(fields.view(4, num_tokens), tiles.view(num_tiles, 4), samples.view(3, num_rows))
+        return cls(fields.view(-1, num_tokens), tiles.view(num_tiles, 4), samples.view(3, num_rows))
 
 
 def prompt_step(
@@ -64,12 +66,13 @@ def prompt_step(
     known = inputs.fields[TOKEN].long()
     token_ids = torch.where(source >= 0, state.last_tokens[source.clamp(min=0)], known)
     none = inputs.fields[POSITION, :0]
-    plan = PagedPlan(state.block_tables, inputs.tiles, SMALL_TILE)
+    slots = inputs.fields[SLOT], *inputs.fields[SOURCE + 1 :]
+    groups = [
+        GroupInputs(own, table[:0], PagedPlan(table, inputs.tiles, SMALL_TILE))
+        for own, table in zip(slots, state.block_tables, strict=True)
+    ]
     attended = attended[: token_ids.shape[0]]
-    step = GpuInputs(
-        token_ids, inputs.fields[POSITION], inputs.fields[SLOT], state.block_tables[:0], none, plan, attended
-    )
-    hidden = forward.hidden(step)
+    hidden = forward.hidden(GpuInputs(token_ids, inputs.fields[POSITION], none, groups, attended))
     if forward.passes_on:
         return hidden, hidden[:0]
     index, rows = inputs.samples[INDEX].long(), inputs.samples[ROW].long()
@@ -98,6 +101,7 @@ class PromptGraphs:
         )
         self._parts = forward, state, sampler, attended
         self._group = group
+        self._num_groups = len(state.block_tables)
         self._tokens_per_tile = max(SMALL_TILE // group, 1)
         self.shapes = prompt_shapes(sampler.max_rows, max_tokens)
         device = state.last_tokens.device
@@ -137,7 +141,7 @@ class PromptGraphs:
         """Write the inputs of a step; returns the rows that sample."""
         fields, tiles, samples = (part.numpy() for part in (host.fields, host.tiles, host.samples))
         fields[:] = 0
-        fields[SLOT] = fields[SOURCE] = -1
+        fields[SLOT:] = -1
         tiles[:] = 0
         samples[:] = 0
         samples[ROW] = self._parts[2].max_rows
@@ -149,8 +153,9 @@ class PromptGraphs:
         starts = list(accumulate((row.num_tokens for row, *_ in pairs), initial=0))
         num_unknown = sum(row.stop > len(request.token_ids) for row, request, *_ in pairs)
         work = [(row, request) for row, request, *_ in pairs]
-        own = step_tokens(work[:num_unknown], work[num_unknown:], block_size)
-        fields[: SLOT + 1, : starts[-1]] = own[:, : starts[-1]]
+        own = step_tokens(work[:num_unknown], work[num_unknown:], block_size, self._num_groups)[:, : starts[-1]]
+        fields[: SLOT + 1, : starts[-1]] = own[: SLOT + 1]
+        fields[SOURCE + 1 :, : starts[-1]] = own[SLOT + 1 :]
         fields[SOURCE, :num_unknown] = [device_row for _, _, device_row, _ in pairs[:num_unknown]]
         sampling: list[int] = []
         for (row, _, device_row, i), stop in zip(pairs, starts[1:], strict=True):
@@ -165,10 +170,11 @@ class PromptGraphs:
         return -(-num_tokens // self._tokens_per_tile) + min(num_rows, num_tokens)
 
     def _size(self, num_tokens: int, num_rows: int) -> int:
-        return 4 * num_tokens + 4 * self._num_tiles(num_tokens, num_rows) + 3 * num_rows
+        return (3 + self._num_groups) * num_tokens + 4 * self._num_tiles(num_tokens, num_rows) + 3 * num_rows
 
     def _inputs(self, buffer: Tensor, num_tokens: int, num_rows: int) -> PromptInputs:
-        return PromptInputs.over(buffer, num_tokens, self._num_tiles(num_tokens, num_rows), num_rows)
+        num_tiles = self._num_tiles(num_tokens, num_rows)
+        return PromptInputs.over(buffer, num_tokens, num_tiles, num_rows, self._num_groups)
 
     def _capture(self) -> None:
         began = time.monotonic()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from engine.config import EngineConfig
 from engine.request import RequestId
 from engine.request_states import RequestState
 
@@ -21,6 +22,11 @@ from engine.request_states import RequestState
 PROMPT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 MANY_ROWS_BUCKETS = (128, 256, 384, 512, 640, 768, 896, 1024)
 FEW_ROWS, MANY_ROWS = 16, 256
+
+
+def most_tokens(config: EngineConfig) -> int:
+    """Return the most tokens of one step, with what pads it in a graph."""
+    return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
 
 
 def prompt_shapes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,18 +22,30 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward, GpuInputs
-from engine.gpu.graphs import LENGTH, POSITION, SLOT, DecodeGraphs, decode_step, draft_step, stage_step
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.graphs import (
+    LENGTH,
+    NUM_QUERY_ROWS,
+    NUM_ROWS,
+    POSITION,
+    SLOT,
+    DecodeGraphs,
+    decode_step,
+    draft_step,
+    stage_step,
+)
 from engine.gpu.group import DeviceGroup, VocabShards
 from engine.gpu.inputs import query_inputs, step_tokens, upload
+from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
-from engine.gpu.rows import RowTable, bucket_sizes
+from engine.gpu.rows import RowTable, bucket_sizes, most_tokens
 from engine.gpu.samples import StepSamples
-from engine.gpu.stages import most_tokens
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
+from engine.kv_memory import kv_layout
+from engine.layers.attention import Attention
 from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
 from engine.loader import LoadedModel
 from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
@@ -84,23 +97,28 @@ class GpuRunner:
         self._buckets = bucket_sizes(self._max_rows)
         self._rows = RowTable(self._max_rows, self._buckets, keeps=config.pp > 1)
         max_blocks = -(-max_model_len // config.block_size)
-        self._state = DeviceState(self._max_rows, max_blocks, loaded.device)
+        layout = kv_layout(model_config, kv_pool.dtype)
+        self._num_groups = len(layout.groups)
+        self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
         attention: PrefillAttention
         if model_config.latent is not None:
             attention = PagedLatents(model_config.num_heads, model_config.latent)
         else:
-            window = model_config.windows[0] if model_config.windows else 0
+            has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in loaded.model.blocks)
+            needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""
             attention = open_attention(
-                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens, window
+                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens, needs
             )
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
-        packed = (5 if self._knows_tokens else 3), self._max_rows
+        num_packed = NUM_QUERY_ROWS if self._knows_tokens else NUM_ROWS
+        self._slot_rows = SLOT, *range(num_packed, num_packed + self._num_groups - 1)  # of each KV group
+        packed = num_packed + self._num_groups - 1, self._max_rows
         self._packed = torch.zeros(packed, dtype=torch.int32, device=loaded.device)
         pin = loaded.device.type == "cuda"
         self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
         self._turn = 0
-        self._shards = None if group is None else VocabShards(group, vocab_size)
+        self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
         of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
         self._samples = StepSamples(self._state, self._max_rows, of_vocab, num_buffers, self._shards)
         self.hooks = self._samples.hooks
@@ -177,18 +195,19 @@ class GpuRunner:
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Compile kernels with one prompt, then capture the decode graphs. Uses the pool's first blocks."""
         on_progress("warming up", None)
-        pool_tokens = self._pool.shape[0] * self._block_size
-        num_tokens = min(self._max_tokens, pool_tokens, self._state.block_tables.shape[1] * self._block_size) - 1
-        self.launch(prompt_plan(num_tokens, self._block_size)).result()
+        num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])
+        num_tokens = min(self._max_tokens, num_positions * self._block_size) - 1
+        self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups)).result()
         self._requests.clear()
         self._rows.clear()
         if self._use_graphs:
             self.capture(on_progress)
+        log_late_compiles()
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
         """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
-        self._graphs = DecodeGraphs(self._decode, self._packed, self._buckets, on_progress)
+        self._graphs = DecodeGraphs(self._decode, self._packed, self._slot_rows, self._buckets, on_progress)
         self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
@@ -209,23 +228,24 @@ class GpuRunner:
         rows, device_rows = batch.rows, batch.device_rows
         num_rows = self._rows.bucket()
         packed = self._staging[self._turn].numpy()
-        packed[SLOT, :num_rows] = -1
         packed[LENGTH, :num_rows] = 0
         starts = [row.start for row in rows]
         packed[POSITION, device_rows] = starts
         packed[LENGTH, device_rows] = [start + 1 for start in starts]
-        packed[SLOT, device_rows] = self._slots(batch)
+        for group, slots in enumerate(self._slot_rows):
+            packed[slots, :num_rows] = -1
+            packed[slots, device_rows] = self._slots(batch, group)
         output = self._run_decode(num_rows)
         sampled = sampled_rows(batch, range(len(rows)), device_rows)
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
     def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
         """A step of decode rows where all tokens before the drafts are known."""
-        queries = query_inputs(batch, self._block_size)
+        queries = query_inputs(batch, self._block_size, self._num_groups)
         num_rows = self._buckets[bisect_left(self._buckets, queries.shape[1])]
         packed = self._staging[self._turn].numpy()
         packed[:, :num_rows] = 0
-        packed[SLOT, :num_rows] = -1
+        packed[self._slot_rows, :num_rows] = -1
         packed[:, : queries.shape[1]] = queries
         output = self._run_decode(num_rows)
         if self._sink is not None:
@@ -278,8 +298,10 @@ class GpuRunner:
         decode_rows, chunk_rows = [pairs[i] for i in decodes], [pairs[i] for i in chunks]
         query_starts = list(accumulate((row.num_tokens for row, _ in chunk_rows), initial=0))
         num_tokens = len(decodes) + query_starts[-1]
-        fields = upload(step_tokens(decode_rows, chunk_rows, self._block_size), torch.int32, device)
-        token_ids, positions, slots = fields[:, :num_tokens]
+        fields = upload(
+            step_tokens(decode_rows, chunk_rows, self._block_size, self._num_groups), torch.int32, device
+        )  # fmt: skip
+        token_ids, positions, *slots = fields[:, :num_tokens]
         last_of = {i: index for index, i in enumerate(decodes)}
         last_of |= {i: len(decodes) + stop - 1 for i, stop in zip(chunks, query_starts[1:], strict=True)}
         seq_lens = [row.stop for row, _ in chunk_rows]
@@ -290,20 +312,20 @@ class GpuRunner:
         if pending:  # the step before samples them
             indices = upload(pending, torch.int64, device)
             ids[indices] = self._state.last_tokens[of_decodes[indices]]
-        inputs = GpuInputs(
-            ids,
-            positions,
-            slots,
-            self._state.block_tables[of_decodes],
-            positions[: len(decodes)] + 1,
-            self._forward.attention.plan(query_starts, seq_lens, self._state.block_tables[of_chunks]),
-        )
-        return inputs, last_of
+        groups: list[GroupInputs] = []
+        for own, table in zip(slots, self._state.block_tables, strict=True):
+            decode_tables, tables = table[of_decodes], table[of_chunks]
+            if not groups:
+                plan = self._forward.attention.plan(query_starts, seq_lens, tables)
+            else:  # of several groups all are the paged kernel's, and differ in their tables alone
+                plan = replace(plan, block_tables=tables)
+            groups.append(GroupInputs(own, decode_tables, plan))
+        return GpuInputs(ids, positions, positions[: len(decodes)] + 1, groups), last_of
 
-    def _slots(self, batch: GpuBatch) -> list[int]:
-        size = self._block_size
+    def _slots(self, batch: GpuBatch, group: int) -> list[int]:
+        size, count = self._block_size, self._num_groups
         return [
-            request.block_ids[row.start // size] * size + row.start % size
+            request.block_ids[row.start // size * count + group] * size + row.start % size
             for row, request in zip(batch.rows, batch.requests, strict=True)
         ]
 

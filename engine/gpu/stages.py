@@ -1,5 +1,7 @@
 """Hidden states between the GPUs of two pipeline stages: NCCL, a communicator for each pair of neighbours.
 
+Where stages have several ranks, each sends to its peer of the next stage: all of them have the same hidden states.
+
 They travel between the graphs of the two stages, not in them: one message a step, as long as its tokens need. A stage
 copies what it sends, so that its next step does not wait until the stage behind takes this one.
 """
@@ -15,17 +17,13 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.gpu.group import NCCL_BYTES, keep_group, open_nccl
-from engine.gpu.rows import PROMPT_BUCKETS
-from engine.layers.pipeline import Stage, StageEnds
+from engine.gpu.rows import most_tokens
+from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel
+from kvstore.layout import Shard
 
 BEFORE, BEHIND = 0, 1  # ranks of a pair
 TIMEOUT = timedelta(minutes=10)  # of one message: the stage before may compile its kernels first
-
-
-def most_tokens(config: EngineConfig) -> int:
-    """Return the most tokens of one step, with what pads it in a graph."""
-    return max(config.max_num_batched_tokens, config.max_num_seqs, *PROMPT_BUCKETS)
 
 
 class NcclSource:
@@ -71,13 +69,14 @@ class NoNeighbour:
         """Send it nowhere."""
 
 
-def open_ends(loaded: LoadedModel, config: EngineConfig, stage: Stage, store: Path) -> StageEnds:
-    """Connect a stage with its neighbours. store: a path that all stages have, beside which none exists yet."""
+def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> StageEnds:
+    """Connect a stage with its neighbours, if it has any. folder: of all ranks of the model."""
+    first, stop = loaded.shard.layers or (0, loaded.config.num_layers)
     source = sink = None
-    if not stage.is_first:
-        source = NcclSource(_store_of(store, stage.index - 1), loaded.device)
-    if not stage.is_last:
-        sink = NcclSink(_store_of(store, stage.index), loaded, most_tokens(config), stage.count + 1)
+    if first > 0:
+        source = NcclSource(_store_in(folder, first, loaded.shard), loaded.device)
+    if stop < loaded.config.num_layers:
+        sink = NcclSink(_store_in(folder, stop, loaded.shard), loaded, most_tokens(config), config.pp + 1)
     torch.cuda.synchronize(loaded.device)
     return StageEnds(source, sink)
 
@@ -98,9 +97,9 @@ def stage_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
     return (NCCL_BYTES if ends.source else 0) + (NCCL_BYTES + sent if ends.sink else 0)
 
 
-def _store_of(store: Path, index: int) -> Path:
-    """Name the store of stage `index` and the one behind it."""
-    return store.with_name(f"{store.name}-{index}")
+def _store_in(folder: Path, layer: int, shard: Shard) -> Path:
+    """Name the file where a rank of the stage that begins with `layer` meets its peer of the one before."""
+    return folder / f"hidden-of-layer-{layer}-{shard.rank}"
 
 
 def _open_pair(store: Path, rank: int) -> Any:

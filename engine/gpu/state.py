@@ -18,13 +18,16 @@ from engine.request_states import RequestState
 class DeviceState:
     """Tensors of `max_rows` rows.
 
-    block_tables: int32 (max_rows, max_blocks). last_tokens: int64 (max_rows + 1,), the last of nobody.
+    block_tables: of each KV group, int32 (max_rows, max_blocks). last_tokens: int64 (max_rows + 1,), the last of
+        nobody.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
-        self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
+        """max_blocks: of a request in each of the KV groups."""
+        self._tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = tuple(self._tables)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self._num_uploaded = [0] * max_rows  # entries of each row's block table
+        self._num_uploaded = [0] * max_rows  # entries of each row's block table, of all groups together
         self._max_blocks = max_blocks
         self._device = device
 
@@ -48,16 +51,17 @@ class DeviceState:
         """Send the block ids that the device does not have yet."""
         places: list[int] = []
         values: list[int] = []
-        uploaded = self._num_uploaded
+        uploaded, count = self._num_uploaded, len(self.block_tables)
         for row, request in zip(rows, requests, strict=True):
             block_ids = request.block_ids
             first = uploaded[row]
             if len(block_ids) > first:
-                start = row * self._max_blocks
-                places += range(start + first, start + len(block_ids))
-                values += block_ids[first:]
+                for group, table in enumerate(self.block_tables):
+                    start = (group * table.shape[0] + row) * self._max_blocks
+                    places += range(start + first // count, start + len(block_ids) // count)
+                    values += block_ids[first + group :: count]
                 uploaded[row] = len(block_ids)
         if not places:
             return
         pair = upload([places, values], torch.int64, self._device)
-        self.block_tables.view(-1)[pair[0]] = pair[1].to(torch.int32)
+        self._tables.view(-1)[pair[0]] = pair[1].to(torch.int32)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.block import Step
+from engine.layers.divided_rows import seams_of
 from engine.layers.linear import LinearLayer
-from engine.layers.parallel import Group, embedding_lookup, gathered, rank_body, summed
+from engine.layers.parallel import Group, embedding_lookup, gathered
 from engine.models.model import Model
 from kernels.rms_norm import rms_norm
 
@@ -51,10 +52,12 @@ class Forward(Generic[S]):
     """A lowered model: tokens to hidden states, hidden states to logits. start: gives the first stream of a step."""
 
     def __init__(
-        self, start: Callable[[S], Stream], ops: Sequence[Op[S]], final: AddNorm[Tensor], head: LinearLayer
-    ) -> None:
+        self, start: Callable[[S], Stream], ops: Sequence[Op[S]], final: AddNorm[Tensor], head: LinearLayer,
+        end: Body[Tensor, S] = lambda x, step: x,
+    ) -> None:  # fmt: skip
+        """end: makes the hidden states of what `final` leaves."""
         self._start = start
-        self._ops: list[Op[S]] = [*ops, Op(final, lambda x, step: x)]
+        self._ops: list[Op[S]] = [*ops, Op(final, end)]
         self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
 
     def hidden(self, step: S) -> Tensor:
@@ -86,17 +89,35 @@ def plain(
     group: of the ranks that hold the other shards; vocab_size: of the whole model, with a group. look_up: takes the
     embedding's place.
     """
-    embed = look_up or embedding_lookup(model, group)
+    dtype = model.embedding.dtype
+
+    def norm(weight: Tensor, eps: float, is_final: bool) -> AddNorm[Tensor]:
+        return plain_norm(weight, eps, model.hidden_dtype if is_final else dtype)
+
+    return lowered(model, group, vocab_size, look_up, lambda x: x.float(), norm)
+
+
+def lowered(
+    model: Model, group: Group | None, vocab_size: int, look_up: Callable[[Tensor], Tensor] | None,
+    residual_of: Callable[[Tensor], Tensor], norm: Callable[[Tensor, float, bool], AddNorm[Tensor]],
+) -> Forward[Step]:  # fmt: skip
+    """The model's own blocks between folds. See `plain`.
+
+    residual_of: of the embedding's rows. norm: (weight, eps, whether it is the final one) -> how a residual is added
+    to and normed.
+    """
+    embed, seams = look_up or embedding_lookup(model, group), seams_of(model, group)
 
     def start(step: Step) -> Stream:
-        return Stream(embed(step.token_ids).float())
+        return Stream(seams.start(residual_of(embed(step.token_ids))))
 
-    dtype = model.embedding.dtype
+    blocks = model.blocks
     ops = [
-        Op(summed(plain_norm(block.norm, block.eps, dtype), group), rank_body(block, group)) for block in model.blocks
+        Op(seams.fold(norm(block.norm, block.eps, False), before), seams.body(block))
+        for before, block in zip([None, *blocks], blocks, strict=False)
     ]
-    final = summed(plain_norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), group)
-    return Forward(start, ops, final, gathered(model.head, vocab_size, group))
+    final = seams.fold(norm(model.final_norm, model.config.rms_norm_eps, True), blocks[-1])
+    return Forward(start, ops, final, gathered(model.head, vocab_size, group), seams.end)
 
 
 def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:

@@ -8,9 +8,10 @@ graph; and a token's result does not depend on the tokens beside it.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -40,11 +41,14 @@ class Moe(Block):
     """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
 
     experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
-    choice hangs on it. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
-    stacked: what a lowering has made of the experts' weights, for the next one.
+    choice hangs on it. router_bias: (num_experts,) or None. choice_bias: float32 (num_experts,) or None. shared: all
+    shared experts as one, or None. stacked: the experts in another device's form, once they have it.
     """
 
-    stacked: object | None = None
+    router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: Expert | None = None
+    stacked: Any = None
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
@@ -57,7 +61,6 @@ class Moe(Block):
         self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
         if moe.float32_router and self.router.device.type != "meta":
             self.router = self.router.float()
-        self.choice_bias: Tensor | None = None
         if moe.has_choice_bias:
             self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
         self.rule = moe
@@ -72,21 +75,38 @@ class Moe(Block):
             )  # fmt: skip
             if index in moe.held_experts:  # others are read, too: all ranks ask for the same weights
                 self.experts[index] = Expert(*linears)
-        self.shared: Expert | None = None
         if moe.num_shared_experts:
             names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
-            self.shared = Expert(*take_gated(weights, names, config.hidden_size, moe.shared_size))
+            is_divided = moe.exchange == "sum"
+            self.shared = Expert(
+                *take_gated(weights, names, config.hidden_size, moe.shared_size, is_divided=is_divided)
+            )
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        shares, chosen = self.route(x)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in sorted(self.experts.keys() & set(chosen.flatten().tolist())):
-            tokens, choices = torch.where(chosen == index)
-            y = self.experts[index](x[tokens])
-            out.index_add_(0, tokens, y * shares[tokens, choices, None])  # float32, as shares are
+        out = self.chosen_output(x, *self.route(x))
         if self.shared is not None:
             out += self.shared(x)
         return out.to(x.dtype)
+
+    def chosen_output(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Sums over this rank's experts among the chosen, float32 (num_tokens, hidden).
+
+        shares: float32, chosen: int64, (num_tokens, any number) each; choices of other ranks' experts, or -1, are
+        left out.
+        """
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        by_expert, of_pairs, top_k = chosen.flatten(), shares.flatten(), chosen.shape[1]
+        order = by_expert.argsort(stable=True)  # pairs of a token and a choice
+        counts = Counter(by_expert.tolist())
+        start = 0
+        for index in sorted(counts):
+            if index in self.experts:
+                pairs = order[start : start + counts[index]]
+                tokens = pairs // top_k
+                y = self.experts[index](x[tokens])
+                out.index_add_(0, tokens, y * of_pairs[pairs, None])  # float32, as shares are
+            start += counts[index]
+        return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares, float32, and indices of each token's experts: (num_tokens, num_chosen) each."""

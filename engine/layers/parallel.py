@@ -9,7 +9,7 @@ Ops in between know nothing of it. Without a group each function gives back what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -42,6 +42,53 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """(n, columns) of each rank -> (n, size * columns), in the order of ranks."""
         ...
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Rows of x (sum(send), columns) for each rank, in their order -> (sum(receive), columns), from each rank."""
+        ...
+
+
+class Seams(Protocol):
+    """What goes on between ranks at a step's beginning and end, before a block and in it."""
+
+    def start(self, x: Tensor) -> Tensor:
+        """The rows, dimension 0 of the first residual, that this rank keeps."""
+        ...
+
+    def fold(self, add_norm: AddNorm[X_co], before: Block | None) -> AddNorm[X_co]:
+        """`add_norm` of what the block before leaves pending on this rank."""
+        ...
+
+    def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
+        """The block, from normed rows of this rank to what the next fold takes."""
+        ...
+
+    def end(self, x: Tensor, step: Step) -> Tensor:
+        """All rows (num_tokens, hidden) behind the final norm."""
+        ...
+
+
+class WholeRows:
+    """A `Seams`: every rank has every row."""
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+
+    def start(self, x: Tensor) -> Tensor:
+        """See Seams."""
+        return x
+
+    def fold(self, add_norm: AddNorm[X_co], before: Block | None) -> AddNorm[X_co]:
+        """See Seams."""
+        return summed(add_norm, self._group)
+
+    def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
+        """See Seams."""
+        return rank_body(block, self._group)
+
+    def end(self, x: Tensor, step: Step) -> Tensor:
+        """See Seams."""
+        return x
 
 
 def embedding_lookup(model: Model, group: Group | None) -> Callable[[Tensor], Tensor]:

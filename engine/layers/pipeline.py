@@ -23,14 +23,6 @@ class Stage:
     index: int
     count: int
 
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
-
 
 class HiddenSource(Protocol):
     """The stage before."""

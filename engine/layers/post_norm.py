@@ -11,6 +11,10 @@ from engine.layers.block import Block, LinearRef, Step
 from kernels.rms_norm import rms_norm
 
 
+def without_post_norm(block: Block) -> Block:
+    return block.inner if isinstance(block, PostNormed) else block
+
+
 class PostNormed(Block):
     """y = norm(inner(x))."""
 

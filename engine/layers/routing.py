@@ -33,7 +33,7 @@ def choose_experts(logits: Tensor, rule: MoeConfig, bias: Tensor | None = None) 
 
 def within_best_groups(ranking: Tensor, num_groups: int, num_chosen: int, group_top: int) -> Tensor:
     """The ranking (num_tokens, num_experts) with minus infinity outside of each token's best groups."""
-    by_group = ranking.view(ranking.shape[0], num_groups, -1)
+    by_group = ranking.view(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
     best = by_group.topk(group_top, dim=-1).values.sum(dim=-1).topk(num_chosen, dim=-1).indices
     is_open = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranking.device).scatter_(1, best, True)
     return by_group.masked_fill(~is_open[..., None], float("-inf")).flatten(1)

@@ -45,7 +45,7 @@ class StackedMoe(Moe):
         self.norm = weights.take(f"{norm}.weight", (hidden,))
         self.router = weights.take(f"{name}.router.weight", (count, hidden))
         self.router_bias = weights.take(f"{name}.router.bias", (count,))
-        self.rule, self.num_chosen, self.shared = moe, moe.num_experts_per_token, None
+        self.rule, self.num_chosen = moe, moe.num_experts_per_token
         stacked = f"{name}.experts"
         is_divided = moe.expert_ranks == 1
         last, rows, once = (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.pipeline import Stage
-from engine.layers.post_norm import PostNormed
+from engine.layers.post_norm import without_post_norm
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.counted import CountedWeights
@@ -33,9 +33,10 @@ from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
-from engine.loader.staged import StagedWeights, blocks_of, divide_layers, stage_weights
+from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
 from engine.models.config import (
+    ExchangeKind,
     ModelConfig,
     architecture_of,
     config_from_gguf,
@@ -86,7 +87,7 @@ def resolve_device(engine_config: EngineConfig) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if engine_config.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
-    if engine_config.device == "cpu" or not has_gpu:
+    if engine_config.device == "cpu" or engine_config.simulated_steps or not has_gpu:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -143,8 +144,6 @@ def load_model(
     with torch.inference_mode():
         source = _open(files, engine_config, dtype, device)
         check_settings(source.config, engine_config)
-        if device.type == "cuda" and len(set(source.config.windows)) > 1:  # its runner knows one table a request
-            source = replace(source, config=replace(source.config, is_window_limit=True))
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
         if shard.size > 1 or (stage is not None and packed is not None):
@@ -152,12 +151,10 @@ def load_model(
             quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
         else:
             quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
-        if shard.size > 1:
-            model = _build_shard(source, engine_config, quant_mode, shard, device, on_progress)
-        elif stage is not None:
-            layers = divide_layers(source.config, stage.count)[stage.index]
-            shard = replace(shard, layers=(layers.start, layers.stop))
-            model = _build_stage(source, engine_config, quant_mode, layers, dtype, device, on_progress)
+        if stage is not None:
+            shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
+        if shard != WHOLE:
+            model = _build_shard(source, engine_config, quant_mode, shard, dtype, device, on_progress)
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device, on_progress)
@@ -178,6 +175,11 @@ def load_model(
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
 
 
+def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
+    """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
+    return _open(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
+
+
 def _as_cached(config: ModelConfig) -> ModelConfig:
     """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
     if config.latent is None or config.latent.form == "naive":
@@ -190,50 +192,44 @@ def _build_shard(
     engine_config: EngineConfig,
     quant_mode: str,
     shard: Shard,
-    device: torch.device,
-    on_progress: OnProgress,
-) -> Model:
-    """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
-    config = source.config.shard(shard.size, shard.rank if engine_config.expert_parallel else None)
-    whole = ShapeRecorder()
-    source.family.build(source.config, whole)
-    check_kernels(source.config, device)
-    _checked_skeleton(source)
-    quantizer = Quantizer(quant_mode, None, device.type == "cuda")
-    weights = _counted(source, config, ShardedWeights(source.weights, whole.shapes, shard), on_progress)
-    model = source.family.build(config, weights, _finish_block(engine_config, quantizer, None))
-    quantizer.finish(model)
-    return model
-
-
-def _build_stage(
-    source: _Source,
-    engine_config: EngineConfig,
-    quant_mode: str,
-    layers: range,
     dtype: torch.dtype,
     device: torch.device,
     on_progress: OnProgress,
 ) -> Model:
-    """The layers of one pipeline stage, of plain weights or of weights made so. Raises ConfigError."""
-    if source.config.windows:  # whose layers are not kept in their order
-        raise ConfigError("--pp: layers with sliding windows cannot be divided among stages yet: use --tp")
-    shapes = ShapeRecorder()
-    source.family.build(source.config, shapes)
+    """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
     check_kernels(source.config, device)
     _checked_skeleton(source)
-    int4 = _kept_int4(source.weights, quant_mode)
+    config, weights, int4 = source.config, source.weights, None
+    if shard.size > 1:
+        expert_rank = shard.rank if engine_config.expert_parallel else None
+        config = config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
+        weights = ShardedWeights(weights, _shapes_of(source, source.config), shard)
+    else:
+        int4 = _kept_int4(weights, quant_mode)
     quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
-    needed = stage_weights(source.config, shapes.shapes, layers)
-    drawn = source.weights if source.shapes is None else None  # random weights are drawn in turn
-    weights = StagedWeights(CountedWeights(source.weights, needed, on_progress), needed, drawn, dtype, device)
     finish = _finish_block(engine_config, quantizer, int4)
-    model = source.family.build(source.config, weights, lambda block: None if block.norm.is_meta else finish(block))
+    needed = _shapes_of(source, config)
+    if shard.layers is None:
+        model = source.family.build(config, CountedWeights(weights, needed, on_progress), finish)
+        quantizer.finish(model)
+        return model
+    layers = range(*shard.layers)
+    needed = stage_weights(config, needed, layers)
+    drawn = weights if source.shapes is None else None  # random weights are drawn in turn
+    staged = StagedWeights(CountedWeights(weights, needed, on_progress), needed, drawn, dtype, device)
+    model = source.family.build(config, staged, lambda block: None if block.norm.is_meta else finish(block))
     model.blocks = blocks_of(model.blocks, layers)
-    model.config = replace(model.config, num_layers=len(layers))
-    if layers.stop == source.config.num_layers:
+    model.config = replace(config, num_layers=len(layers))
+    if layers.stop == config.num_layers:
         quantizer.finish(model)
     return model
+
+
+def _shapes_of(source: _Source, config: ModelConfig) -> dict[str, Shape]:
+    """Shapes of all weights that a model of `config` takes."""
+    recorder = ShapeRecorder()
+    source.family.build(config, recorder)
+    return recorder.shapes
 
 
 def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
@@ -249,7 +245,7 @@ def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[
     folds = engine_config.kv_cache_dtype == "fp8" and int4 is None
 
     def finish(block: Block) -> None:
-        inner = block.inner if isinstance(block, PostNormed) else block
+        inner = without_post_norm(block)
         if folds and isinstance(inner, Attention):
             fold_kv_scales(inner)
         quantizer.convert(block)
@@ -258,9 +254,7 @@ def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[
 
 
 def _counted(source: _Source, config: ModelConfig, weights: WeightSource, on_progress: OnProgress) -> CountedWeights:
-    needed = ShapeRecorder()
-    source.family.build(config, needed)
-    return CountedWeights(weights, needed.shapes, on_progress)
+    return CountedWeights(weights, _shapes_of(source, config), on_progress)
 
 
 def _build_packed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
+from engine.layers.post_norm import PostNormed
 from engine.layers.weights import Partition, ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
+from kvstore.layout import Shard
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -57,6 +60,11 @@ def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
         found.append(range(start[stop], stop))
         stop = start[stop]
     return found[::-1]
+
+
+def shard_of(shard: Shard, layers: range) -> Shard:
+    """The rank's part of a stage."""
+    return replace(shard, layers=(layers.start, layers.stop))
 
 
 def whole_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -122,9 +130,10 @@ def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:
     """The blocks of `layers`, which begin with attention; the stage's pool has their K and V from its layer 0 on."""
     kept, layer = [], -1
     for block in blocks:
-        if isinstance(block, AttentionBlock):
-            layer = block.layer
-            block.layer -= layers.start
+        inner = block.inner if isinstance(block, PostNormed) else block
+        if isinstance(inner, AttentionBlock):
+            layer = inner.layer
+            inner.layer -= layers.start
         if layer in layers:
             kept.append(block)
     return kept

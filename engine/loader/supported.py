@@ -14,7 +14,6 @@ from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
-from engine.models.families import family_of
 from engine.models.model import Model
 
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
@@ -26,13 +25,21 @@ def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
         raise ConfigError(f"--mla {engine_config.mla}: {config.architecture} has no latent attention; leave it out")
 
 
+def check_attention(config: ModelConfig, attention_backend: str) -> None:
+    """Raise ConfigError for an attention backend that was asked for and does not know the model's windows."""
+    if config.windows and attention_backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend {attention_backend} knows no sliding windows; use triton")
+
+
 def check_kernels(config: ModelConfig, device: torch.device) -> None:
     """Raise UnsupportedModelError for blocks that the device has no kernels for."""
     if device.type != "cuda":
         return
-    family, latent = family_of(config.architecture), config.latent
-    if not family.has_gpu_kernels:
-        raise UnsupportedModelError(f"{family.architecture} has no GPU kernels yet: use --device cpu")
+    latent = config.latent
+    if latent is None and config.head_dim & (config.head_dim - 1):
+        raise UnsupportedModelError(
+            f"heads of {config.head_dim} numbers, which is no power of two, have no GPU kernels: use --device cpu"
+        )
     if latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
 

@@ -16,6 +16,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.models.rope import RopeConfig, rope_from_gguf, rope_from_hf
 
 ScoreKind = Literal["softmax", "sigmoid"]
+ExchangeKind = Literal["sum", "dispatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,9 @@ class MoeConfig:
     """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
     dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
     the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
-    them, whole; of shared experts it has a part of each. The rest is the rule by which a token chooses, see
-    `engine.layers.routing`.
+    them, whole; of shared experts it has a part of each. exchange: how ranks get to each other's experts; with
+    `dispatch` rows are divided among ranks, see `engine.layers.divided_rows`, and all have the shared experts whole.
+    The rest is the rule by which a token chooses, see `engine.layers.routing`.
     """
 
     num_experts: int
@@ -44,6 +46,7 @@ class MoeConfig:
     swiglu_limit: float = 0.0
     expert_rank: int = 0
     expert_ranks: int = 1
+    exchange: ExchangeKind = "sum"
 
     @property
     def held_experts(self) -> range:
@@ -53,14 +56,15 @@ class MoeConfig:
 
     @property
     def shared_size(self) -> int:
-        """Intermediate size of all shared experts as one."""
-        return self.num_shared_experts * self.intermediate_size // self.expert_ranks
+        """Intermediate size of all shared experts as one, as far as this rank has them."""
+        size = self.num_shared_experts * self.intermediate_size
+        return size // self.expert_ranks if self.exchange == "sum" else size
 
-    def shard(self, size: int, expert_rank: int | None) -> MoeConfig:
+    def shard(self, size: int, expert_rank: int | None, exchange: ExchangeKind) -> MoeConfig:
         """A rank's part of each expert, or with expert_rank its whole experts."""
         if expert_rank is None:
             return replace(self, intermediate_size=self.intermediate_size // size)
-        return replace(self, expert_rank=expert_rank, expert_ranks=size)
+        return replace(self, expert_rank=expert_rank, expert_ranks=size, exchange=exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,9 @@ class ModelConfig:
     """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
-    for `full_layers`; local_rope: that of such layers, if it is another one. is_window_limit: no kernels here stop at
-    a window, so that sequences end where it does. query_scale: a factor on 1/sqrt(head_dim). unused_weights:
-    beginnings of names that a checkpoint may have beyond the model. Of a rank of a tensor-parallel model: heads,
-    intermediate sizes and vocabulary are that rank's
-    (`shard`).
+    for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
+    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. Of a rank of a
+    tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
     architecture: str
@@ -113,7 +115,6 @@ class ModelConfig:
     latent: LatentConfig | None = None
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
-    is_window_limit: bool = False
     local_rope: RopeConfig | None = None
     query_scale: float = 1.0
     embedding_scale: float = 1.0
@@ -134,7 +135,7 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """Tokens that each layer looks back, 0: all; of a model whose layers all look back to the start, nothing."""
-        if self.sliding_window is None or self.is_window_limit:
+        if self.sliding_window is None:
             return ()
         return tuple(0 if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers))
 
@@ -149,10 +150,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    def shard(self, size: int, expert_rank: int | None = None) -> ModelConfig:
+    def shard(self, size: int, expert_rank: int | None = None, expert_exchange: ExchangeKind = "sum") -> ModelConfig:
         """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
 
-        expert_rank: this rank, if it is to have whole experts.
+        expert_rank: this rank, if it is to have whole experts. expert_exchange: how the others get to them.
 
         Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
         cannot be divided is padded.
@@ -174,7 +175,7 @@ class ModelConfig:
             num_heads=self.num_heads // size,
             num_kv_heads=max(self.num_kv_heads // size, 1),
             intermediate_size=self.intermediate_size // size,
-            moe=moe and moe.shard(size, expert_rank),
+            moe=moe and moe.shard(size, expert_rank, expert_exchange),
         )
 
     def can_be_divided(self, size: int) -> bool:
@@ -189,12 +190,10 @@ class ModelConfig:
         Raises ConfigError when `max_model_len` is beyond that.
         """
         limit = self.max_position_embeddings
-        what = f"the model's {limit} positions"
-        if self.is_window_limit and self.sliding_window is not None and self.sliding_window < limit:
-            limit = self.sliding_window
-            what = f"the model's sliding window of {limit} tokens, beyond which only --device cpu goes"
         if max_model_len > limit:
-            raise ConfigError(f"--max-model-len {max_model_len} exceeds {what}: choose at most {limit}")
+            raise ConfigError(
+                f"--max-model-len {max_model_len} exceeds the model's {limit} positions: choose at most {limit}"
+            )
         return max_model_len or limit
 
 

@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.attention import Attention
-from engine.layers.block import Step
-from engine.layers.mlp import Mlp
+from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.post_norm import PostNormed
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig, positive
@@ -78,25 +76,17 @@ def adapt_multimodal(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig
     return replace(adapt_config(config, raw), unused_weights=("vision_tower.", "multi_modal_projector."))
 
 
-class GeluMlp(Mlp):
-    """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
-
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.gelu(gate, approximate="tanh") * up)
-
-
 def plus_one(norm: Tensor) -> Tensor:
     """float32; without storage nothing is computed."""
     return norm if norm.is_meta else norm.float() + 1
 
 
-@register("Gemma3ForCausalLM", adapt_config, has_gpu_kernels=False)
+@register("Gemma3ForCausalLM", adapt_config)
 def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     return _parts(config, weights, "")
 
 
-@register("Gemma3ForConditionalGeneration", adapt_multimodal, has_gpu_kernels=False, text_config=text_config)
+@register("Gemma3ForConditionalGeneration", adapt_multimodal, text_config=text_config)
 def gemma3_multimodal(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     return _parts(config, weights, "language_model.")
 

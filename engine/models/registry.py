@@ -28,7 +28,6 @@ class ModelFamily:
         Face name.
     gguf_name: value of `general.architecture` in GGUF files; empty: none.
     gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
-    has_gpu_kernels: for all of its blocks.
     text_config: gives the text model's part of a config.json that describes more.
     """
 
@@ -37,7 +36,6 @@ class ModelFamily:
     parts: Parts
     gguf_name: str = ""
     gguf_permuted: bool = False
-    has_gpu_kernels: bool = True
     text_config: TextConfig | None = None
 
     def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
@@ -53,14 +51,13 @@ def register(
     *,
     gguf_name: str = "",
     gguf_permuted: bool = False,
-    has_gpu_kernels: bool = True,
     text_config: TextConfig | None = None,
 ) -> Callable[[Parts], Parts]:
     """Decorator of a function that yields a model's parts."""
 
     def add(parts: Parts) -> Parts:
         _FAMILIES[architecture] = ModelFamily(
-            architecture, adapt_config, parts, gguf_name, gguf_permuted, has_gpu_kernels, text_config
+            architecture, adapt_config, parts, gguf_name, gguf_permuted, text_config
         )
         return parts
 

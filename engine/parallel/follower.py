@@ -25,13 +25,15 @@ from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
 from engine.kv_memory import allocate_pool, pool_geometry, pool_over
-from engine.layers.pipeline import WHOLE_MODEL, StageEnds
+from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.parallel.followers import READY, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep, receive_fds
 from engine.parallel.group import GlooGroup
 from engine.parallel.hidden_ring import RingSink, RingSource
 from engine.parallel.plan_ring import LENGTH, RingReader
 from engine.parallel.socket_frames import SocketSink, receive_frame, send_frame
+from engine.plan import PendingStep
+from engine.request_states import UnsampledStep
 from kvstore.layout import PoolGeometry
 
 T = TypeVar("T")
@@ -57,12 +59,16 @@ def main() -> int:
 def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
     """Launch the steps that come, until rank 0 ends."""
     decoder = msgspec.msgpack.Decoder(FollowerStep)
-    in_flight: deque[Any] = deque()  # PendingStep, of stages UnsampledStep
+    in_flight: deque[PendingStep] = deque()
     num_finished = 0
     while True:
         step = decoder.decode(read())
         for sampled in step.sampled:
-            in_flight.popleft().take(sampled)
+            pending = in_flight.popleft()
+            if isinstance(pending, UnsampledStep):
+                pending.take(sampled)
+            else:  # a peer of rank 0, which has sampled the same
+                pending.result()
             num_finished += 1
         while num_finished < step.num_finished:
             in_flight.popleft().result()
@@ -84,6 +90,7 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
+    folder, is_alone = Path(start.folder), start.shard.size == 1
     runner: Any
     if on_gpu:
         from engine.gpu.group import open_group  # these need triton
@@ -91,26 +98,21 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         from engine.gpu.stages import open_ends
 
         kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
-        group, ends = None, WHOLE_MODEL
-        if start.stage is None:
-            group = open_group(loaded, config, partial(_exchange, link, start.shard.size), Path(start.store))
+        exchange = partial(_exchange, link, start.shard.size)
+        devices = None if is_alone else open_group(loaded, config, exchange, folder)
         if start.is_remote:
-            ends = StageEnds(sink=SocketSink(link, _end))
+            ends = _remote_ends(link)
         else:
             _watch(link)
-        if start.stage is not None and not start.is_remote:
-            ends = open_ends(loaded, config, start.stage, Path(start.store))
-        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, group, ends)
+            ends = open_ends(loaded, config, folder)
+        runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, devices, ends)
     elif start.is_remote:
-        kv_pool = allocate_pool(geometry, device)
-        runner = ModelRunner(loaded, kv_pool, slots, config, ends=StageEnds(sink=SocketSink(link, _end)))
+        runner = ModelRunner(loaded, allocate_pool(geometry, device), slots, config, ends=_remote_ends(link))
     else:
         _watch(link)
         kv_pool = pool_over(mmap.mmap(fds[0], geometry.pool_bytes), geometry)
-        if start.stage is None:
-            runner = ModelRunner(loaded, kv_pool, slots, config, GlooGroup(start.shard, Path(start.store)))
-        else:
-            runner = ModelRunner(loaded, kv_pool, slots, config, ends=_ring_ends(start))
+        group = None if is_alone else GlooGroup(loaded.shard, folder)
+        runner = ModelRunner(loaded, kv_pool, slots, config, group, _ring_ends(start))
     runner.warmup()
     gc.collect()
     gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
@@ -137,6 +139,10 @@ def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
     from engine.gpu.memory import num_blocks_that_fit  # needs triton
 
     return num_blocks_that_fit(loaded, config, start.gpu, loaded.config.context_length(config.max_model_len))
+
+
+def _remote_ends(link: socket.socket) -> StageEnds:
+    return StageEnds(sink=SocketSink(link, _end))
 
 
 def _ring_ends(start: FollowerStart) -> StageEnds:

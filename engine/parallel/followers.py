@@ -39,12 +39,12 @@ POLL_SECONDS = 0.5
 class FollowerStart(msgspec.Struct):
     """First message to a follower. The descriptors are inherited under the same numbers."""
 
-    rank: int  # this process's
+    rank: int  # this process's, see `place_of`
     shard: Shard
     device: str  # type of it
     engine: EngineConfig  # resolved
     gpu: GpuConfig
-    store: str  # file of the group's rendezvous
+    folder: str  # where ranks and stages meet
     ring_fd: int
     wake_fd: int
     log_format: str
@@ -82,6 +82,16 @@ class FollowerStep(msgspec.Struct):
     sampled: Sequence[Sequence[Sequence[TokenId]]] = ()
 
 
+def place_of(rank: int, config: EngineConfig) -> tuple[Shard, Stage | None]:
+    """What a rank has of the model: rank 0 and its peers are the last stage, the next ranks the first one, and so on.
+
+    None: all layers.
+    """
+    index, rank_in_stage = divmod(rank, config.tp)
+    stage = Stage((index - 1) % config.pp, config.pp) if config.pp > 1 else None
+    return Shard(rank_in_stage, config.tp), stage
+
+
 STEP_ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -89,15 +99,15 @@ class Followers:
     """Processes that run the same plans as this one, each on its own shard."""
 
     def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
-        """Start the ranks of `config` but the first; returns while they load. config: resolved.
-
-        Of a pipeline, rank 0 is the last stage, and rank n is stage n - 1.
-        """
+        """Start the ranks of `config` but the first; returns while they load. config: resolved."""
         num_followers = config.num_ranks - 1
         self.on_work: Callable[[], None] = lambda: None
         self._work = 0
-        self.hidden_rings = [RingFds.create() for _ in range(config.pp - 1)] if device == "cpu" else []
-        self.store = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"), "store")
+        self.folder = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"))
+        self._num_peers = config.tp  # ranks of a stage
+        # By rank in a stage, then by the stage that sends.
+        rings = [[RingFds.create() for _ in range(config.pp - 1)] for _ in range(config.tp if device == "cpu" else 0)]
+        self._hidden_in = rings[0][-1] if rings and rings[0] else None
         self._links: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         ring_fd = os.memfd_create("mini-infer-plans")
@@ -106,13 +116,13 @@ class Followers:
         self._ring = RingWriter(ring_fd, wake_fds, partial(_check, self._processes))
         for rank, wake_fd in enumerate(wake_fds, 1):
             ours, theirs = socket.socketpair()
+            shard, stage = place_of(rank, config)
             start = FollowerStart(
-                rank, Shard(rank, config.tp), device, config, gpu, str(self.store), ring_fd, wake_fd, current_format()
+                rank, shard, device, config, gpu, str(self.folder), ring_fd, wake_fd, current_format(), stage
             )
-            if config.pp > 1:
-                ends = [None, *self.hidden_rings][rank - 1 : rank + 1] if self.hidden_rings else [None, None]
-                start.shard, start.stage = Shard(), Stage(rank - 1, config.pp)
-                start.hidden_in, start.hidden_out = ends
+            if stage is not None and rings:
+                ends = None, *rings[shard.rank], None
+                start.hidden_in, start.hidden_out = ends[stage.index : stage.index + 2]
             hidden = [fd for ring in (start.hidden_in, start.hidden_out) if ring for fd in (ring.memory, ring.wake)]
             with theirs:
                 self._processes.append(
@@ -126,7 +136,7 @@ class Followers:
             _send(ours, start, [])
         os.close(ring_fd)
         self._ending = threading.Event()
-        weakref.finalize(self, _end, self._ending, self._links, self._processes, self.store.parent)
+        weakref.finalize(self, _end, self._ending, self._links, self._processes, self.folder)
 
     def wait_for_weights(self) -> list[FollowerLoaded]:
         """Wait until all have their weights.
@@ -153,15 +163,19 @@ class Followers:
         return [receive_fds(link, 1, f"rank {rank} of the model")[0] for rank, link in enumerate(self._links, 1)]
 
     def exchange(self, fd: int) -> list[int]:
-        """Give a descriptor of this rank to all others, for one of each: those of all ranks, to be closed."""
-        fds = [os.dup(fd), *self.receive()]
-        for link in self._links:
-            socket.send_fds(link, [READY], fds)
-        return fds
+        """Give a descriptor of each rank to all of its stage. Returns those of this rank's stage, to be closed."""
+        fds, size = [os.dup(fd), *self.receive()], self._num_peers
+        for rank, link in enumerate(self._links, 1):
+            first = rank // size * size
+            socket.send_fds(link, [READY], fds[first : first + size])
+        for other in fds[size:]:
+            os.close(other)
+        return fds[:size]
 
     def hidden_source(self) -> RingSource:
         """Hidden states of the stage before the last one. While they do not come, `on_work` tells of work on them."""
-        return RingSource(self.hidden_rings[-1], self._check_work)
+        assert self._hidden_in is not None, "one stage has none before it"
+        return RingSource(self._hidden_in, self._check_work)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
         """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
@@ -189,7 +203,7 @@ class Followers:
 
     def forget_store(self) -> None:
         """All ranks have met: nothing is left behind, however this process ends."""
-        shutil.rmtree(self.store.parent, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _watch(pidfds: list[int], ending: threading.Event, on_lost: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,22 @@ TIMEOUT = timedelta(minutes=10)  # of one collective: a prompt's step on a slow 
 _dist: Any = torch.distributed  # its process groups have no annotations
 
 
+def store_in(folder: Path, shard: Shard) -> Path:
+    """Name the file, which does not exist yet, where the ranks of a stage meet. folder: of all ranks of the model."""
+    return folder / f"ranks-of-layer-{shard.layers[0] if shard.layers else 0}"
+
+
 class GlooGroup:
     """A `Group`. Any failure is final: ranks may be at different places after it."""
 
-    def __init__(self, shard: Shard, store: Path) -> None:
-        """store: a file that does not exist yet, the same for all ranks. Waits until all have come."""
+    def __init__(self, shard: Shard, folder: Path) -> None:
+        """Wait until all ranks have come. folder: see `store_in`."""
         self.rank, self.size = shard.rank, shard.size
         options = _dist.ProcessGroupGloo._Options()
         options._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
-        self._group = _dist.ProcessGroupGloo(_dist.FileStore(str(store), self.size), self.rank, self.size, options)
+        store = _dist.FileStore(str(store_in(folder, shard)), self.size)
+        self._group = _dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Group."""
@@ -39,3 +46,10 @@ class GlooGroup:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([parts], [mine]).wait()
         return torch.cat([part.view(x.dtype) for part in parts], dim=-1)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See Group."""
+        out = torch.empty(sum(receive), x.shape[1], dtype=x.dtype)
+        mine, theirs = x.contiguous().view(torch.uint8), out.view(torch.uint8)
+        self._group.alltoall_base(theirs, mine, list(receive), list(send)).wait()
+        return out

@@ -60,7 +60,7 @@ def symmetric_bytes(size: int, num_programs: int, width: int, dtype: torch.dtype
 
 
 @triton.jit
-def _give_up(COMPILED: tl.constexpr):
+def give_up(COMPILED: tl.constexpr):
     """End the kernel with an error: the peer is gone, and without it nobody would ever know."""
     if COMPILED:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -97,7 +97,7 @@ def _pull(
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch < 0:
         num_polls += 1
         if num_polls == MAX_POLLS:
-            _give_up(COMPILED)
+            give_up(COMPILED)
     half = (epoch & 1).to(tl.int64)
     start = ((half * SIZE + sender) * num_programs + place) * width
     inbox = (own + flag_bytes).to(tl.pointer_type(DTYPE))

@@ -1,4 +1,4 @@
-"""Skinny GEMM of gate and up on a GPU: y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up).
+"""Skinny GEMM of gate and up on a GPU: y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up), or with GELU.
 
 As in `skinny_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a power of two, the N operand; a
 program holds the tiles of gate and up for the same columns, so x is read once for both and neither GEMM's output is
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.silu_mul import gate_times
 from kernels.gpu.tuning import TileConfig
 
 MAX_ROWS = 64
@@ -24,8 +24,8 @@ MAX_ROWS = 64
 @triton.jit(do_not_specialize=["M"])
 def _gated_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K, x_stride,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
@@ -51,13 +51,16 @@ def _gated_kernel(
     if HAS_BIAS:
         gate += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
-    y = silu_times(gate, up)
+    y = gate_times(gate, up, IS_GELU)
     outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & (rows < M)[None, :])
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig) -> Tensor:
-    """x (rows <= 64, in), columns of stride 1; weight (2 n, in), contiguous, gate first; bias (2 n,) -> (rows, n)."""
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, is_gelu: bool = False) -> Tensor:
+    """x (rows <= 64, in), columns of stride 1; weight (2 n, in), contiguous, gate first; bias (2 n,) -> (rows, n).
+
+    is_gelu: GELU instead of SiLU, see `silu_mul`.
+    """
     num_rows, k = x.shape
     n = weight.shape[0] // 2
     if num_rows > MAX_ROWS:
@@ -68,7 +71,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileCon
     overlaps = overlaps_launches(x)
     _gated_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, bias if bias is not None else x, out, num_rows, n, k, x.stride(0),
-        HAS_BIAS=bias is not None, EVEN=n % config.block_n == 0 and k % config.block_k == 0,
+        HAS_BIAS=bias is not None, IS_GELU=is_gelu, EVEN=n % config.block_n == 0 and k % config.block_k == 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip

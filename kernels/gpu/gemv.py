@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.silu_mul import gate_times
 from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS, GemvConfig
 
 LINE = tl.constexpr(64)  # elements of a line of the L2 cache
@@ -22,9 +22,9 @@ LINE = tl.constexpr(64)  # elements of a line of the L2 cache
 @triton.jit
 def _gemv_kernel(
     x_ptr, weight_ptr, bias_ptr, norm_ptr, out_ptr, N, K, eps,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    PREFETCHES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, IS_GELU: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCHES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
@@ -63,7 +63,7 @@ def _gemv_kernel(
         up = tl.sum(total_up, axis=1)
         if HAS_NORM:
             up *= scale
-        y = silu_times(y, up)
+        y = gate_times(y, up, IS_GELU)
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
@@ -74,10 +74,12 @@ def _gemv_kernel(
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: GemvConfig, norm: Tensor | None = None,
     eps: float = 0.0, added_to: Tensor | None = None, is_gated: bool = False, out_dtype: torch.dtype | None = None,
+    is_gelu: bool = False,
 ) -> Tensor:  # fmt: skip
     """One row through a whole step of a decoder: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
 
-    x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`.
+    x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`;
+        is_gelu: by GELU, see `silu_mul`.
     norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual,
     takes the sum in place. out_dtype: of y, by default x's. Returns (1, out).
     """
@@ -89,6 +91,7 @@ def gemv(
     _gemv_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, bias if bias is not None else x, norm if norm is not None else x, out, n, k, eps,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, ADDS=added_to is not None, GATED=is_gated,
+        IS_GELU=is_gelu,
         EVEN=n % config.block_n == 0 and k % config.block_k == 0, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
         PREFETCHES=overlaps and weight.numel() <= MAX_PREFETCHED_WEIGHTS, num_warps=config.num_warps,

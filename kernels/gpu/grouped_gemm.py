@@ -3,6 +3,8 @@
     gate_up   h_p = silu(W_gate[e] x_t) * (W_up[e] x_t)      for each pair p = (token t, its j-th expert e)
     down      y_jt = share_p W_down[e] h_p
 
+Each may have a bias, and the gate may be the clamped one of `engine/layers/stacked_moe.py`.
+
 Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
 `sort_pairs` puts those of one expert next to each other, and a program takes a tile of an expert's pairs and of its
 columns: no rows are moved or padded in memory, the tile's x is gathered by pair. Of up to 16 tokens, an expert's tile
@@ -28,10 +30,11 @@ from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.nibbles import as_compute
-from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.silu_mul import clamped_times
 from kernels.gpu.tuning import TileConfig
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
+SILU = (1.0, 0.0)  # the gate that is not clamped
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
 
 
@@ -44,28 +47,40 @@ class SortedPairs:
 
 
 @triton.jit
-def _sort_kernel(
-    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """One program for each expert: counts the pairs before its own, then lists its own."""
-    expert = tl.program_id(0)
-    wait_for_predecessor(OVERLAPS)
+def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """Count the pairs of experts before this one, then list its own. CACHE: a modifier of loads."""
     num_before = 0
     num_mine = 0
     for first in range(0, num_pairs, BLOCK):
         pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
         num_before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32))
         num_mine += tl.sum((theirs == expert).to(tl.int32))
     tl.store(counts_ptr + expert, num_mine)
     place = num_before
     for first in range(0, num_pairs, BLOCK):
         pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
         is_mine = (theirs == expert).to(tl.int32)
         before = tl.cumsum(is_mine, axis=0) - is_mine
         tl.store(order_ptr + place + before, pairs, mask=is_mine == 1)
         place += tl.sum(is_mine)
+
+
+@triton.jit
+def _sort_kernel(
+    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program for each expert."""
+    expert = tl.program_id(0)
+    wait_for_predecessor(OVERLAPS)
+    list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, "")
+
+
+def sort_block(num_pairs: int) -> int:
+    """Pairs that a program looks at together."""
+    block: int = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    return block
 
 
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
@@ -74,7 +89,7 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     overlaps = overlaps_launches(chosen)
-    block = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
+    block = sort_block(num_pairs)
     _sort_kernel[(num_experts,)](
         chosen,
         order,
@@ -138,12 +153,13 @@ def _add_dot(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, scales_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr, num_tokens, N, K, x_stride,
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, order_ptr, counts_ptr, shares_ptr, out_ptr,
+    num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
-    COMPILED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -195,8 +211,12 @@ def _grouped_kernel(
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
             total_up *= tl.load(scales_ptr + weight_rows + N, mask=columns < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + weight_rows, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total_up += tl.load(bias_ptr + weight_rows + N, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        y, rows = silu_times(total, total_up), pairs
+        y, rows = clamped_times(total, total_up, ALPHA, LIMIT), pairs
     else:
         rows, shares = weighted_places(pairs, shares_ptr, has_row, num_tokens, TOP_K)
         y = total * shares[None, :]
@@ -213,15 +233,17 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
 
 def grouped_gemm(
     x: Tensor, weight: Tensor, pairs: SortedPairs | Tensor, config: TileConfig, top_k: int,
-    shares: Tensor | None = None, scales: Tensor | None = None,
+    shares: Tensor | None = None, scales: Tensor | None = None, bias: Tensor | None = None,
+    gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
     """GEMMs of many pairs.
 
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
-    Weights of 8 and 4 bits have scales, see `form_of`. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as
-    they are, int32 (num_tokens, top_k), contiguous.
+    Weights of 8 and 4 bits have scales, see `form_of`. bias: (num_experts, rows) or None. gate: alpha and limit of
+    `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are, int32
+    (num_tokens, top_k), contiguous.
     """
     form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
@@ -238,14 +260,15 @@ def grouped_gemm(
         order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else form.scales_of(scales), order, counts, x if shares is None else shares,
-        out, num_tokens, n, k, x.stride(0),
+        x, weight, x if scales is None else form.scales_of(scales), bias, order, counts,
+        x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
-        EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales, FORMAT=form.name,
-        GROUP=form.group, WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
+        EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales,
+        HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], FORMAT=form.name, GROUP=form.group,
+        WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n,
+        BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
+        num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 

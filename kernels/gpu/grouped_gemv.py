@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.gemv import LINE
-from kernels.gpu.grouped_gemm import output_of, weighted_places
+from kernels.gpu.grouped_gemm import SILU, output_of, weighted_places
 from kernels.gpu.grouped_words import packed_row
 from kernels.gpu.launch import (
     is_compiled,
@@ -24,7 +24,7 @@ from kernels.gpu.launch import (
     wait_first,
     wait_for_predecessor,
 )
-from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.silu_mul import clamped_times
 from kernels.gpu.tuning import GemvConfig
 
 
@@ -40,9 +40,11 @@ def _scaled(weight, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.cons
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pair_kernel(
-    x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr, num_tokens, N, K, x_stride, eps,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, chosen_ptr, shares_ptr, norm_ptr, out_ptr,
+    num_tokens, N, K, x_stride, eps,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
@@ -102,9 +104,14 @@ def _pair_kernel(
             scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
             y *= scale
             up *= scale
-        y = silu_times(y, up)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + weight_rows, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + weight_rows + N, mask=inside, other=0.0).to(tl.float32)
+        y = clamped_times(y, up, ALPHA, LIMIT)
         row = pair
     else:
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + weight_rows, mask=inside, other=0.0).to(tl.float32)
         row, share = weighted_places(pair, shares_ptr, True, num_tokens, TOP_K)
         y *= share
     tl.store(out_ptr + row.to(tl.int64) * N + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -112,10 +119,10 @@ def _pair_kernel(
 
 @triton.jit
 def _row_down_kernel(
-    x_ptr, weight_ptr, scales_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, HAS_SCALES: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    LINES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, chosen_ptr, shares_ptr, residual_ptr, N, K,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, LINES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """CHOICES: TOP_K, padded to a power of two.
 
@@ -156,6 +163,11 @@ def _row_down_kernel(
         shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
     if HAS_SCALES:
         y_of *= tl.load(scales_ptr + weight_rows)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + weight_rows).to(tl.float32)
+        if SLICES > 1:  # whose sums add up to an expert's
+            bias = tl.where((tl.arange(0, CHOICES * SLICES) % SLICES == 0)[:, None], bias, 0.0)
+        y_of += bias
     y = tl.sum(y_of * shares[:, None], axis=0)
     y += tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual_ptr + columns, y.to(residual_ptr.dtype.element_ty), mask=inside)
@@ -163,7 +175,8 @@ def _row_down_kernel(
 
 def grouped_gemv(
     x: Tensor, weight: Tensor, chosen: Tensor, config: GemvConfig, top_k: int, shares: Tensor | None = None,
-    norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
+    norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None, bias: Tensor | None = None,
+    gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
     """`grouped_gemm` of few pairs. chosen: int32 (num_tokens, top_k), contiguous.
 
@@ -174,25 +187,27 @@ def grouped_gemv(
     block_n, block_k = form.tile(config.block_n, config.block_k)
     overlaps = overlaps_launches(x)
     _pair_kernel[(triton.cdiv(n, block_n), num_tokens * top_k)](
-        x, weight, x if scales is None else form.scales_of(scales), chosen, x if shares is None else shares,
+        x, weight, x if scales is None else form.scales_of(scales), bias, chosen,
+        x if shares is None else shares,
         x if norm is None else norm, out,
         num_tokens, n, k, x.stride(0), eps,
         TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=form.has_row_scales,
-        EVEN=n % block_n == 0 and k % block_k == 0, FORMAT=form.name, GROUP=form.group, WORDS=form.words,
-        BLOCK_N=block_n, BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
-        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
+        HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], EVEN=n % block_n == 0 and k % block_k == 0,
+        FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=block_n, BLOCK_K=block_k,
+        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
+        num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
 
 def add_down_of_row(
     x: Tensor, weight: Tensor, chosen: Tensor, shares: Tensor, config: GemvConfig, residual: Tensor,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add one row's experts to `residual` (1, n), in place.
 
     x: (top_k, in), contiguous. weight: (num_experts, n, in), contiguous. chosen: int32, shares: float32, (1, top_k).
-    scales: see `grouped_gemm`.
+    scales, bias: see `grouped_gemm`.
     """
     top_k, k = x.shape
     n, form = weight.shape[1], form_of(weight, scales)
@@ -201,8 +216,8 @@ def add_down_of_row(
     overlaps = overlaps_launches(x)
     choices, (block_n, block_k) = triton.next_power_of_2(top_k), form.tile(config.block_n, config.block_k)
     _row_down_kernel[(triton.cdiv(n, block_n),)](
-        x, weight, x if scales is None else form.scales_of(scales), chosen, shares, residual, n, k,
-        TOP_K=top_k, CHOICES=choices, HAS_SCALES=form.has_row_scales,
+        x, weight, x if scales is None else form.scales_of(scales), bias, chosen, shares, residual, n, k,
+        TOP_K=top_k, CHOICES=choices, HAS_SCALES=form.has_row_scales, HAS_BIAS=bias is not None,
         EVEN=choices == top_k and n % block_n == 0 and k % block_k == 0,
         FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=block_n, BLOCK_K=block_k,
         NUM_STAGES=config.num_stages, LINES=triton.next_power_of_2(triton.cdiv(k, LINE.value)), OVERLAPS=overlaps,

@@ -27,7 +27,7 @@ NUM_WARPS = 8
 )
 def _kv_copy_kernel(
     source_ptr, source_ids_ptr, target_ptr, target_ids_ptr, weights_ptr, digests_ptr, num_ids, num_words,
-    target_words, width, source_offset, source_pitch, target_offset, target_pitch,
+    target_words, height, width, source_offset, source_pitch, target_offset, target_pitch,
     WORDS: tl.constexpr, BLOCKS: tl.constexpr, COPIES: tl.constexpr, DIGESTS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     words = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -37,10 +37,10 @@ def _kv_copy_kernel(
         b = tl.load(weights_ptr + num_words + words, mask=inside, other=0)
     places, chosen = words, inside
     if IS_PART:  # the rest is read for its digest alone
-        row = words // source_pitch
-        column = words - row * source_pitch - source_offset
+        row = (words - source_offset) // source_pitch
+        column = words - source_offset - row * source_pitch
         places = row * target_pitch + target_offset + column
-        chosen = inside & (column >= 0) & (column < width)
+        chosen = inside & (words >= source_offset) & (row < height) & (column < width)
     first = tl.program_id(1) * BLOCKS
     for index in range(first, min(first + BLOCKS, num_ids)):
         source = tl.load(source_ids_ptr + index).to(tl.int64)
@@ -66,7 +66,7 @@ def copy_blocks(
     lengths = source.shape[1], target.shape[1]
     if copy is None and lengths[0] != lengths[1]:
         raise ValueError("source and target must be rows of the same length")
-    if copy is not None and lengths != (copy.height * copy.source_pitch, copy.height * copy.target_pitch):
+    if copy is not None and not copy.fits(*lengths):
         raise ValueError(f"blocks of {lengths} words do not fit {copy}")
     if weights is not None and digests is None:
         digests = torch.zeros(source_ids.shape[0], dtype=torch.int64, device=source_ids.device)
@@ -97,8 +97,8 @@ def _launch(
     _kv_copy_kernel[triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS)](
         source, source_ids, none if target is None else target, none if target_ids is None else target_ids,
         none if weights is None else weights, none if digests is None else digests, num_ids, num_words,
-        num_words if target is None else target.shape[1], part.width, part.source_offset, part.source_pitch,
-        part.target_offset, part.target_pitch,
+        num_words if target is None else target.shape[1], part.height, part.width, part.source_offset,
+        part.source_pitch, part.target_offset, part.target_pitch,
         WORDS=WORDS, BLOCKS=BLOCKS, COPIES=target is not None, DIGESTS=weights is not None,
         IS_PART=copy is not None, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -32,7 +32,7 @@ class DecodeWorkspace:
         num_partials = max(
             rows
             * num_heads
-            * num_splits(rows, num_kv_heads, device, decode_config(rows, num_kv_heads, group, itemsize))
+            * num_splits(rows, num_kv_heads, device, decode_config(rows, num_kv_heads, group, itemsize, head_dim))
             for rows in range(1, max_rows + 1)
             for itemsize in (1, 2, 4)
         )
@@ -40,9 +40,9 @@ class DecodeWorkspace:
         self.log_sums = torch.empty(num_partials, dtype=torch.float32, device=device)
 
 
-def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int) -> DecodeConfig:
+def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int = 128) -> DecodeConfig:
     """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
-    config = DECODE.find(programs=num_rows * num_kv_heads, group=group, itemsize=itemsize)
+    config = DECODE.find(programs=num_rows * num_kv_heads, group=group, itemsize=itemsize, head_dim=head_dim)
     assert config is not None, "the last rule has no bounds"
     return config
 

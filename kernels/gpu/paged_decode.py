@@ -256,8 +256,10 @@ def paged_decode(
     if num_rows == 0:
         return out
     group = num_heads // num_kv_heads
-    config = config or decode_config(num_rows, num_kv_heads, group, pool.itemsize)
+    config = config or decode_config(num_rows, num_kv_heads, group, pool.itemsize, head_dim)
     count = splits or num_splits(num_rows, num_kv_heads, q.device, config)
+    if window and splits is None:
+        count = min(count, window // MIN_SHARE.value + 2)  # a window's keys give no more programs a share
     if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
         raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
     overlaps = overlaps_launches(q)

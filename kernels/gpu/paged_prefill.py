@@ -26,10 +26,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.launch import num_multiprocessors
 from kernels.gpu.paged_decode import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
-from kernels.gpu.tuning import PREFILL_BY_DESCRIPTOR, PREFILL_BY_POINTERS, PrefillConfig
+from kernels.gpu.tuning import (
+    PREFILL_BY_DESCRIPTOR,
+    PREFILL_BY_POINTERS,
+    PREFILL_WIDE_BY_DESCRIPTOR,
+    PREFILL_WIDE_BY_POINTERS,
+    PrefillConfig,
+)
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds
 WAVES = 3  # large tiles are for launches with so many programs a multiprocessor
+WIDE = 128  # dimensions of a head; more have settings of their own
 BOX = 64  # keys that one copy of the descriptor brings
 
 
@@ -228,6 +235,8 @@ def paged_prefill(
     if has_boxes:
         rows = pool.view(-1, head_dim)
         boxes = TensorDescriptor(rows, list(rows.shape), [head_dim, 1], [BOX, head_dim])
+    if config is None and head_dim > WIDE:
+        config = PREFILL_WIDE_BY_DESCRIPTOR if has_boxes else PREFILL_WIDE_BY_POINTERS
     table = PREFILL_BY_DESCRIPTOR if has_boxes else PREFILL_BY_POINTERS
     config = config or table.get(tile_m) or PrefillConfig(tile_m, 4, 2)
     _paged_prefill_kernel[(num_kv_heads, tiles.shape[0])](

@@ -23,7 +23,7 @@ from kernels.gpu.split_k import sum_partials
 
 
 @triton.jit
-def _normed(x, weight, n, eps):
+def normed(x, weight, n, eps):
     """float32 of a row x, zero where it has no columns."""
     value = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
@@ -46,7 +46,7 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptr + row * n + columns, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptr + row * n + columns, x, mask=inside)
-    tl.store(out_ptr + row * n + columns, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + columns, normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @FastLaunch
@@ -63,7 +63,7 @@ def _embed_norm_kernel(
     token_id = tl.load(token_ids_ptr + row).to(tl.int64)
     x = tl.load(embedding_ptr + token_id * n + columns, mask=inside, other=0.0)
     tl.store(residual_ptr + row * n + columns, x, mask=inside)
-    tl.store(out_ptr + row * n + columns, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + columns, normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _add_rms_norm_of_partials_kernel(
     x = residual.to(tl.float32) + sum_partials(partials_ptr, offsets, inside, split_stride, NUM_SPLITS)
     x = x.to(residual.dtype)
     tl.store(residual_ptr + offsets, x, mask=inside)
-    tl.store(out_ptr + offsets, _normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, normed(x, weight, n, eps).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -259,7 +259,9 @@ W4_ROWS = GemmTable(
     Rule(SlicedKConfig(16, 128, 4, 2), rows=at_most(32)),
 )
 
-# `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V. The
+# `paged_decode`; programs: rows * KV heads, group: query heads of each, itemsize: bytes of a number in K and V.
+# Heads wider than 128, not measured yet: half the keys a step, so that as many programs fit a multiprocessor as of
+# 128, and what keeps its registers (`python -m pytest tests/compile -k kv_groups`). The
 # fastest, or within 1% of it, at 1k and 32k of context (decision 0087), where the rotation before lets these
 # programs start late, so that they spread. Step in us of Qwen3-0.6B at 8 | 32 | 64 rows, which does without that up
 # to 16 rows: FEW_HEADS 941 | 1746 | 2861, LONG_TILES 1006 | 1939 | 2773, SHORT_TILES 999 | 2216 | 2710. Of
@@ -275,10 +277,15 @@ MANY_PROGRAMS = DecodeConfig(32, 1, 4, 4)
 FOUR_BYTES = DecodeConfig(32, 2, 4, 2)
 ONE_BYTE = DecodeConfig(64, 4, 5, 4)
 ONE_BYTE_MANY_ROWS = DecodeConfig(64, 1, 4, 8)
+WIDE_HEADS = DecodeConfig(32, 4, 4, 2, lists_blocks=True)
+WIDE_ONE_BYTE_MANY_ROWS = DecodeConfig(64, 2, 4, 8)
 DECODE = Table(
     Rule(FOUR_BYTES, itemsize=above(2)),
     Rule(ONE_BYTE, itemsize=at_most(1), programs=at_most(511)),
+    Rule(WIDE_ONE_BYTE_MANY_ROWS, itemsize=at_most(1), head_dim=above(128)),
     Rule(ONE_BYTE_MANY_ROWS, itemsize=at_most(1)),
+    Rule(WIDE_HEADS, head_dim=above(128), programs=at_most(511)),
+    Rule(SHORT_TILES, head_dim=above(128)),
     Rule(FEW_HEADS, group=at_most(4), programs=at_most(264)),
     Rule(LONG_TILES, programs=at_most(511)),
     Rule(SHORT_TILES, programs=at_most(1023)),
@@ -293,8 +300,11 @@ PREFETCHED_KEYS, MAX_PREFETCH_ROWS = 32, 32
 # 2k | 8k. Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2 373
 # | 454 | 381, 376 | 433; two blocks a step, 128 x 128, 8, 2 358 | 482 | 403, 364 | 454; 3 stages are slower.
 # Through pointers: 128 x 128, 8, 2 320 | 435 | 370, 319 | 412; 64 x 64, 4, 3 334 | 407 | 338, 352 | 407.
+# Heads wider than 128, not measured yet, need 8 warps to keep their sums in registers: with 4 2,256 bytes a thread
+# are outside of them at 128 rows, with 8 72.
 PREFILL_BY_DESCRIPTOR = {128: PrefillConfig(64, 4, 2), 64: PrefillConfig(64, 4, 2)}
 PREFILL_BY_POINTERS = {128: PrefillConfig(128, 8, 2), 64: PrefillConfig(64, 4, 3)}
+PREFILL_WIDE_BY_DESCRIPTOR, PREFILL_WIDE_BY_POINTERS = PrefillConfig(64, 8, 2), PrefillConfig(32, 8, 2)
 
 # `rope_and_write_kv`. Of 13 settings, 64 to 32,768 tokens, Qwen2.5-7B and Qwen3-0.6B: 4 x 4 with 4 warps is the
 # fastest or within 4% of it everywhere (8,192 tokens: 42.2 and 40.0 us; 1 x 8 with 2 warps 51.4 and 44.7).

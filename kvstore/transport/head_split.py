@@ -2,7 +2,7 @@
 
 With h heads in a shard, one block of it is layers x planes rows of h pieces, a piece being one head's block_size x
 head_dim elements. So consecutive heads are one range of bytes in every row, and the ranges are evenly spaced: a copy
-in two dimensions, with a pitch on either side.
+in two dimensions, with a pitch on either side, of the rows of consecutive layers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ class HeadCopy:
     """Bytes from one block to another, for i below `height`:
 
     target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
+
+    No range of `width` goes beyond the end of a pitch, and blocks are whole pitches long.
     """
 
     height: int
@@ -41,44 +43,30 @@ class ShardPart:
 def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPart, ...]:
     """The parts that make up a block of `mine`, when the writer has divided the same layout into `shards`.
 
-    Raises HandshakeError where one side divides layers and the other one heads.
+    Raises HandshakeError for blocks of several groups and other layers: which lie where, a group says.
     """
-    if mine.shard.layers is None and all(shard.layers is None for shard in shards):
-        return split_heads(mine, len(shards))
-    if any(shard.size > 1 for shard in (mine.shard, *shards)):
-        raise HandshakeError("KV is not read between a worker of --tp and one of --pp: give both the same flag")
-    parts = []
-    for rank, shard in enumerate(shards):
-        theirs = replace(mine, shard=shard)
-        if theirs.layers == mine.layers:
-            return (ShardPart(rank, None),)
-        first, stop = max(theirs.layers.start, mine.layers.start), min(theirs.layers.stop, mine.layers.stop)
-        if first < stop:
-            parts.append(ShardPart(rank, _copy_of_layers(mine, theirs, range(first, stop))))
+    parts: list[ShardPart] = []
+    stages: dict[tuple[int, int] | None, list[int]] = {}
+    for index, shard in enumerate(shards):
+        stages.setdefault(shard.layers, []).append(index)
+    for peers in stages.values():
+        for rank, heads in _split_heads(mine, len(peers)):
+            theirs = replace(mine, shard=shards[peers[rank]])
+            layers = range(max(theirs.layers.start, mine.layers.start), min(theirs.layers.stop, mine.layers.stop))
+            if layers and len(mine.layout.groups) > 1 and theirs.layers != mine.layers:
+                raise HandshakeError("KV of several groups is not read from other stages: give both workers one --pp")
+            if layers:
+                parts.append(ShardPart(peers[rank], _copy(mine, theirs, layers, heads)))
     return tuple(parts)
 
 
-def _copy_of_layers(mine: PoolGeometry, theirs: PoolGeometry, layers: range) -> HeadCopy:
-    """The copy of all heads of some layers: one range of bytes on both sides."""
-    each = mine.layer_bytes
-    return HeadCopy(
-        height=1,
-        width=len(layers) * each,
-        source_offset=(layers.start - theirs.layers.start) * each,
-        source_pitch=theirs.block_bytes,
-        target_offset=(layers.start - mine.layers.start) * each,
-        target_pitch=mine.block_bytes,
-    )
-
-
-@lru_cache(maxsize=64)
-def split_heads(mine: PoolGeometry, num_ranks: int) -> tuple[ShardPart, ...]:
-    """The parts that make up a block of `mine`, when the same layout is divided among `num_ranks` by the writer.
+def _split_heads(mine: PoolGeometry, num_ranks: int) -> list[tuple[int, range]]:
+    """Which of `num_ranks` writers gives which of the heads of `mine`.
 
     Of a head that several ranks hold one copy is read; readers' ranks take turns, so that all of them serve.
     """
     wanted = mine.heads
-    parts: list[ShardPart] = []
+    found: list[tuple[int, range]] = []
     num_kv_heads = mine.group.num_kv_heads
     held = [Shard(rank, num_ranks).heads(num_kv_heads) for rank in range(num_ranks)]
     head = wanted.start
@@ -86,22 +74,25 @@ def split_heads(mine: PoolGeometry, num_ranks: int) -> tuple[ShardPart, ...]:
         ranks = [rank for rank, heads in enumerate(held) if head in heads]
         rank = ranks[mine.shard.rank % len(ranks)]
         stop = min(held[rank].stop, wanted.stop)
-        parts.append(ShardPart(rank, _copy(mine, held[rank], range(head, stop))))
+        found.append((rank, range(head, stop)))
         head = stop
-    return tuple(parts)
+    return found
 
 
-def _copy(mine: PoolGeometry, held: range, heads: range) -> HeadCopy | None:
-    """The copy of `heads` from a shard that holds `held`; None when that is all on both sides."""
-    if held == mine.heads:
+def _copy(mine: PoolGeometry, theirs: PoolGeometry, layers: range, heads: range) -> HeadCopy | None:
+    """The copy of some layers' heads; None when those are all on both sides."""
+    if theirs.layers == mine.layers and theirs.heads == mine.heads:
         return None
     group = mine.group
-    piece = mine.block_size * group.head_bytes
-    return HeadCopy(
-        height=len(group.layers) * group.num_planes,
-        width=len(heads) * piece,
-        source_offset=(heads.start - held.start) * piece,
-        source_pitch=len(held) * piece,
-        target_offset=(heads.start - mine.heads.start) * piece,
-        target_pitch=len(mine.heads) * piece,
-    )
+    num_layers = mine.block_layers if layers == mine.layers else len(layers)
+    piece, rows = mine.block_size * group.head_bytes, num_layers * group.num_planes
+
+    def place_in(pool: PoolGeometry) -> tuple[int, int]:
+        row = len(pool.heads) * piece
+        skipped = (layers.start - pool.layers.start) * group.num_planes
+        return skipped * row + (heads.start - pool.heads.start) * piece, row
+
+    (source, source_pitch), (target, target_pitch) = place_in(theirs), place_in(mine)
+    if theirs.heads == mine.heads:  # one range of bytes on both sides
+        return HeadCopy(1, rows * source_pitch, source, theirs.block_bytes, target, mine.block_bytes)
+    return HeadCopy(rows, len(heads) * piece, source, source_pitch, target, target_pitch)

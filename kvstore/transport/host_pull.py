@@ -1,7 +1,7 @@
 """Copy parts of shards into rows of host memory, for every transport that reads through the host.
 
-Where shards are equal, blocks go straight to their rows. Where heads are divided otherwise, whole blocks of a source
-are read into a scratch area, and the wanted heads are copied from there: a digest is of a whole block.
+Where shards are equal, blocks go straight to their rows. Where heads or layers are divided otherwise, whole blocks of
+a source are read into a scratch area, and what is wanted is copied from there: a digest is of a whole block.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvstore.types import BlockId
 
 SCRATCH_BYTES = 8 << 20
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+Block = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,12 @@ def _pull_heads(read: ReadBlocks, shard: PeerShard, copy: HeadCopy, pull: BlockP
 
 def copy_heads(copy: HeadCopy, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
     """Copy from each block of `source` to the block of `target` in the same place of `rows`."""
-    from_, to = copy.source_offset, copy.target_offset
-    pieces = source.reshape(len(source), copy.height, copy.source_pitch)[:, :, from_ : from_ + copy.width]
-    for piece, row in zip(pieces, rows, strict=True):
-        target[row].reshape(copy.height, copy.target_pitch)[:, to : to + copy.width] = piece
+    for block, row in zip(source, rows, strict=True):
+        from_ = _ranges(block, copy, copy.source_offset, copy.source_pitch)
+        _ranges(target[row], copy, copy.target_offset, copy.target_pitch)[:] = from_
+
+
+def _ranges(block: Block, copy: HeadCopy, offset: int, pitch: int) -> Block:
+    """The bytes that are copied from or to a block, (height, width), as a view."""
+    first, column = divmod(offset, pitch)
+    return block.reshape(-1, pitch)[first : first + copy.height, column : column + copy.width]

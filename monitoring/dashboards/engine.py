@@ -8,7 +8,6 @@ from monitoring.dashboards.queries import (
     ONE_WORKER,
     START,
     WORKER,
-    mean,
     quantile,
     rate,
     ratio,
@@ -19,6 +18,7 @@ from monitoring.dashboards.queries import (
 from monitoring.dashboards.queries import heat as buckets
 
 RUNNING, WAITING, SWAPPED = (f"vllm:num_requests_{state}" for state in ("running", "waiting", "swapped"))
+RATIO = "mini_infer_step_seconds_over_predicted"
 STEP, STEP_TOKENS, TOKENS = "mini_infer_step_seconds", "vllm:iteration_tokens_total", "mini_infer_step_tokens"
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 HITS, QUERIES = "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"
@@ -52,7 +52,9 @@ def steps() -> Section:
              buckets(STEP_TOKENS)),
         lines("Tokens computed per second", "By phase and worker: prompts (prefill) and outputs (decode).", "short",
               {"{{worker}} {{phase}}": rate(TOKENS, "worker, phase")}, stacked=True),
-        lines("Tokens in a step, mean", "By worker.", "short", {"{{worker}}": mean(STEP_TOKENS, "worker")}),
+        lines("Step duration over prediction", "Of steps with prompts beside decode rows, under an ITL objective: "
+              "far from 1, chunks of prompts are too long or too short.", "short",
+              {"{{worker}} p50": quantile(0.5, RATIO, "worker"), "{{worker}} p99": quantile(0.99, RATIO, "worker")}),
         lines("Steps per second", "An engine without work makes none.", "ops",
               {"{{worker}}": f"sum by (worker) (rate({STEP}_count{{{WORKER}}}[$__rate_interval]))"}),
     ]  # fmt: skip

@@ -5,12 +5,14 @@
     cost        = first token + expected tokens * later token + delay that a local prefill means for others
 
 Rates are measured online per worker; a worker without measurements gets the mean of the others, or the defaults
-below. A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no
-prefill worker.
+below. One that was slow and then got nothing, while others did, is taken to be as fast as the fastest: its next
+request says whether it still is. A decode worker computes a prompt itself when the part that its cache lacks is
+short, or when there is no prefill worker.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +51,7 @@ class WorkerView:
     prompt_tokens_per_second: float = 0.0  # that come here to be computed, lately
     prompt_pairs_per_second: float = 0.0
     prompts_per_second: float = 0.0  # 0: not known
+    is_forgotten: bool = False  # its rates are old, and it has nothing to do
 
     @property
     def load(self) -> int:
@@ -117,19 +120,36 @@ def candidates_for(
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Means over the workers that have been measured."""
+    """Means over the workers that have been measured, and the best of them where some have been forgotten."""
 
     prefill: float
     pull: float
     step: float
+    best_prefill: float = 0.0
+    best_step: float = math.inf
 
     @classmethod
     def of(cls, workers: Sequence[WorkerView]) -> _Rates:
-        return cls(
-            _mean([w.prefill_tokens_per_second for w in workers], DEFAULT_PREFILL_TOKENS_PER_SECOND),
+        prefill = [w.prefill_tokens_per_second for w in workers]
+        steps = [w.step_seconds for w in workers]
+        means = (
+            _mean(prefill, DEFAULT_PREFILL_TOKENS_PER_SECOND),
             _mean([w.pull_tokens_per_second for w in workers], DEFAULT_PULL_TOKENS_PER_SECOND),
-            _mean([w.step_seconds for w in workers], DEFAULT_STEP_SECONDS),
+            _mean(steps, DEFAULT_STEP_SECONDS),
         )
+        if all(w.is_forgotten for w in workers):  # nothing to do for anybody
+            return cls(*means)
+        return cls(*means, max(prefill), min((step for step in steps if step), default=math.inf))
+
+    def prefill_of(self, worker: WorkerView) -> float:
+        """Prompt tokens a second."""
+        own = worker.prefill_tokens_per_second or self.prefill
+        return max(own, self.best_prefill) if worker.is_forgotten else own
+
+    def step_of(self, worker: WorkerView) -> float:
+        """Seconds of a step that decodes."""
+        own = worker.step_seconds or self.step
+        return min(own, self.best_step) if worker.is_forgotten else own
 
 
 def _mean(values: Sequence[float], default: float) -> float:
@@ -143,7 +163,7 @@ def _cached(request: RequestView, worker: WorkerView) -> int:
 
 
 def _decode_terms(request: RequestView, worker: WorkerView, rates: _Rates) -> dict[str, float]:
-    step = worker.step_seconds or rates.step
+    step = rates.step_of(worker)
     taken = min(worker.load / max(worker.max_num_seqs, 1), 1.0)
     pressure = max(0.0, worker.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
     slots = max(worker.num_slots, 1)
@@ -158,7 +178,7 @@ def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | N
     """Decode on `worker`, after `prefill` has computed the prompt, or computing it there as well."""
     computing = prefill or worker
     cached = _cached(request, computing)
-    rate = computing.prefill_tokens_per_second or rates.prefill
+    rate = rates.prefill_of(computing)
     compute = (request.num_tokens - cached) / rate
     terms = {"queue": computing.queued_prefill_tokens / rate, "compute": compute}
     if prefill is None:

@@ -11,6 +11,7 @@ from protos import types_pb2 as pb
 WEIGHT = 0.2  # of the newest measurement
 FADE_SECONDS = 1.0  # of computing prompts, after which a measurement counts for a third
 ARRIVAL_SECONDS = 1.0  # over which arriving prompt tokens are averaged
+OLD_SECONDS = 10.0  # without a request
 MIN_PREFILL_TOKENS = 16  # shorter computations measure overhead, not rate
 
 
@@ -74,6 +75,10 @@ class WorkerRates:
         self._arrived_pairs = self._arrived_pairs * kept + pairs
         self._num_arrived = self._num_arrived * kept + (num_prompt_tokens > 0)
         self._last_arrival = now
+
+    def are_old(self, now: float) -> bool:
+        """Whether nothing has come for so long that the worker may have become faster or slower."""
+        return 0.0 < self._last_arrival < now - OLD_SECONDS
 
     def arrivals(self, now: float) -> tuple[float, float, float]:
         """Prompt tokens a second that went there, over the last ARRIVAL_SECONDS or so, their pairs, and prompts."""

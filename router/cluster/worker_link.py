@@ -110,6 +110,7 @@ class WorkerLink:
             prompt_tokens_per_second=arrived_tokens,
             prompt_pairs_per_second=arrived_pairs,
             prompts_per_second=num_arrived,
+            is_forgotten=not self._legs and self.rates.are_old(now),
         )
 
     def submit(

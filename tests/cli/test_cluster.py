@@ -83,6 +83,8 @@ def test_a_pipeline_takes_a_gpu_for_each_stage():
     assert all(settings(specs[name])["pp"] == 2 for name in ("decode-0", "decode-1"))
     with pytest.raises(ConfigError, match="--pp 4: there are 2 GPUs"):
         plan("--pp=4", gpus=["0", "1"])
+    with pytest.raises(ConfigError, match="--pp 2 --tp 2: there are 3 GPUs"):
+        plan("--pp=2", "--tp=2", gpus=["0", "1", "2"])
 
 
 GB = 10**9
@@ -199,6 +201,7 @@ OTHER_VALUES = {
     "--cors-origins": "https://x.example",
     "--model": "dry-run", "--host": "0.0.0.0", "--gpu-memory-fraction": "0.5", "--max-body-memory-mb": "64",
     "--max-num-batched-tokens": "512", "--log-level": "debug", "--metrics-port": "9100",
+    "--simulated-steps": "base=1",
 }  # fmt: skip
 
 
@@ -230,7 +233,8 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
             try:
                 specs, serve = planned(*flags)
             except ConfigError:
-                assert flags[0] in ("--expert-parallel", "--stage-address=x")  # without --tp, --pp
+                alone = ("--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x")  # without --tp, --pp
+                assert flags[0] in alone
                 continue
             has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
             ignored += [] if has_effect else flags
@@ -240,6 +244,11 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
 def test_ep_gives_ranks_whole_experts(fixed_ports):
     config = parse_config(["--ep=2"], {})
     assert (config.engine.tp, config.engine.expert_parallel) == (2, True)
+    config = parse_config(["--ep=2", "--expert-exchange=dispatch"], {})
+    lines = [" ".join(spec.command) for spec in plan_cluster(config, RUN_DIR, {}, token="secret")]
+    workers = [line for line in lines if "_service" in line]
+    assert len(workers) == 2
+    assert all("--expert-parallel" in line and "--expert-exchange=dispatch" in line for line in workers), workers
     with pytest.raises(ConfigError, match="--ep 2 --tp 4"):
         parse_config(["--ep=2", "--tp=4"], {})
 

@@ -65,8 +65,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def test_an_engine_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [one.token_ids for one in LLM("dry-run", num_threads=1, **SETTINGS).generate(PROMPTS, PARAMS)]
-    for _ in range(2):
-        llm = LLM("dry-run", pp=2, stage_address=stage.address, **SETTINGS)
+    for num_drafts in (0, 3):
+        llm = LLM("dry-run", pp=2, stage_address=stage.address, num_speculative_tokens=num_drafts, **SETTINGS)
         assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == expected
         with pytest.raises(ConfigError, match="no free stage answers"):
             LLM("dry-run", pp=2, stage_address=stage.address, **SETTINGS)
@@ -104,6 +104,7 @@ def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
         ({"stage_address": "host:1"}, "for --pp 2"),
         ({"pp": 3, "stage_address": "host:1"}, "for --pp 2"),
         ({"pp": 2, "stage_address": "host"}, "give host:port"),
+        ({"pp": 2, "tp": 2, "stage_address": "host:1"}, "--stage-address with --tp"),
         ({"pp": 2, "stage_address": "127.0.0.1:1"}, "no free stage answers there"),
     ],
     ids=str,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.model_folder import with_tokenizer
 from engine import LLM, SamplingParams
 from tests.cluster.harness import Cluster, running_cluster
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -43,7 +45,10 @@ def complete(cluster: Cluster, prompt: str, params: SamplingParams) -> str:
         ("--tp=2", "--tp=2", "shm"),
         ("--tp=1", "--tp=2", "nixl"),
         ("--tp=4", "--tp=2", "tcp"),
-        ("--pp=2", "--pp=2", "shm"),
+        ("--pp=2 --tp=2", "--pp=2 --num-speculative-tokens=3", "shm"),
+        pytest.param("--pp=2 --tp=2", "--pp=2 --tp=2", "shm", marks=pytest.mark.soak),
+        pytest.param("--tp=2", "--pp=2 --tp=2", "tcp", marks=pytest.mark.soak),
+        pytest.param("--pp=2", "--tp=2", "shm", marks=pytest.mark.soak),
         pytest.param("--pp=2", "--pp=1", "tcp", marks=pytest.mark.soak),
         pytest.param("--pp=1", "--pp=2", "nixl", marks=pytest.mark.soak),
         pytest.param("--pp=2", "--pp=2", "tcp", marks=pytest.mark.soak),
@@ -60,7 +65,7 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
     with running_cluster(
         engine_args=ENGINE,
         worker_args=(f"--kv-transport={transport}",),
-        role_args={"prefill": [prefill], "decode": [decode]},
+        role_args={"prefill": prefill.split(), "decode": decode.split()},
     ) as cluster:
         for params in (GREEDY, SAMPLED):
             expected = [completion.text for completion in reference.generate(PROMPTS, params)]
@@ -70,6 +75,43 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
         answer = cluster.client().completions.create(model="dry-run", prompt="a new prompt " * 20, max_tokens=4)
         assert f"'{transport}'" in str(cluster.get(f"/explain/{answer.id}"))
         assert set(workers) == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "is_pulled"),
+    [
+        ("gemma3", "--pp=2", "--pp=2 --tp=2", True),
+        ("mistral-window", "--pp=2", "--tp=2", True),
+        ("gemma3", "--pp=2", "--pp=1", False),  # groups of layers, and other stages: computed again
+    ],
+)
+def test_kv_of_windows_between_stages(name: str, prefill: str, decode: str, is_pulled: bool, tmp_path: Path) -> None:
+    (flag,), _ = with_tokenizer([f"--model={TINY_MODELS[name].save(tmp_path / name)}"], tmp_path / "served")
+    model = flag.partition("=")[2]
+    settings = {"load_format": "dummy", "num_gpu_blocks": 400, "quant_mode": "none", "dtype": "float32"}
+    llm = LLM(model, block_size=4, num_threads=1, **settings)
+    prompts = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(30 + 19 * i)] for i in range(3)]
+    expected = [completion.text for completion in llm.generate(prompts, GREEDY)]
+    flags = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
+    with running_cluster(
+        engine_args=(f"--model={model}", "--block-size=4", *flags),
+        role_args={"prefill": prefill.split(), "decode": decode.split()},
+    ) as cluster:
+        for prompt, text in zip(prompts, expected, strict=True):
+            answer = cluster.client().completions.create(
+                model=name,
+                prompt=prompt,
+                max_tokens=GREEDY.max_tokens,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.choices[0].text == text
+        explained = str(cluster.get(f"/explain/{answer.id}"))
+        assert ("'transport': 'shm'" in explained, "'kv_pull_failed': True" in explained) == (
+            is_pulled,
+            not is_pulled,
+        )
 
 
 def followers_of(pid: int) -> list[int]:

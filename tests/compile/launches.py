@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.gpu.ops import plain, split_k
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
+from engine.kv_memory import kv_layout
 from engine.layers.linear import Linear
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4
@@ -40,7 +41,10 @@ MODELS = [
     *(("qwen3-0.6b", mode, BFLOAT16) for mode in ("none", "fp8", "w8a8", "int8-weight")),
     *(("qwen3-30b-a3b", mode, BFLOAT16) for mode in ("none", "fp8", "int4-weight")),
     ("qwen3-8b", "none", BFLOAT16), ("llama3.1-8b", "none", E4M3), ("llama3.1-8b", "fp8", E4M3),
+    ("qwen3-30b-a3b", "none", BFLOAT16), ("qwen3-30b-a3b", "fp8", BFLOAT16), ("deepseek-v2-lite", "none", BFLOAT16),
+    ("gemma3-4b", "none", BFLOAT16), ("gpt-oss-20b", "none", BFLOAT16), ("gpt-oss-20b", "fp8", BFLOAT16),
 ]  # fmt: skip
+NUM_LAYERS = {"deepseek-v2-lite": 2, "gemma3-4b": 6, "gpt-oss-20b": 2}  # of others one: one of each kind of blocks
 ROWS = (1, 2, 8, 9, 16, 17, 32, 40, 48, 64, 80, 128, 200, 256)
 PROMPTS = ([16], [100], [256], [300], [8192], [100, 900, 40])
 ODD_SHAPES = ((1000, 1040), (9000, 1040), (4608, 3584))
@@ -100,13 +104,14 @@ def described(value: Any) -> str:
 def record_steps(recorder: Recorder) -> None:
     for name, mode, kv_dtype in MODELS:
         recorder.case = f"{name} {mode} is made"
-        forward = forward_over(model_of(name, mode, 1), kv_dtype)
+        model = model_of(name, mode, NUM_LAYERS.get(name, 1))
+        forward, num_groups = forward_over(model, kv_dtype), len(kv_layout(model.config, kv_dtype).groups)
         for rows in ROWS:
             recorder.case = f"{name} {mode}, {rows} rows"
-            forward.logits(forward.hidden(decode_inputs(rows)))
+            forward.logits(forward.hidden(decode_inputs(rows, num_groups)))
         for lengths in PROMPTS:
             recorder.case = f"{name} {mode}, prompts {lengths}"
-            forward.hidden(prompt_inputs(forward, lengths))
+            forward.hidden(prompt_inputs(forward, lengths, num_groups))
 
 
 def record_layers(recorder: Recorder) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.quantized import W4A16Linear
+from engine.kv_memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
 from engine.models.config import architecture_of, config_from_hf, read_hf_config
@@ -34,6 +37,9 @@ from kernels.gpu.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
+from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
+from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
+from kernels.gpu.expert_exchange import combine, dispatch
 from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.grouped_gemm import SortedPairs, grouped_gemm
@@ -48,7 +54,9 @@ from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import GATE_UP_PAIRS, GROUPED_GATE_UP, found
+from kernels.kv_copy import WordCopy
 from kernels.w4a16_gemm import PackedW4
+from kvstore.layout import PoolGeometry
 from tests.compile import hopper
 from tests.compile.hopper import SHARED_BYTES, Compiled
 
@@ -72,41 +80,53 @@ def compiled() -> Iterator[list[Compiled]]:
         yield hopper.install(patch)
 
 
-def model_of(name: str, quant_mode: str, num_layers: int) -> Model:
+def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) -> Model:
+    """num_ranks: of which the first one's shard is made, that dispatches rows to whole experts."""
     files = resolve_model(str(CONFIGS / name))
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
     config = replace(family.adapt_config(config_from_hf(raw), raw), num_layers=num_layers)
+    if num_ranks > 1:
+        config = config.shard(num_ranks, 0, "dispatch")
     quantizer = Quantizer(quant_mode, None, on_gpu=True)
     model = family.build(config, Weights(), quantizer.convert)
     quantizer.finish(model)
     return model
 
 
-def forward_over(model: Model, kv_dtype: torch.dtype) -> FusedForward:
+def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> FusedForward:
     config = model.config
     attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
     if config.latent is not None:
         attention = PagedLatents(config.num_heads, config.latent)
-    num_planes = 2 if config.latent is None else 1
-    shape = (NUM_BLOCKS, config.num_layers, num_planes, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    pool = torch.empty(shape, dtype=kv_dtype, device=META)
-    return FusedForward(model, pool, MAX_ROWS, attention)
+    geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
+    pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
+    group = None if num_ranks == 1 else cast(Any, SimpleNamespace(rank=0, size=num_ranks, rows=None))
+    if group is not None and config.moe is not None:
+        layout = ExchangeLayout(
+            num_ranks, rows_a_rank(8192, num_ranks), config.hidden_size, config.moe.num_experts_per_token,
+            torch.bfloat16,
+        )  # fmt: skip
+        own = ints(layout.num_bytes, dtype=torch.uint8)
+        group.rows = ExchangeMemory.over(layout, 0, ints(num_ranks, dtype=torch.int64), own, counts=False)
+    return FusedForward(model, pool, MAX_ROWS, attention, group)
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def decode_inputs(rows: int) -> GpuInputs:
-    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), ints(rows, MAX_BLOCKS), ints(rows))
+def decode_inputs(rows: int, num_groups: int = 1) -> GpuInputs:
+    groups = [GroupInputs(ints(rows), ints(rows, MAX_BLOCKS))] * num_groups
+    return GpuInputs(ints(rows, dtype=torch.int64), ints(rows), ints(rows), groups)
 
 
-def prompt_inputs(forward: FusedForward, lengths: list[int]) -> GpuInputs:
+def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1) -> GpuInputs:
     starts, tables = [*accumulate(lengths, initial=0)], ints(len(lengths), MAX_BLOCKS)
     plan = forward.attention.plan(starts, lengths, tables)
     total = starts[-1]
-    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(total), ints(0, MAX_BLOCKS), ints(0), plan)
+    groups = [GroupInputs(ints(total), ints(0, MAX_BLOCKS), plan)] * num_groups
+    return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)
 
 
 # Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
@@ -213,25 +233,35 @@ def test_decode_over_latents(num_heads: int, rows: int, compiled: list[Compiled]
     check(compiled, "_latent_decode_kernel", "_latent_prefill_kernel", "_latent_rope_kernel")
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "kv_dtype", "window", "has_sinks"),
-    [(32, 8, 128, torch.float8_e4m3fn, 4096, False), (64, 8, 64, torch.bfloat16, 128, True)],
-    ids=["mistral", "gpt-oss"],
-)
-def test_windows_and_sinks(
-    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype, window: int, has_sinks: bool,
-    compiled: list[Compiled],
-) -> None:  # fmt: skip
-    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=kv_dtype, device=META)
-    sinks = torch.empty(num_heads, dtype=torch.bfloat16, device=META) if has_sinks else None
+def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
+    num_heads, num_kv_heads, head_dim, window = 32, 8, 128, 4096  # Mistral-v0.1
+    pool = torch.empty(NUM_BLOCKS, 1, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=torch.float8_e4m3fn, device=META)
     workspace = DecodeWorkspace(64, num_heads, num_kv_heads, head_dim, META)
     for rows in (1, 64):
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
-        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window, sinks=sinks)
+        paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window)
     for tile_m in (SMALL_TILE, LARGE_TILE):
-        paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window, sinks=sinks)
+        paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window)
     # A window's first keys are a second masked loop.
     check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", spills=WINDOW_SPILLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "rows", "kernels"),
+    [
+        ("gemma3-4b", 6, (1, 8, 256), ["_post_norm_kernel", "_gated_kernel"]),
+        ("gpt-oss-20b", 2, (1, 40), ["_grouped_kernel"]),
+    ],
+)
+def test_steps_of_kv_groups(
+    name: str, num_layers: int, rows: tuple[int, ...], kernels: list[str], compiled: list[Compiled]
+) -> None:
+    """With layers that have a window and one that has none."""
+    forward = forward_over(model_of(name, "none", num_layers), torch.bfloat16)
+    for count in rows:
+        forward.hidden(decode_inputs(count, num_layers))
+    forward.hidden(prompt_inputs(forward, [8192], num_layers))
+    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", *kernels, spills=WINDOW_SPILLS)
 
 
 def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:
@@ -266,10 +296,30 @@ def test_exchanges_between_ranks(size: int, compiled: list[Compiled]) -> None:
     check(compiled, "_all_reduce_norm_kernel", "_all_gather_kernel")
 
 
+def test_exchanges_around_experts(compiled: list[Compiled]) -> None:
+    size = 4
+    layout = ExchangeLayout(size, 512, 2048, 8, torch.bfloat16)
+    own = ints(layout.num_bytes, dtype=torch.uint8)
+    memory = ExchangeMemory.over(layout, 1, ints(size, dtype=torch.int64), own, counts=False)
+    y = torch.empty(64, 2048, dtype=torch.bfloat16, device=META)
+    residual = y[: 64 // size]
+    x = scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=False)
+    scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=True)
+    shares = torch.empty(64 // size, 8, device=META)
+    came = dispatch(x, shares, shares.int(), 64, 128 // size, memory)
+    parts = torch.empty(8, 64, 2048, dtype=torch.bfloat16, device=META)
+    combine(parts, came, memory)
+    combine_add_rms_norm(parts, came, residual, y[0], 1e-5, memory, gathers=True)
+    check(compiled, "_divided_norm_kernel", "_dispatch_kernel", "_combine_kernel")
+
+
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:
     words = 64 * 1024 * 28 // 8
     pool, ids = ints(NUM_BLOCKS, words, dtype=torch.int64), ints(16)
     copy_blocks(pool, ids, pool, ids, ints(2, words, dtype=torch.int64))
+    some = WordCopy(height=28, width=words // 112, source_offset=words // 2, source_pitch=words // 56,
+                    target_offset=0, target_pitch=words // 56)  # fmt: skip
+    copy_blocks(pool, ids, pool, ids, ints(2, words, dtype=torch.int64), some)
     digest_blocks(pool, ids, ints(2, words, dtype=torch.int64))
     layers = torch.empty(NUM_BLOCKS, 1, 2, 4, BLOCK_SIZE, 128, dtype=torch.bfloat16, device=META)
     gather_kv(layers, 0, ints(4, MAX_BLOCKS), ints(9, 4), torch.empty(2, 4, 4096, 128, device=META))

@@ -19,7 +19,7 @@ from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
 
 NUM_LAYERS = 3
-VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like"}
+VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_like", "detach"}
 
 
 class TorchOps(TorchDispatchMode):
@@ -111,6 +111,31 @@ def test_decode_steps_of_quantized_inputs_and_experts(launches: list[str]) -> No
     assert launched(forward, decode_inputs(8), launches) == repeated(
         ["embedding"], attention, moe, "add_rms_norm_of_partials", ""
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "gemm", "router"), [(8, "skinny", "skinny"), (64, "cublas", "skinny"), (200, "cublas", "cublas")]
+)
+def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router: str, launches: list[str]) -> None:
+    """Nothing is sorted, summed or gathered in a kernel of its own."""
+    forward = forward_over(model_of("qwen3-30b-a3b", "none", NUM_LAYERS, num_ranks=2), torch.bfloat16, num_ranks=2)
+    attention, moe = [gemm, *ATTEND, gemm], [router, "route", "dispatch", "grouped", "grouped"]
+    found = launched(forward, decode_inputs(rows), launches)
+    norm = "divided_norm"
+    assert found == repeated(["vocab_parallel_embed", norm], attention, moe, norm, norm)
+
+
+def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:
+    """Which are part of the kernel that adds and norms."""
+    forward = forward_over(model_of("gemma3-4b", "none", 6), torch.bfloat16)
+    layer = ["skinny", *ATTEND, "skinny", "post_norm", "gated", "skinny", "post_norm"]
+    assert launched(forward, decode_inputs(8, 6), launches) == ["embedding", "mul", "rms_norm", *6 * layer]
+
+
+def test_a_decode_step_of_one_row_with_sinks_and_clamped_experts(launches: list[str]) -> None:
+    forward = forward_over(model_of("gpt-oss-20b", "none", 2), torch.bfloat16)
+    layer = ["gemv", *ATTEND, "gemv", "gemv", "route", "pair", "row_down"]
+    assert launched(forward, decode_inputs(1, 2), launches) == ["embedding", *2 * layer, "rms_norm"]
 
 
 def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[str]) -> None:

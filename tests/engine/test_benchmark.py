@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from benchmarks import gpu_table
 from benchmarks.floors import Peaks, decode_floor_seconds, num_weights, prefill_floor_seconds, weight_bytes
 from engine.loader.random_weights import DRY_RUN_CONFIG
 
+CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
 ARGS = ["--model", "dry-run", "--batch", "1,3", "--input", "20", "--output", "5", "--prefill", "40", "--json"]
 
 
@@ -29,6 +31,21 @@ def test_json_lines_carry_the_promised_fields(
         assert {"model", "tpot_ms", "tok_s", "prefill_s", "floor_tok_s", "fraction_of_floor"} <= line.keys()
         assert line["tok_s"] > 0
     assert lines[2]["prefill"] == 40
+
+
+def test_the_pool_holds_a_batch_of_a_model_with_kv_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(benchmark, "measure_peaks", lambda device, dtype: Peaks(1e10, 1e11))
+    raw = json.loads((CONFIGS / "gemma3-4b/config.json").read_text())
+    small = {"num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **small, "max_position_embeddings": 64}))
+    args = ["--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu", "--quant-mode", "none"]
+    loads = ["--batch", "3", "--input", "30", "--output", "9", "--num-threads", "1", "--json"]
+    assert benchmark.main([*args, *loads]) == 0
+    [line] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert line["rows_per_step"] == 3
 
 
 def test_a_model_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

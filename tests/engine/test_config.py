@@ -30,3 +30,10 @@ def test_without_services_a_step_on_a_gpu_is_longer() -> None:
     assert EngineConfig().resolved("cuda", is_offline=True).max_num_batched_tokens == 16384
     assert EngineConfig(max_num_batched_tokens=512).resolved("cuda", is_offline=True).max_num_batched_tokens == 512
     assert EngineConfig().resolved("cpu", is_offline=True) == EngineConfig().resolved("cpu")
+
+
+def test_experts_that_are_exchanged_are_refused_where_nothing_divides_them() -> None:
+    with pytest.raises(ConfigError, match="give --expert-parallel"):
+        EngineConfig(expert_exchange="dispatch", tp=2)
+    with pytest.raises(ConfigError, match="a stage of --pp"):
+        EngineConfig(expert_exchange="dispatch", expert_parallel=True, tp=2, pp=2)

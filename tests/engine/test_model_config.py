@@ -87,11 +87,6 @@ def test_context_length() -> None:
     windowed = replace(config, sliding_window=512)
     assert windowed.context_length(0) == 2048
     assert windowed.windows == (512,) * config.num_layers
-    windowed = replace(windowed, is_window_limit=True)
-    assert windowed.context_length(0) == 512
-    assert windowed.windows == ()
-    with pytest.raises(ConfigError, match="sliding window of 512"):
-        windowed.context_length(513)
 
 
 def test_windows_that_are_switched_off_do_not_count() -> None:

@@ -17,6 +17,8 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.grouped_kv_manager import GroupedKVManager
 from engine.loader import load_model
+from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.loader.supported import check_attention
 from engine.models.config import config_from_hf
 from engine.models.families import family_of
 from engine.request import Request
@@ -169,11 +171,18 @@ def logits_of(path: Path) -> Tensor:
     return driver.logits[request.request_id][0]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
-def test_gpus_are_refused(name: str, tmp_path: Path) -> None:
-    path = TINY_MODELS[name].save(tmp_path / "m")
-    with pytest.raises(UnsupportedModelError, match="has no GPU kernels yet: use --device cpu"):
+def test_heads_that_gpu_kernels_do_not_take(tmp_path: Path) -> None:
+    path = TINY_MODELS["gemma3"].save(tmp_path / "m")
+    with pytest.raises(UnsupportedModelError, match="heads of 12 numbers, which is no power of two, have no GPU"):
         load_model(directory(path), EngineConfig(str(path), quant_mode="none"), torch.device("cuda"))
+
+
+def test_attention_backends_that_know_no_windows() -> None:
+    windowed = replace(DRY_RUN_CONFIG, sliding_window=64)
+    with pytest.raises(ConfigError, match="--attention-backend fa3 knows no sliding windows; use triton"):
+        check_attention(windowed, "fa3")
+    check_attention(windowed, "triton")
+    check_attention(DRY_RUN_CONFIG, "fa3")
 
 
 @pytest.mark.parametrize(

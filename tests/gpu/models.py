@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from kernels.gpu.tuning import FOUR_BITS, GemvConfig, Rule, Table, TileConfig
+from engine.layers.weights import ShapeRecorder
+from engine.models.config import config_from_hf
+from engine.models.families import family_of
+from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,
@@ -59,12 +63,26 @@ def save_tiny_model(
     return folder
 
 
+def save_family(folder: Path, changes: dict[str, Any]) -> Path:
+    """Random weights of what the family asks for, with a spread that keeps logits apart. changes: of CONFIG."""
+    raw = {**CONFIG, **changes}
+    family = family_of(raw["architectures"][0])
+    needed = ShapeRecorder()
+    family.build(family.adapt_config(config_from_hf(raw), raw), needed)
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, shape in needed.shapes.items():
+        drawn = torch.randn(shape, generator=generator)
+        is_norm, scale = name.endswith("norm.weight"), 8.0 if "embed" in name else 1.0
+        tensors[name] = 1 + 0.1 * drawn if is_norm else scale * drawn / shape[-1] ** 0.5
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
 def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
     """Settings that fit tiny experts and are quick to interpret. max_pairs: more are sorted."""
-    small = Table(
-        Rule(GemvConfig(16, 32, num_warps=1, num_stages=1), itemsize=FOUR_BITS),
-        Rule(GemvConfig(4, 32, num_warps=1, num_stages=1)),
-    )
+    small = Table(Rule(GemvConfig(16, 32, num_warps=1, num_stages=1)))
     tiles = Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16)))
     for name, value in (
         ("MAX_PAIRS", max_pairs), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small), ("DOWN_ROW", small),

@@ -25,9 +25,9 @@ def test_same_tokens_in_chunks_between_decodes_and_over_a_cached_prefix(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_other(
-        wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, window: int
+        wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str
     ) -> PrefillAttention:
-        assert (wanted, window) == ("auto", 0)
+        assert (wanted, needs) == ("auto", "")
         if name != "cudnn":  # in torch on a GPU too: these are float32, which the package does not take
             operator = Operator(flash_forward, follows_tables=name == "fa3 pages")
             return FlashAttention3(operator, pool, num_heads, dtype)

@@ -154,7 +154,7 @@ def test_after_a_step_that_failed_on_its_way_tokens_are_the_same(
     forward, failures = runner._forward.hidden, []
 
     def hidden(inputs: GpuInputs) -> torch.Tensor:
-        if not failures and (inputs.prefill is None) == (when == "decoding"):
+        if not failures and inputs.has_prompts == (when == "prompts"):
             failures.append(when)
             raise torch.OutOfMemoryError("told to fail")
         return forward(inputs)
@@ -226,10 +226,10 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def logprobs_of(made: Engine) -> list[list[TokenLogprobs]]:
+def logprobs_of(made: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[list[TokenLogprobs]]:
     """Of sampled tokens: greedy ones would be the prompt's last, with a window or without."""
     found: dict[int, list[TokenLogprobs]] = {}
-    for index, prompt in enumerate(PROMPTS):
+    for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=6, temperature=2.0, seed=index, ignore_eos=True, logprobs=2)
         found[id(made.add_request(prompt, params))] = []
     while made.has_work():

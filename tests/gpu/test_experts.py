@@ -9,7 +9,6 @@ import torch
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.experts import StackedExperts, moe, moe_of_row, stackable
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, Mxfp4Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.layers.linear import Linear
@@ -20,9 +19,8 @@ from kernels.gpu.split_k import SplitKWorkspace
 from kernels.mxfp4 import pack_mxfp4
 from kernels.rms_norm import rms_norm
 from kernels.w4a16_gemm import dequantize_w4, pack_w4
-from tests.gpu.models import save_tiny_model, use_small_tiles
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.test_latents import V3
-from tests.gpu.test_latents import save_model as save_deepseek
 from tests.kernels.helpers import relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,11 +31,18 @@ Kind = type[EightBitLinear] | type[W4A16Linear] | type[Mxfp4Linear]
 
 def load_block(folder: Path, has_shared: bool, inner: int = 32, hidden: int = 64) -> Moe:
     if has_shared:
-        saved = save_deepseek(folder, {**V3, "hidden_size": hidden, "moe_intermediate_size": inner})
+        saved = save_family(folder, {**V3, "hidden_size": hidden, "moe_intermediate_size": inner})
     else:
         saved = save_tiny_model(folder, inner=inner, hidden=hidden, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     return next(block for block in loaded.model.blocks if isinstance(block, Moe))
+
+
+def test_experts_are_stacked_once(tmp_path: Path) -> None:
+    """A second time, they would be without the shared ones, which the block has given away."""
+    block = load_block(tmp_path, has_shared=True)
+    assert StackedExperts.of(block).num_shared == 2
+    assert StackedExperts.of(block) is StackedExperts.of(block)
 
 
 def quantize(block: Moe, kind: Kind) -> None:
@@ -101,13 +106,3 @@ def test_groups_that_no_kernel_takes_become_int8(columns: int, piece: int | None
     assert isinstance(made, W8A16Linear)
     exact = layer.dequantize(torch.float32)
     assert relative_error(made.weight.float() * made.scales[:, None], exact) < 1e-2
-
-
-def test_a_model_that_is_lowered_again_keeps_its_shared_experts(tmp_path: Path) -> None:
-    """The memory of a run is measured with a runner of its own."""
-    saved = save_deepseek(tmp_path, V3)
-    model = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE).model
-    first, second = GpuForwards(model), GpuForwards(model)
-    (experts,) = second.experts.values()
-    assert experts.num_shared == 2
-    assert experts is first.experts[id(model.blocks[3])]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from engine.gpu.config import GpuConfig
-from engine.layers.weights import ShapeRecorder
-from engine.models.config import config_from_hf
-from engine.models.families import family_of
-from tests.gpu.models import CONFIG, use_small_tiles
+from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import generate, greedy, open_gpu, reference
 
 V2 = {
@@ -22,28 +16,12 @@ V2 = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": False,
+    "head_dim": None,
 }  # fmt: skip
 V3 = {
     **V2, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 24,
     "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
 }  # fmt: skip
-
-
-def save_model(folder: Path, changes: dict[str, Any]) -> Path:
-    """Random weights of what the family asks for, with a spread that keeps logits apart."""
-    raw = {**CONFIG, **changes, "head_dim": None}
-    family = family_of(raw["architectures"][0])
-    needed = ShapeRecorder()
-    family.build(family.adapt_config(config_from_hf(raw), raw), needed)
-    generator = torch.Generator().manual_seed(7)
-    tensors = {}
-    for name, shape in needed.shapes.items():
-        drawn = torch.randn(shape, generator=generator)
-        is_norm, scale = name.endswith("norm.weight"), 8.0 if "embed" in name else 1.0
-        tensors[name] = 1 + 0.1 * drawn if is_norm else scale * drawn / shape[-1] ** 0.5
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
 
 
 @pytest.mark.parametrize("changes", [V2, V3], ids=["v2", "v3"])
@@ -52,7 +30,7 @@ def test_greedy_tokens_equal_those_of_the_plain_engine(
 ) -> None:
     """Prompts in chunks beside decode rows, contexts of several blocks and several splits."""
     use_small_tiles(monkeypatch, 4)
-    model = save_model(tmp_path, changes)
+    model = save_family(tmp_path, changes)
     expected = generate(reference(model), greedy())
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), max_num_batched_tokens=16)
     assert runner._pool.shape[2:4] == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ import engine.loader.load
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
-from engine.gpu.forward import FusedForward, GpuInputs
+from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
+from engine.kv_memory import kv_layout
+from engine.layers.moe import Moe
 from engine.loader import load_model
 from engine.loader.quantize import Quantizer
-from tests.gpu.models import save_tiny_model, use_small_tiles
+from kernels.gpu.rms_norm import add_rms_norm
+from kvstore.layout import PoolGeometry
+from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
+from tests.gpu.test_kv_groups import GEMMA3, GPT_OSS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -41,9 +47,9 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     model = loaded.config
     tables = torch.randperm(2 * rows, device=DEVICE).view(rows, 2).int()
     positions = torch.full((rows,), LENGTH - 1, dtype=torch.int32, device=DEVICE)
+    slots = tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE
     inputs = GpuInputs(
-        torch.arange(rows, device=DEVICE), positions, tables[:, 1] * BLOCK_SIZE + (LENGTH - 1) % BLOCK_SIZE, tables,
-        positions + 1,
+        torch.arange(rows, device=DEVICE), positions, positions + 1, [GroupInputs(slots, tables)]
     )  # fmt: skip
     shape = (2 * rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
     before = torch.randn(shape, device=DEVICE).to(loaded.dtype)
@@ -61,6 +67,43 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
     assert float((hidden - plain_hidden).norm() / plain_hidden.norm()) < 2e-2
     assert float((pool - plain_pool).norm() / plain_pool.norm()) < 5e-3
     assert not torch.equal(pool, before.float())
+
+
+class OneRank:
+    """A group without others, as far as `TensorParallelForm` asks for one."""
+
+    rank, size, rows = 0, 1, None
+
+    def all_reduce_rms_norm(
+        self, pending: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return add_rms_norm(pending, residual, weight, eps)
+
+
+@pytest.mark.parametrize("changes", [GEMMA3, GPT_OSS], ids=["gemma3", "gpt-oss"])
+@torch.inference_mode()
+def test_a_rank_alone_computes_what_the_plain_form_does(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_tiles(monkeypatch, 2)
+    folder, rows = save_family(tmp_path, changes), 3
+    config = EngineConfig(str(folder), device=DEVICE.type, dtype="float32", quant_mode="none").resolved(DEVICE.type)
+    hidden = []
+    for group in (None, OneRank()):
+        loaded = load_model(resolve_model(str(folder)), config, DEVICE)
+        layout = kv_layout(loaded.config, loaded.dtype)
+        geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "")
+        pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
+        tables = torch.arange(geometry.num_blocks, dtype=torch.int32, device=DEVICE).view(-1, rows, 1)
+        positions = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        inputs = GpuInputs(
+            torch.arange(rows, device=DEVICE), positions, positions + 1,
+            [GroupInputs(table[:, 0] * BLOCK_SIZE, table) for table in tables],
+        )  # fmt: skip
+        attention = open_attention("triton", pool, loaded.config.num_heads, loaded.dtype, rows)
+        forward = FusedForward(loaded.model, pool, rows, attention, group)  # type: ignore[arg-type]
+        hidden.append(forward.hidden(inputs))
+    assert float((hidden[0] - hidden[1]).norm() / hidden[0].norm()) < 1e-5
 
 
 def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
@@ -83,8 +126,9 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]
     positions = torch.full((rows,), 3, dtype=torch.int32, device=DEVICE)
     inputs = GpuInputs(
-        torch.arange(rows, device=DEVICE), positions, tables[:, 0] * BLOCK_SIZE + 3, tables, positions + 1
-    )
+        torch.arange(rows, device=DEVICE), positions, positions + 1,
+        [GroupInputs(tables[:, 0] * BLOCK_SIZE + 3, tables)],
+    )  # fmt: skip
     before = torch.randn(rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim, device=DEVICE)
     results = []
     for takes in (True, False):
@@ -93,7 +137,8 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
         forward = FusedForward(loaded.model, pool, rows, attention)
         target = Target(rows, is_decode=True)
         if takes:
-            assert QuantizedInputForm(loaded.model, forward._forwards.experts).takes(target)
+            experts = {id(block): block.stacked for block in loaded.model.blocks if isinstance(block, Moe)}
+            assert QuantizedInputForm(loaded.model, experts).takes(target)
         else:
             monkeypatch.setattr(QuantizedInputForm, "takes", lambda self, target: False)
         results.append(forward.hidden(inputs))

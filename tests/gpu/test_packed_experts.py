@@ -13,6 +13,7 @@ from torch import Tensor
 import engine.loader.load
 import engine.loader.packed_linears
 from engine.gpu.config import GpuConfig
+from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.packed_linears import GpuLinearMaker
 from engine.gpu.quantized import EightBitLinear, GroupedEightBit, W4A16Linear
 from engine.layers.block import Block
@@ -100,7 +101,8 @@ def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, mon
     monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ExpertsQuantizer(False))
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, PARAMS, PROMPTS) == expected
-    (experts,) = runner._forward._forwards.experts.values()
+    (block,) = (block for block in runner._forward._forwards._forms[-1].model.blocks if isinstance(block, Moe))
+    experts = StackedExperts.of(block)
     assert experts.gate_up.itemsize == experts.down.itemsize == 0.5
 
 

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +32,31 @@ from engine.gpu.runner import GpuRunner
 from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import Stage, StageEnds
 from engine.loader import load_model
-from engine.parallel.pipeline import PipelineRunner
-from engine.plan import StepPlan
+from engine.parallel.runner import ParallelRunner
+from engine.plan import StepPlan, StepResult
 from engine.request import SamplingParams
+from engine.speculation.drafts import Speculation
+from kernels.rms_norm import rms_norm
+from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.gpu.models import save_tiny_model
-from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, reference
+from tests.gpu.test_engine import (
+    ON_GPU,
+    PROMPTS,
+    assert_same_logprobs,
+    generate,
+    greedy,
+    logprobs_of,
+    open_gpu,
+    reference,
+    windowed,  # noqa: F401
+)
 from tests.gpu.test_tensor_parallel import GREEDY, PARAMS
 from tests.gpu.test_tensor_parallel import PROMPTS as LONG_PROMPTS
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 SAMPLED = [
     SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=6, temperature=1.0, seed=4, top_p=0.8, top_k=30, ignore_eos=True),
@@ -65,18 +83,104 @@ class Link:
         hidden.copy_(self.sent.popleft())
 
 
+class GroupHere:
+    """Has the methods of `DeviceGroup` for ranks that are threads, one of which runs at a time."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size, self.dtype = size, dtype
+        self._turn = threading.Lock()  # the interpreter runs one kernel at a time
+        self._barrier = threading.Barrier(size, timeout=60.0)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+        self._local = threading.local()
+
+    @property
+    def rank(self) -> int:
+        rank: int = self._local.rank
+        return rank
+
+    def run(self, rank: int, call: Callable[[], Any]) -> Any:
+        """As this rank, in a thread of its own."""
+        self._local.rank = rank
+        with self._turn:
+            return call()
+
+    def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += torch.stack(self._exchange(pending)).sum(0)
+        return rms_norm(residual, weight, eps)
+
+    def all_gather(self, x: Tensor, _only: Tensor | None = None) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._parts[self.rank] = x
+        self._wait()
+        parts = list(self._parts)
+        self._wait()
+        return parts
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+
+class StageHere:
+    """The runner of a stage's ranks."""
+
+    def __init__(self, runners: Sequence[GpuRunner], group: GroupHere | None) -> None:
+        self.runners = runners
+        self._group = group
+        self._threads = ThreadPoolExecutor(len(runners))
+
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        """The results of all ranks."""
+        group, ranks = self._group, range(len(self.runners))
+        if group is None:
+            return [call(0)]
+        return list(self._threads.map(lambda rank: group.run(rank, partial(call, rank)), ranks))
+
+    def launch(self, plan: StepPlan) -> StepHere:
+        return StepHere(self, self.each(lambda rank: self.runners[rank].launch(plan)))
+
+    def warmup(self) -> None:
+        self.each(lambda rank: self.runners[rank].warmup())
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return self.runners[0].needs_known_tokens(plan)
+
+
+class StepHere:
+    """A step of all ranks."""
+
+    def __init__(self, stage: StageHere, pending: Sequence[Any]) -> None:
+        self._stage = stage
+        self._pending = pending
+
+    def result(self) -> StepResult:
+        found = self._stage.each(lambda rank: self._pending[rank].result())
+        assert all(one == found[0] for one in found), "ranks have sampled different tokens"
+        result: StepResult = found[0]
+        return result
+
+    def take(self, token_ids: Sequence[Sequence[int]]) -> None:
+        for pending in self._pending:
+            pending.take(token_ids)
+
+
 class StagesHere:
     """Stands in for `Followers`: the stages before the last one, which launch a step as soon as they are given it."""
 
-    def __init__(self, runners: Sequence[GpuRunner]) -> None:
-        self.runners = runners
-        self._in_flight: list[deque[Any]] = [deque() for _ in runners]
+    def __init__(self, stages: Sequence[StageHere]) -> None:
+        self.stages = stages
+        self._in_flight: list[deque[StepHere]] = [deque() for _ in stages]
 
     def send(self, plan: StepPlan, _num_finished: int, sampled: Sequence[Any]) -> None:
-        for runner, in_flight in zip(self.runners, self._in_flight, strict=True):
+        for stage, in_flight in zip(self.stages, self._in_flight, strict=True):
             for token_ids in sampled:
                 in_flight.popleft().take(token_ids)
-            in_flight.append(runner.launch(plan))
+            in_flight.append(stage.launch(plan))
 
     def check(self) -> None:
         pass
@@ -85,53 +189,64 @@ class StagesHere:
         pass
 
 
-class RunnerHere(PipelineRunner):
+class RunnerHere(ParallelRunner):
     """Warms up each stage by itself, in the order of stages."""
 
-    stages: StagesHere
+    stages: Sequence[StageHere]
 
     def warmup(self, *_: object) -> None:
-        runners = [*self.stages.runners, self.local]
-        trial_graphs = [runner._use_graphs for runner in runners]
-        for runner in runners:  # the first step passes through all of them; graphs hold none of it
-            runner._use_graphs = False
-            runner.warmup()
-        for runner, captures in zip(runners, trial_graphs, strict=True):
-            runner._use_graphs = captures
-            if captures:
-                runner.capture()
-            else:
-                runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
+        captures = self.stages[0].runners[0]._use_graphs
+        for stage in self.stages:  # the first step passes through all of them; graphs hold none of it
+            for runner in stage.runners:
+                runner._use_graphs = False
+            stage.warmup()
+        for stage in self.stages:
+            for runner in stage.runners:
+                runner._use_graphs = captures
+                if captures:
+                    runner.capture()
+                else:
+                    runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
 
 
-def open_stages(model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, **settings: Any) -> Engine:
-    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> PipelineRunner:
-        files, config = ModelFiles("tiny", "directory", model), replace(config, pp=count)
-        links, runners = [Link() for _ in range(count - 1)], []
+def open_stages(
+    model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, num_ranks: int = 1, **settings: Any
+) -> Engine:
+    def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> ParallelRunner:
+        files, config = ModelFiles("tiny", "directory", model), replace(config, tp=num_ranks, pp=count)
+        links = [[None, *(Link() for _ in range(count - 1)), None] for _ in range(num_ranks)]
+        stages = []
         for index in range(count):
-            part = load_model(files, config, loaded.device, stage=Stage(index, count))
-            assert part.fingerprint == loaded.fingerprint
-            geometry = pool_geometry(part.config, config, part.fingerprint, part.dtype, part.shard)
-            slots = None
-            if host is not None:
-                slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            ends = StageEnds(links[index - 1] if index else None, links[index] if index < count - 1 else None)
-            pool = allocate_pool(geometry, loaded.device)
-            runners.append(GpuRunner(part, pool, slots, config, gpu, config.max_model_len, ends=ends))
-        made = RunnerHere(runners[-1], StagesHere(runners[:-1]), count, is_eager=False)  # type: ignore[arg-type]
-        made.stages = made._followers  # type: ignore[assignment]
+            group = GroupHere(num_ranks, loaded.dtype) if num_ranks > 1 else None
+
+            def open_rank(rank: int, index: int = index, group: GroupHere | None = group) -> GpuRunner:
+                part = load_model(files, config, loaded.device, Shard(rank, num_ranks), stage=Stage(index, count))
+                assert part.fingerprint == loaded.fingerprint
+                geometry = pool_geometry(part.config, config, part.fingerprint, part.dtype, part.shard)
+                slots = None
+                if host is not None:
+                    slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
+                ends = StageEnds(*links[rank][index : index + 2])
+                pool = allocate_pool(geometry, loaded.device)
+                return GpuRunner(part, pool, slots, config, gpu, config.max_model_len, group, ends)  # type: ignore[arg-type]
+
+            stage = StageHere([None] * num_ranks, group)  # type: ignore[list-item]
+            stage.runners = stage.each(open_rank)
+            stages.append(stage)
+        made = RunnerHere(stages[-1], StagesHere(stages[:-1]), count, is_eager=False)  # type: ignore[arg-type]
+        made.stages = stages
         return made
 
     monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
     monkeypatch.setattr(rows, "FEW_ROWS", 3)
     monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
     settings = {
         "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "max_model_len": 96, "dtype": "float32", **settings,
     }  # fmt: skip
     parts = assemble(EngineConfig(str(model), device="cuda" if ON_GPU else "cpu", **settings), gpu=gpu)
-    parts.engine.scheduler.num_stages = count
     return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
 
 
@@ -152,6 +267,44 @@ def test_stages_on_one_device_give_the_tokens_of_one_runner(
     for params, tokens in zip((greedy(8), SAMPLED, greedy(8)), (*expected, expected[0]), strict=True):
         assert generate(made, params) == tokens
     assert made.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"max_num_batched_tokens": 10, "block_size": 8}, marks=pytest.mark.soak)], ids=str
+)
+def test_stages_of_ranks_on_one_device_give_the_tokens_of_one_runner(
+    settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(reference(model), SAMPLED)
+    made = open_stages(model, 2, monkeypatch, GpuConfig(use_cuda_graph=False), num_ranks=2, **settings)
+    assert generate(made, SAMPLED) == expected
+    assert made.num_failed_steps == 0
+
+
+@pytest.mark.soak
+def test_stages_of_windows(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    expected = logprobs_of(reference(windowed))
+    made = open_stages(
+        windowed, 2, monkeypatch, GpuConfig(), num_gpu_blocks=22, block_size=4, max_num_batched_tokens=16
+    )
+    for _ in range(2):
+        for ours, theirs in zip(logprobs_of(made), expected, strict=True):
+            assert_same_logprobs(ours, theirs)
+
+
+@pytest.mark.soak
+def test_stages_take_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(reference(model), greedy(12))
+    drafter = MakeOracle(knows([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]), 0.6, 97)
+    monkeypatch.setattr(
+        engine.assembly, "_speculation", lambda config, _: Speculation(drafter, 4, config.max_num_seqs)
+    )
+    made = open_stages(
+        model, 2, monkeypatch, GpuConfig(), block_size=8, num_speculative_tokens=4, max_num_seqs=16,
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    assert generate(made, greedy(12)) == expected
+    assert 4 < made.scheduler.num_accepted_tokens < made.scheduler.num_draft_tokens
 
 
 @pytest.mark.soak
@@ -178,7 +331,7 @@ def test_stages_swap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same layers in the same form as one runner's, so the same tokens."""
     model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
-    settings = {"dtype": "bfloat16", "quant_mode": mode}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quant_mode": mode}
     with monkeypatch.context() as patch:
         whole, _ = open_gpu(model, patch, GpuConfig(), **settings)
         expected = generate(whole, greedy(8))
@@ -189,10 +342,12 @@ def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def open_processes(model: Path, pp: int, gpu: GpuConfig, **settings: Any) -> Engine:
-    settings = {"quant_mode": "none", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings}
+    settings = {
+        "quant_mode": "none", "dtype": "float32", "max_num_seqs": 8, "num_gpu_blocks": 128, **settings
+    }  # fmt: skip
     config = EngineConfig(
-        str(model), device="cuda", dtype="float32", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
-    )  # fmt: skip
+        str(model), device="cuda", pp=pp, max_num_batched_tokens=1024, max_model_len=250, **settings
+    )
     parts = assemble(config, gpu=gpu)
     return Engine(parts.engine.scheduler, parts.runner, vocab_size=97, eos_token_ids=frozenset())
 
@@ -207,6 +362,26 @@ def test_two_gpus_give_the_tokens_of_one(overlap: bool, graphs: bool, model: Pat
         del made
         gc.collect()
     assert found[0] == found[1]
+
+
+@four_gpus
+@pytest.mark.parametrize("kind", ["plain", "experts", "fp8"])
+def test_four_gpus_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    """Two stages of two ranks each, with long prompts' sums through NCCL; quantized ones run, and end."""
+    model = save_tiny_model(tmp_path, **({"num_experts": 4, "inner": 32} if kind == "experts" else {}))
+    if kind == "fp8":
+        model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
+    found = []
+    for pp, tp in ((1, 1), (2, 2)):
+        settings = {"dtype": "bfloat16", "quant_mode": "fp8"} if kind == "fp8" else {}
+        made = open_processes(model, pp, GpuConfig(), tp=tp, **settings)
+        found.append([generate(made, PARAMS, LONG_PROMPTS), generate(made, greedy(30), LONG_PROMPTS[:2])])
+        del made
+        gc.collect()
+    if kind == "fp8":  # whose shards are quantized by themselves
+        assert [[len(tokens) for tokens in run] for run in found[0]] == [[len(t) for t in run] for run in found[1]]
+    else:
+        assert found[0] == found[1]
 
 
 @two_gpus

@@ -24,10 +24,10 @@ from engine.request import SamplingParams
 from engine.speculation.drafts import Speculation
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
-from tests.gpu.models import save_tiny_model
+from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.test_engine import generate, greedy
+from tests.gpu.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.test_latents import V2
-from tests.gpu.test_latents import save_model as save_deepseek
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 200, 180, 190, 170))]
@@ -68,13 +68,24 @@ def test_two_ranks_give_the_tokens_of_one(overlap: bool, graphs: bool, tmp_path:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["experts", "whole experts", "latents", "latents, whole experts"])
-def test_two_ranks_of_experts_and_latents_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
-    is_latent, has_whole = "latents" in kind, "whole" in kind
-    model = save_deepseek(tmp_path, V2) if is_latent else save_tiny_model(tmp_path, inner=32, num_experts=4)
+FAMILIES = {"latents": V2, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "experts", "whole experts", "whole experts, dispatched", "latents", "latents, whole experts",
+        "latents, whole experts, dispatched", "gemma3", "gpt-oss", "gpt-oss, whole experts",
+        "gpt-oss, whole experts, dispatched",
+    ],
+)  # fmt: skip
+def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    changes, has_whole = FAMILIES.get(kind.split(",")[0]), "whole" in kind
+    model = save_family(tmp_path, changes) if changes else save_tiny_model(tmp_path, inner=32, num_experts=4)
     found = []
     for tp in (1, 2):
-        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1)
+        exchange = "dispatch" if "dispatched" in kind and tp > 1 else "sum"
+        made = open_ranks(model, tp, expert_parallel=has_whole and tp > 1, expert_exchange=exchange)
         found.append([generate(made, PARAMS, PROMPTS), generate(made, greedy(30), PROMPTS[:2])])
         del made
         gc.collect()

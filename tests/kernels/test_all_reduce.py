@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +26,7 @@ from kernels.gpu.all_reduce import (
 from kernels.gpu.quantize import quantize_rows
 from kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import take_short_cuts
+from tests.kernels.rank_processes import make_files, map_files, run_ranks
 
 SIZE, ROWS, N, EPS = 2, 3, 40, 1e-5
 GATHERED = GATHER_CHUNK + 10
@@ -45,12 +43,7 @@ def inputs(rank: int, step: int, shape: tuple[int, int]) -> torch.Tensor:
 def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: int) -> SymmetricMemory:
     """As on GPUs, with files instead of descriptors."""
     count = symmetric_bytes(SIZE, num_programs, width, torch.bfloat16)
-    addresses = []
-    for peer in range(SIZE):
-        with open(folder / f"{kind}{peer}", "r+b") as file:
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8)
-        KEPT.append(mapped)
-        addresses.append(mapped.data_ptr())
+    addresses = [mapped.data_ptr() for mapped in map_files(folder, kind, SIZE, count)]
     counters = torch.zeros(num_programs, dtype=torch.int32)
     return SymmetricMemory(torch.tensor(addresses), counters, rank, SIZE, num_programs, width, torch.bfloat16)
 
@@ -82,9 +75,6 @@ def vocab_logits() -> torch.Tensor:
     return (torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)) * 2).to(torch.bfloat16)
 
 
-KEPT: list[torch.Tensor] = []  # mappings, as long as the process lives
-
-
 def run_rank(folder: Path, rank: int) -> None:
     sums = open_segments(folder, "sum", rank, ROWS, N)
     gathers = open_segments(folder, "gather", rank, NUM_GATHERS, GATHER_CHUNK)
@@ -108,17 +98,8 @@ def run_rank(folder: Path, rank: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it between devices")
 def test_ranks_get_the_same_sums_and_all_columns(tmp_path: Path) -> None:
     for kind, programs, width in (("sum", ROWS, N), ("gather", NUM_GATHERS, GATHER_CHUNK)):
-        for rank in range(SIZE):
-            (tmp_path / f"{kind}{rank}").write_bytes(bytes(symmetric_bytes(SIZE, programs, width, torch.bfloat16)))
-    command = [sys.executable, "-m", "tests.kernels.test_all_reduce", str(tmp_path)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(SIZE)]
-    try:
-        assert [process.wait(100) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        make_files(tmp_path, kind, SIZE, symmetric_bytes(SIZE, programs, width, torch.bfloat16))
+    run_ranks("tests.kernels.test_all_reduce", tmp_path, SIZE)
     first, second = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE))
     tokens, others = first.pop(0), second.pop(0)
     assert torch.equal(tokens, others)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs
-from kernels.gpu.grouped_gemv import grouped_gemv
+from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.tuning import GemvConfig, TileConfig
 from kernels.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from kernels.w4a16_gemm import dequantize_w4, pack_w4
@@ -69,3 +69,27 @@ def test_equals_the_weights_that_are_meant(
         inside = grouped_gemv(x, gate_up, chosen, ROWS, TOP_K, scales=scales)
         out = grouped_gemv(inside, down, chosen, ROWS, TOP_K, shares, scales=down_scales)
         assert relative_error(out, expected) < 2e-6
+
+
+@pytest.mark.parametrize("maker", ["int4", "e2m1", "e4m3"])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_biases_are_added_once(maker: str, num_tokens: int, device: torch.device) -> None:
+    """To a sum of one row's experts, too, where programs add up slices of an expert's columns."""
+    x = torch.randn(num_tokens, 128, device=device)
+    weight, scales, wide = MAKERS[maker](64, 128, 32, device)
+    bias = 9 * torch.randn(NUM_EXPERTS, 64, device=device)
+    chosen, shares = choices(num_tokens, device)
+    pairs_of_x = x.repeat_interleave(TOP_K, dim=0)
+    experts = chosen.flatten().long()
+    y = torch.einsum("pk,pnk->pn", pairs_of_x.double(), wide.double()[experts]) + bias[experts]
+    expected = (y * shares.flatten()[:, None]).unflatten(0, (num_tokens, TOP_K)).transpose(0, 1)
+    for out in (
+        grouped_gemm(pairs_of_x, weight, chosen, TILES, TOP_K, shares, scales, bias),
+        grouped_gemm(pairs_of_x, weight, sort_pairs(chosen, NUM_EXPERTS), TILES, TOP_K, shares, scales, bias),
+        grouped_gemv(pairs_of_x, weight, chosen, ROWS, TOP_K, shares, scales=scales, bias=bias),
+    ):
+        assert relative_error(out, expected) < 2e-6
+    if num_tokens == 1:
+        residual = torch.zeros(1, 64, device=device)
+        add_down_of_row(pairs_of_x, weight, chosen, shares, ROWS, residual, scales, bias)
+        assert relative_error(residual, expected.sum(dim=0)) < 2e-6

@@ -30,6 +30,13 @@ def test_equals_the_reference(
     assert relative_error(out, expected) < (2e-6 if dtype == torch.float32 else 2 * BFLOAT16_BOUND)
 
 
+def test_a_gelu_gate(device: torch.device) -> None:
+    x, weight = torch.randn(3, 72, device=device), torch.randn(2 * 37, 72, device=device)
+    gate, up = functional.linear(x, weight).chunk(2, dim=-1)
+    expected = functional.gelu(gate, approximate="tanh") * up
+    assert relative_error(gated_linear(x, weight, None, CONFIG, is_gelu=True), expected) < 2e-6
+
+
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     x, weight = torch.randn(9, 128, device=device).to(HALF_DTYPE), torch.randn(96, 128, device=device).to(HALF_DTYPE)
     assert torch.equal(

@@ -43,6 +43,13 @@ def test_one_row_with_norm_gate_and_residual(
     assert (out.data_ptr() == residual.data_ptr()) == adds
 
 
+def test_a_gelu_gate(device: torch.device) -> None:
+    x, weight = torch.randn(1, 72, device=device), torch.randn(2 * 37, 72, device=device)
+    gate, up = functional.linear(x, weight).chunk(2, dim=-1)
+    expected = functional.gelu(gate, approximate="tanh") * up
+    assert relative_error(gemv(x, weight, None, CONFIG, is_gated=True, is_gelu=True), expected) < 2e-6
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     weight = torch.randn(48, 64, device=device)
     with pytest.raises(ValueError, match="too many"):

@@ -14,6 +14,7 @@ from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 TILES = TileConfig(16, 32, num_stages=2, block_m=16)
 ROWS = GemvConfig(4, 32, num_warps=1, num_stages=1)
 NUM_EXPERTS, TOP_K = 6, 3
+ALPHA, LIMIT = 1.702, 2.0
 
 
 def choices(num_tokens: int, device: torch.device, few_experts: bool = False) -> tuple[Tensor, Tensor]:
@@ -103,6 +104,34 @@ def test_weights_of_8_bits_have_scales(
     if num_tokens == 1:
         residual = torch.zeros(1, hidden, device=device)
         add_down_of_row(inside, down, chosen, shares, ROWS, residual, scales[1])
+        assert relative_error(residual, expected.sum(dim=0)) < 2e-6
+
+
+@pytest.mark.parametrize(("num_tokens", "inner", "hidden"), [(1, 32, 64), (3, 24, 40)])
+def test_biases_and_a_clamped_gate(num_tokens: int, inner: int, hidden: int, device: torch.device) -> None:
+    x = torch.randn(num_tokens, hidden, device=device)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * inner, hidden, device=device)
+    down = torch.randn(NUM_EXPERTS, hidden, inner, device=device)
+    biases = [torch.randn(weight.shape[:2], device=device) * 3 for weight in (gate_up, down)]
+    chosen, shares = choices(num_tokens, device)
+    parts = []
+    for j in range(TOP_K):
+        experts = chosen[:, j].long()
+        g, u = (torch.einsum("th,tih->ti", x, gate_up[experts]) + biases[0][experts]).chunk(2, dim=-1)
+        g, u = g.clamp(max=LIMIT), u.clamp(-LIMIT, LIMIT)
+        y = torch.einsum("ti,thi->th", (u + 1) * g * torch.sigmoid(ALPHA * g), down[experts])
+        parts.append((y + biases[1][experts]) * shares[:, j, None])
+    expected, gate_bias, gate = torch.stack(parts), biases[0], (ALPHA, LIMIT)
+    for pairs in (sort_pairs(chosen, NUM_EXPERTS), chosen):
+        inside = grouped_gemm(x, gate_up, pairs, TILES, TOP_K, bias=gate_bias, gate=gate)
+        assert (
+            relative_error(grouped_gemm(inside, down, pairs, TILES, TOP_K, shares, bias=biases[1]), expected) < 2e-6
+        )
+    inside = grouped_gemv(x, gate_up, chosen, ROWS, TOP_K, bias=gate_bias, gate=gate)
+    assert relative_error(grouped_gemv(inside, down, chosen, ROWS, TOP_K, shares, bias=biases[1]), expected) < 2e-6
+    if num_tokens == 1:
+        residual = torch.zeros(1, hidden, device=device)
+        add_down_of_row(inside, down, chosen, shares, ROWS, residual, bias=biases[1])
         assert relative_error(residual, expected.sum(dim=0)) < 2e-6
 
 

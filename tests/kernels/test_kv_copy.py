@@ -53,12 +53,13 @@ def test_copies_without_digests(device: torch.device) -> None:
         WordCopy(height=6, width=512, source_offset=0, source_pitch=512, target_offset=512, target_pitch=1024),
         WordCopy(height=6, width=96, source_offset=96, source_pitch=288, target_offset=0, target_pitch=96),
         WordCopy(height=3, width=700, source_offset=700, source_pitch=1400, target_offset=700, target_pitch=2100),
+        WordCopy(height=2, width=96, source_offset=864 + 96, source_pitch=288, target_offset=192, target_pitch=192),
     ],
-    ids=["all into half", "a third", "half into a third"],
+    ids=["all into half", "a third", "half into a third", "a third of some layers"],
 )
 def test_copies_parts_and_digests_whole_blocks(copy: WordCopy, device: torch.device) -> None:
-    source = random_words(7, copy.height * copy.source_pitch, device)
-    target = random_words(9, copy.height * copy.target_pitch, device)
+    source = random_words(7, 6 * copy.source_pitch, device)
+    target = random_words(9, (copy.height + 1) * copy.target_pitch, device)
     other = target.clone()
     ids = torch.tensor([[3, 1, 6, 0, 2], [8, 2, 0, 4, 5]], dtype=torch.int32, device=device)
     weights = weights_for(source.shape[1], device)
@@ -70,7 +71,7 @@ def test_copies_parts_and_digests_whole_blocks(copy: WordCopy, device: torch.dev
     assert torch.equal(found, want)
     assert torch.equal(found, reference.digest_blocks(source, ids[0], weights))
     with pytest.raises(ValueError, match="do not fit"):
-        gpu.copy_blocks(target, ids[0], source, ids[1], weights, copy)
+        gpu.copy_blocks(source, ids[0], target[:, :-1].contiguous(), ids[1], weights, copy)
 
 
 def test_nothing_to_do_is_fine(device: torch.device) -> None:

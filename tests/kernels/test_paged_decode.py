@@ -6,7 +6,7 @@ import torch
 from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
 from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
 from kernels.gpu.simple_decode import simple_decode
-from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, DecodeConfig
+from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, WIDE_HEADS, DecodeConfig
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,
@@ -160,6 +160,28 @@ def test_windows_and_sinks(
         for row, kv in enumerate(kvs)
     ]
     assert relative_error(out, torch.cat(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", [HALF_DTYPE, torch.float8_e4m3fn])
+def test_heads_of_256(kv_dtype: torch.dtype, device: torch.device) -> None:
+    assert decode_config(40, 4, 2, 2, 256) is WIDE_HEADS
+    run([70, 200], 4, 2, 64, HALF_DTYPE, device, None, 256, kv_dtype, config=None)
+
+
+@pytest.mark.parametrize("window", [1, 33, 64])
+def test_a_window_has_no_more_programs_than_shares(
+    window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.gpu.paged_decode.num_splits", lambda *_: 100)
+    tables, table = block_tables_for([200], 16, device)
+    pool = poisoned_pool(len(tables[0]), 2, 1, 16, 32, torch.float32, device)
+    kv = fill_sequence(pool, LAYER, tables[0], 200)
+    q, workspace = torch.randn(1, 2, 32, device=device), DecodeWorkspace(1, 2, 1, 32, device)
+    workspace.outputs = torch.zeros(2 * (window // 32 + 2), 32, device=device)  # 100 programs would not fit
+    lengths = torch.tensor([200], dtype=torch.int32, device=device)
+    out = paged_decode(q, pool, LAYER, table, lengths, workspace, window=window)
+    expected = attend_causally(q.double(), kv[0].double(), kv[1].double(), window).flatten(1)
+    assert relative_error(out, expected) < 1e-5
 
 
 def test_a_padding_row_with_a_sink_gets_zeros(device: torch.device) -> None:

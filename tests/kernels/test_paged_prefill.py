@@ -85,6 +85,19 @@ def test_large_blocks_through_a_descriptor(
         assert relative_error(out[own], attend_sequence(q[own].double(), kv.double()).flatten(1)) < BFLOAT16_BOUND
 
 
+@pytest.mark.parametrize("tile_m", [SMALL_TILE, LARGE_TILE])
+def test_heads_of_256(tile_m: int, device: torch.device) -> None:
+    tables, table = block_tables_for([150], 64, device)
+    pool = poisoned_pool(len(tables[0]), 2, 1, 64, 256, HALF_DTYPE, device)
+    kv = fill_sequence(pool, 1, tables[0], 150)
+    q = torch.randn(40, 2, 256, device=device).to(HALF_DTYPE)
+    tiles = torch.tensor(prefill_tiles([0, 40], [150], 2, tile_m), dtype=torch.int32, device=device)
+    for window in (0, 70):
+        out = paged_prefill(q, pool, 1, table, tiles, tile_m, window=window)
+        expected = attend_causally(q.double(), kv[0].double(), kv[1].double(), window)
+        assert relative_error(out, expected.flatten(1)) < BFLOAT16_BOUND
+
+
 def test_small_blocks_and_wide_numbers_do_not_come_through_a_descriptor() -> None:
     assert takes_boxes(torch.empty(1, 1, 2, 1, 64, 16, dtype=torch.bfloat16))
     assert not takes_boxes(torch.empty(1, 1, 2, 1, 16, 16, dtype=torch.bfloat16))

@@ -38,7 +38,7 @@ def report(**fields: object) -> StepReport:
 def test_a_step_is_observed_once() -> None:
     metrics = make()
     metrics.observe(report(preemptions=2, host_hit_tokens=32, host_stored_blocks=5))
-    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6))
+    metrics.observe(report(preemptions=3, host_hit_tokens=32, host_stored_blocks=6, step_predicted_seconds=0.016))
     metrics.observe(
         StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, host_hit_tokens=32, host_stored_blocks=6)
     )
@@ -48,6 +48,8 @@ def test_a_step_is_observed_once() -> None:
     assert value(metrics, "mini_infer_step_tokens_total", 'phase="decode"') == 6
     assert value(metrics, "mini_infer_step_seconds_count") == 2  # the last report was of no step
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 20
+    assert value(metrics, "mini_infer_step_seconds_over_predicted_count") == 1  # the other's was not predicted
+    assert value(metrics, "mini_infer_step_seconds_over_predicted_sum") == 1.25
 
 
 def test_gauges_are_those_of_the_last_report() -> None:

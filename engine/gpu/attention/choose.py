@@ -85,13 +85,16 @@ def choose(wanted: str, facts: Facts) -> str:
 
 
 def open_attention(
-    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, window: int = 0
+    wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str = ""
 ) -> PrefillAttention:
-    """The backend for one pool. max_tokens: of the largest step. window: see PagedAttention. Raises ConfigError."""
-    if window:
+    """The backend for one pool. Raises ConfigError.
+
+    max_tokens: of the largest step. needs: what of the model's attention our kernel alone can; empty: nothing.
+    """
+    if needs:
         if wanted not in ("auto", "triton"):
-            raise ConfigError(f"--attention-backend {wanted} knows no sliding windows; use triton")
-        return PagedAttention(num_heads, pool.shape[3], window)
+            raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
+        return PagedAttention(num_heads, pool.shape[3])
     facts = facts_of(dtype, pool)
     chosen = choose(wanted, facts)
     backend: PrefillAttention = PagedAttention(num_heads, pool.shape[3])

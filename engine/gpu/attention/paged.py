@@ -26,10 +26,8 @@ class PagedAttention:
 
     name = "triton"
 
-    def __init__(self, num_heads: int, num_kv_heads: int, window: int = 0) -> None:
-        """window: tokens that queries look back; 0: all."""
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
         self._num_heads = num_heads
-        self._window = window
         self._group = num_heads // num_kv_heads
 
     def plan(
@@ -42,6 +40,12 @@ class PagedAttention:
             tiles = [tile for tile in tiles if not skipped[tile[0]]]
         return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4), tile_m)
 
-    def prefill(self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor) -> None:
+    def prefill(
+        self, qkv: Tensor, pool: Tensor, layer: int, plan: PagedPlan, out: Tensor, window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """See PrefillAttention. window, sinks: see `paged_prefill`."""
         q = qkv[:, : qkv.shape[1] - 2 * pool.shape[3]]
-        paged_prefill(q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out, window=self._window)
+        paged_prefill(
+            q, pool, layer, plan.block_tables, plan.tiles, plan.tile_m, out, window=window, sinks=sinks
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from engine.gpu.quantized import EightBitLinear, ExpertLinear, GroupedEightBit, 
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from kernels.gpu.expert_formats import WORDS, bytes_of, fits
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs, sum_of_held
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
 from kernels.gpu.split_k import SplitKWorkspace
@@ -39,10 +39,14 @@ Gemm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/expert_formats.py`."""
+    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/expert_formats.py`.
+
+    bias: (out,) or (num_experts, out), or None.
+    """
 
     weight: Tensor
     scales: Tensor | None
+    bias: Tensor | None = None
 
     @property
     def itemsize(self) -> float:
@@ -54,12 +58,21 @@ class StackedExperts:
 
     gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand behind the others, and the
     block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
-    `Moe` may have made it float32.
+    `Moe` may have made it float32. gate: see `grouped_gemm`.
     """
 
+    @classmethod
+    def of(cls, block: Moe) -> StackedExperts:
+        """Stack a block's experts once: the runner that measures memory and the one that serves share them."""
+        if block.stacked is None:
+            block.stacked = cls(block)
+        stacked: StackedExperts = block.stacked
+        return stacked
+
     def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts with biases, or of several formats."""
+        """Raise UnsupportedModelError for experts of several formats."""
         self.num_shared = 0
+        self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
         self.router = block.router.to(block.norm.dtype)
         inner = block.rule.intermediate_size
         for expert in block.experts.values():
@@ -77,38 +90,31 @@ class StackedExperts:
         self.down = stacked([expert.down for expert in block.experts.values()], more_down)
 
 
-def stacked_experts(block: Moe) -> StackedExperts:
-    """Stack once: a model is lowered again for the run after the one that measures memory."""
-    if block.stacked is None:
-        block.stacked = StackedExperts(block)
-    assert isinstance(block.stacked, StackedExperts), "nobody else sets it"
-    return block.stacked
-
-
 def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
     """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
-    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear) or layer.bias is not None:
-        raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers without biases")
+    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear):
+        raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
     if isinstance(layer, Linear | EightBitLinear):
         return layer
     can_be_cut = piece is None or not isinstance(layer, Mxfp4Linear)  # no model has both
     if can_be_cut and fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit)):
         return layer
-    return W8A16Linear.of(Linear(layer.dequantize(torch.bfloat16)), SplitKWorkspace(layer.device, 1, 1))
+    plain = Linear(layer.dequantize(torch.bfloat16), layer.bias)
+    return W8A16Linear.of(plain, SplitKWorkspace(layer.device, 1, 1))
 
 
 def stack_of(layer: LinearLayer) -> Stack:
     """One layer's."""
     if isinstance(layer, W4A16Linear):
-        return Stack(layer.packed.words, layer.packed.scales_and_zeros)
+        return Stack(layer.packed.words, layer.packed.scales_and_zeros, layer.bias)
     if isinstance(layer, EightBitLinear | ExpertLinear):
-        return Stack(layer.weight, layer.scales)
+        return Stack(layer.weight, layer.scales, layer.bias)
     assert isinstance(layer, Linear), "see `stackable`"
-    return Stack(layer.weight, None)
+    return Stack(layer.weight, None, layer.bias)
 
 
 def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
-    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one."""
+    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
 
     def pieces(rows: Tensor) -> list[Tensor]:
         gate, up = rows.view(2, count, -1, *rows.shape[1:])
@@ -149,7 +155,8 @@ def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
         else:
             assert isinstance(layer, EightBitLinear | ExpertLinear), "see `stackable`"
             layer.weight, layer.scales = weights[index], scales[index]
-    return Stack(weights, scales)
+    biases = [each.bias for each in stacks if each.bias is not None]
+    return Stack(weights, scales, torch.stack(biases) if biases else None)
 
 
 def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
@@ -165,15 +172,16 @@ def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
     return float32
 
 
-def chooser(block: Moe, num_shared: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Shares and experts, shared ones among them, of each token by its logits."""
+def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Shares and experts, shared ones among them, of each token by its logits. held: see `route`; this rank's."""
     rule = block.rule
+    held = held or rule.held_experts
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         return route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
-            rule.held_experts,
+            held,
         )  # fmt: skip
 
     return choose
@@ -184,30 +192,49 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
 
     Partial sums need all experts to be this rank's.
     """
-    gate_up, down = experts.gate_up, experts.down
-    num_experts, top_k = gate_up.weight.shape[0], block.num_chosen + experts.num_shared
     router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
-    gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
-    down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
 
     def body(x: Tensor, step: object) -> Tensor:
         shares, chosen = choose(router(x))
-        parts = outputs(x, shares, chosen)
+        parts = outputs(experts, x, shares, chosen)
         return sum_of_held(parts, chosen) if is_summed else parts
 
-    def outputs(x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        num_pairs = chosen.numel()
-        if num_pairs <= MAX_PAIRS:
-            inside = grouped_gemv(x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales)
-            return grouped_gemv(inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales)
-        load = num_pairs / num_experts
-        gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
-        down_tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize))
-        pairs = sort_pairs(chosen, num_experts) if x.shape[0] > MAX_UNSORTED else chosen
-        inside = grouped_gemm(x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales)
-        return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales)
-
     return body
+
+
+def outputs(
+    experts: StackedExperts, x: Tensor, shares: Tensor, chosen: Tensor, listed: SortedPairs | None = None
+) -> Tensor:
+    """Partial sums (choices, num_tokens, hidden) of each token's choices, see `grouped_gemm`.
+
+    listed: pairs by expert, if they are known and there are many.
+    """
+    gate_up, down, gate = experts.gate_up, experts.down, experts.gate
+    num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
+    if num_pairs <= MAX_PAIRS:
+        gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
+        down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
+        inside = grouped_gemv(
+            x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+        )  # fmt: skip
+        return grouped_gemv(
+            inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales, bias=down.bias
+        )  # fmt: skip
+    load = num_pairs / num_experts
+    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
+    down_tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize))
+    pairs: SortedPairs | Tensor = chosen
+    if is_listed(*chosen.shape):
+        pairs = listed or sort_pairs(chosen, num_experts)
+    inside = grouped_gemm(
+        x, gate_up.weight, pairs, gate_up_tile, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+    )  # fmt: skip
+    return grouped_gemm(inside, down.weight, pairs, down_tile, top_k, shares, down.scales, down.bias)
+
+
+def is_listed(num_tokens: int, num_choices: int) -> bool:
+    """Whether there are so many tokens of so many choices that their pairs are listed by expert."""
+    return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
 
 
 def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor], None]:
@@ -221,8 +248,8 @@ def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable
         shares, chosen = choose(logits_of(residual))
         inside = grouped_gemv(
             residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
-            scales=gate_up.scales,
+            scales=gate_up.scales, bias=gate_up.bias, gate=experts.gate,
         )  # fmt: skip
-        add_down_of_row(inside, down.weight, chosen, shares, down_row, residual, down.scales)
+        add_down_of_row(inside, down.weight, chosen, shares, down_row, residual, down.scales, down.bias)
 
     return add

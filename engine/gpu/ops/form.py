@@ -15,9 +15,11 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Body, Forward, Op, Stream
 from engine.layers.latent_attention import LatentAttention
-from engine.layers.mlp import Mlp
+from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.moe import Moe
+from engine.layers.post_norm import PostNormed
 from engine.models.model import Model
+from kernels.gpu.post_norm import post_norm_add_norm
 from kernels.gpu.rms_norm import add_rms_norm, add_rms_norm_of_partials, embed_rms_norm, rms_norm
 
 MANY_ROWS = sys.maxsize
@@ -99,16 +101,27 @@ def by_kind(
 
 
 def is_plain_alone(model: Model) -> bool:
-    """Whether the model has blocks that `PlainForm` alone takes."""
-    return any(isinstance(block, Moe | LatentAttention) for block in model.blocks)
+    """Whether the model has blocks, or an embedding, that `PlainForm` and mostly `OneRowForm` alone take."""
+    kinds = Moe, LatentAttention, PostNormed, GeluMlp
+    return model.embedding_scale is not None or any(isinstance(block, kinds) for block in model.blocks)
 
 
-def add_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
-    """In one kernel. What is pending is plain, or partial sums (num_parts, num_tokens, hidden)."""
+def post_norms(model: Model) -> list[Tensor | None]:
+    """The norm that is pending with each fold's output: of the block before, and of none before the first."""
+    return [None, *(block.post_norm if isinstance(block, PostNormed) else None for block in model.blocks)]
+
+
+def add_norm(weight: Tensor, eps: float, post_norm: Tensor | None = None) -> AddNorm[Tensor]:
+    """In one kernel. What is pending is plain, or partial sums (num_parts, num_tokens, hidden).
+
+    post_norm: of what is pending, before it is added; then that is plain.
+    """
 
     def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         if pending is None:
             return rms_norm(residual, weight, eps)
+        if post_norm is not None:
+            return post_norm_add_norm(pending, post_norm, residual, weight, eps)
         if pending.dim() == 3:
             return add_rms_norm_of_partials(pending, residual, weight, eps)
         return add_rms_norm(pending, residual, weight, eps)
@@ -117,7 +130,7 @@ def add_norm(weight: Tensor, eps: float) -> AddNorm[Tensor]:
 
 
 def final_norm(model: Model) -> AddNorm[Tensor]:
-    return add_norm(model.final_norm, model.config.rms_norm_eps)
+    return add_norm(model.final_norm, model.config.rms_norm_eps, post_norms(model)[-1])
 
 
 def embed(model: Model) -> Callable[[GpuStep], Stream]:

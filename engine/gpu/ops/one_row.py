@@ -15,15 +15,16 @@ from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
 from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.mlp import Mlp
+from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.moe import Moe
+from engine.layers.post_norm import PostNormed
 from engine.models.model import Model
 from kernels.gpu.gemv import gemv
 from kernels.gpu.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):
-    """Plain weights alone; experts of any format, whose kernels take a row as it is."""
+    """Plain weights alone, and no norms behind blocks; experts of any format, whose kernels take a row as it is."""
 
     def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
         """experts: of each block of experts, by its id."""
@@ -39,6 +40,7 @@ class OneRowForm(Form):
                 if not isinstance(block, Moe)
                 for ref in block.linears()
             )
+            and not any(isinstance(block, PostNormed) for block in self.model.blocks)
         )  # fmt: skip
 
     def lower(self, target: Target) -> Forward[GpuStep]:
@@ -60,17 +62,18 @@ def attention(block: Attention) -> GpuOp:
 
 
 def mlp(block: Mlp) -> GpuOp:
-    gate_up, down = bound_gemv(block.gate_up), bound_gemv(block.down)
+    gate_up, down, is_gelu = bound_gemv(block.gate_up), bound_gemv(block.down), isinstance(block, GeluMlp)
 
     def body(residual: Tensor, step: GpuStep) -> None:
-        down(gate_up(residual, norm=block.norm, eps=block.eps, is_gated=True), added_to=residual)
+        gated = gate_up(residual, norm=block.norm, eps=block.eps, is_gated=True, is_gelu=is_gelu)
+        down(gated, added_to=residual)
 
     return Op(nothing_pending, body)
 
 
 def experts(block: Moe, stacked: StackedExperts) -> GpuOp:
     logits_type = torch.float32 if block.rule.float32_router else block.norm.dtype
-    router = Linear(stacked.router)
+    router = Linear(stacked.router, block.router_bias)
     add = moe_of_row(
         block, stacked, partial(bound_gemv(router), norm=block.norm, eps=block.eps, out_dtype=logits_type)
     )  # fmt: skip

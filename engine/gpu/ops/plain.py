@@ -1,9 +1,9 @@
 """Blocks of any number of rows: GEMMs apart, all between them fused.
 
-    residual += pending output, normed       one kernel
+    residual += pending output, normed       one kernel, also where the output is normed before it is added
     q, k normed and rotated, k and v stored  one kernel
     attention                                one kernel for decode rows, one for chunks of prompts
-    SiLU(gate) * up                          one kernel, or part of the GEMM
+    SiLU(gate) * up, or GELU(gate) * up      one kernel, or part of the GEMM
     experts                                  routing, then two grouped GEMMs
     latents                                  rotated and stored in one kernel, queries absorbed by batched GEMMs
 
@@ -19,14 +19,26 @@ from functools import partial
 from torch import Tensor
 
 from engine.gpu.ops.experts import StackedExperts, moe
-from engine.gpu.ops.form import Form, GpuBody, GpuStep, Target, add_norm, by_kind, embed_then, final_norm
+from engine.gpu.ops.form import (
+    Form,
+    GpuBody,
+    GpuStep,
+    Target,
+    add_norm,
+    by_kind,
+    embed,
+    embed_then,
+    final_norm,
+    post_norms,
+)
 from engine.gpu.ops.latents import latent_attention
 from engine.layers.attention import Attention
 from engine.layers.forward import Forward, Op
 from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.linear import Linear, LinearLayer
-from engine.layers.mlp import Mlp
+from engine.layers.mlp import GeluMlp, Mlp
 from engine.layers.moe import Moe
+from engine.layers.post_norm import without_post_norm
 from engine.models.model import Model
 from kernels.gpu.gated_gemm import gated_linear
 from kernels.gpu.gemv import gemv
@@ -58,20 +70,26 @@ class PlainForm(Form):
         rows, workspace = num_rows, self._workspace
         return [
             by_kind(
-                block,
+                without_post_norm(block),
                 lambda block: attention(block, rows, workspace),
                 lambda block: mlp(block, rows, workspace),
-                lambda block: experts(block, self._experts[id(block)], rows, workspace, self.sums_experts),
+                lambda block: self.experts(block, rows),
                 lambda block: latents(block, rows, workspace),
             )
             for block in self.model.blocks
         ]
 
+    def experts(self, block: Moe, num_rows: int) -> GpuBody:
+        """The body of a block of experts."""
+        return experts(block, self._experts[id(block)], num_rows, self._workspace, self.sums_experts)
+
     def lower(self, target: Target) -> Forward[GpuStep]:
         model, bodies = self.model, self.bodies(target.num_rows)
-        pairs = zip(model.blocks[1:], bodies[1:], strict=True)
-        ops = [Op(add_norm(block.norm, block.eps), body) for block, body in pairs]
-        return Forward(embed_then(model, bodies[0]), ops, final_norm(model), model.head)
+        triples = zip(model.blocks, post_norms(model)[:-1], bodies, strict=True)
+        ops = [Op(add_norm(block.norm, block.eps, post_norm), body) for block, post_norm, body in triples]
+        if model.embedding_scale is not None:
+            return Forward(embed(model), ops, final_norm(model), model.head)
+        return Forward(embed_then(model, bodies[0]), ops[1:], final_norm(model), model.head)
 
 
 def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
@@ -84,14 +102,16 @@ def attention(block: Attention, num_rows: int, workspace: SplitKWorkspace) -> Gp
 
 
 def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
-    gated, down = gated_gemm(block.gate_up, num_rows, workspace), gemm(block.down, num_rows, workspace)
+    gated = gated_gemm(block.gate_up, num_rows, workspace, isinstance(block, GeluMlp))
+    down = gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
 
 
 def experts(
     block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
-) -> GpuBody:
-    return moe(block, stacked, gemm(Linear(stacked.router), num_rows, workspace), is_summed)
+) -> GpuBody:  # fmt: skip
+    """is_summed: see `moe`."""
+    return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
@@ -118,14 +138,14 @@ def gemm(layer: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
     return partial(skinny_gemm, weight=layer.weight, bias=layer.bias, workspace=workspace, config=config)
 
 
-def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace) -> Gemm:
-    """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2)."""
+def gated_gemm(gate_up: LinearLayer, num_rows: int, workspace: SplitKWorkspace, is_gelu: bool = False) -> Gemm:
+    """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
     if isinstance(gate_up, Linear) and gate_up.weight.dtype.itemsize == 2:
         n, k = gate_up.weight.shape
         if num_rows == 1 and gate_up.bias is None:
-            return partial(gemv, weight=gate_up.weight, bias=None, config=FUSED_GEMV, is_gated=True)
+            return partial(gemv, weight=gate_up.weight, bias=None, config=FUSED_GEMV, is_gated=True, is_gelu=is_gelu)
         config = SKINNY_GATED.find(num_rows, n // 2, k)
         if config is not None:
-            return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config)
+            return partial(gated_linear, weight=gate_up.weight, bias=gate_up.bias, config=config, is_gelu=is_gelu)
     apart = gemm(gate_up, num_rows, workspace)
-    return lambda x: silu_mul(apart(x))
+    return lambda x: silu_mul(apart(x), is_gelu)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.experts import StackedExperts
-from engine.gpu.ops.form import GpuStep, Target
+from engine.gpu.ops.form import GpuStep, Target, post_norms
 from engine.gpu.ops.plain import PlainForm
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.quantized import EightBitLinear, QuantizedInput
 from engine.layers.block import Block
 from engine.layers.forward import AddNorm, Forward, Op, Stream
 from engine.models.model import Model
+from kernels.gpu.rms_norm import add_rms_norm
 from kernels.gpu.vocab_parallel_embed import vocab_parallel_embed
 
 
@@ -29,9 +31,10 @@ class TensorParallelForm(PlainForm):
 
     def lower(self, target: Target) -> Forward[GpuStep]:
         model, group = self.model, self._group
-        pairs = zip(model.blocks, self.bodies(target.num_rows), strict=True)
-        ops = [Op(all_reduce_norm(group, block.norm, block.eps), body) for block, body in pairs]
-        final = all_reduce_norm(group, model.final_norm, model.config.rms_norm_eps)
+        *posts, last = post_norms(model)
+        triples = zip(model.blocks, posts, self.bodies(target.num_rows), strict=True)
+        ops = [Op(all_reduce_norm(group, block.norm, block.eps, post), body) for block, post, body in triples]
+        final = all_reduce_norm(group, model.final_norm, model.config.rms_norm_eps, last)
         return Forward(embed_part(model, group), ops, final, model.head)
 
 
@@ -62,13 +65,25 @@ class QuantizedTensorParallelForm(QuantizedInputForm):
 
 def embed_part(model: Model, group: DeviceGroup) -> Callable[[GpuStep], Stream]:
     """Start with the rank's part of the embedding's rows, pending."""
-    embedding, first_id = model.embedding, group.rank * model.embedding.shape[0]
-    return lambda step: Stream(*vocab_parallel_embed(step.token_ids, embedding, first_id))
+    embedding, scale, first_id = model.embedding, model.embedding_scale, group.rank * model.embedding.shape[0]
+
+    def start(step: GpuStep) -> Stream:
+        residual, pending = vocab_parallel_embed(step.token_ids, embedding, first_id)
+        return Stream(residual, pending if scale is None else pending * scale)
+
+    return start
 
 
-def all_reduce_norm(group: DeviceGroup, weight: Tensor, eps: float) -> AddNorm[Tensor]:
+def all_reduce_norm(
+    group: DeviceGroup, weight: Tensor, eps: float, post_norm: Tensor | None = None
+) -> AddNorm[Tensor]:
+    """post_norm: of what is pending, when it is summed and before it is added: by itself, a sum with zeros."""
+
     def fold(residual: Tensor, pending: Tensor | None) -> Tensor:
         assert pending is not None, "the stream starts with a pending output"
-        return group.all_reduce_rms_norm(pending, residual, weight, eps)
+        if post_norm is None:
+            return group.all_reduce_rms_norm(pending, residual, weight, eps)
+        y = group.all_reduce_rms_norm(pending, torch.zeros_like(residual), post_norm, eps)
+        return add_rms_norm(y, residual, weight, eps)
 
     return fold

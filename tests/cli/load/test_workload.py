@@ -95,6 +95,13 @@ def test_mooncake_file(tmp_path):
     assert len(read_trace(path, duration_seconds=2.0)) == 2
 
 
+def test_rows_of_one_tick_are_spread_until_the_next(tmp_path):
+    path = tmp_path / "t.jsonl"
+    row = {"input_length": 700, "output_length": 3, "hash_ids": [0]}
+    path.write_text("".join(json.dumps(row | {"timestamp": at}) + "\n" for at in (0, 0, 0, 3000, 6000, 6000)))
+    assert [row.at_seconds for row in read_trace(path)] == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
+
+
 def test_azure_file(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(

@@ -29,16 +29,19 @@ from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.kv_memory import allocate_pool, pool_geometry
-from engine.layers.pipeline import Stage, StageEnds
+from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
-from engine.loader.staged import _divide, divide_layers
+from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights, whole_shapes
+from engine.models.config import config_from_hf, read_hf_config
 from engine.parallel.follower import follow
-from engine.parallel.followers import STEP_ENCODER, FollowerStep, work_of
-from engine.parallel.pipeline import PipelineRunner
+from engine.parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
+from engine.parallel.runner import ParallelRunner
 from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup
+from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -64,25 +67,37 @@ class QueueLink:
 
 
 class ThreadedStages:
-    """Stands in for `Followers`: the stages before the last one, in threads that are given the plans' bytes."""
+    """Stands in for `Followers`: the ranks of all stages but `local`, in threads that are given the plans' bytes."""
 
     def __init__(
-        self, loaded: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, links: Sequence[QueueLink]
+        self, whole: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, tp: int, pp: int
     ) -> None:
         files = ModelFiles("tiny", "directory", Path(config.model))
         self._plans: list[queue.Queue[bytes]] = []
-        for index, sink in enumerate(links):
-            stage = load_model(files, config, CPU, stage=Stage(index, len(links) + 1))
-            assert stage.fingerprint == loaded.fingerprint
-            geometry = pool_geometry(stage.config, config, stage.fingerprint, stage.dtype, stage.shard)
+        links = [[None, *(QueueLink() for _ in range(pp - 1)), None] for _ in range(tp)]
+        groups = [ThreadGroup(tp) if tp > 1 else None for _ in range(pp)]
+        for number in range(tp * pp):
+            shard, stage = place_of(number, replace(config, tp=tp, pp=pp))
+            assert stage is not None
+            loaded = load_model(files, config, CPU, shard, stage=stage)
+            if tp == 1:
+                assert loaded.fingerprint == whole.fingerprint
+            geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
             slots = None
             if host_buffer is not None:
                 slots = torch.zeros(host_buffer.shape[0], geometry.block_bytes, dtype=torch.uint8)
-            ends = StageEnds(links[index - 1] if index else None, sink)
-            runner = ModelRunner(stage, allocate_pool(geometry, CPU), slots, config, ends=ends)
+            group, ends = groups[stage.index], StageEnds(*links[shard.rank][stage.index : stage.index + 2])
+            if group is not None:
+                group.join(shard.rank)
+            runner = ModelRunner(loaded, allocate_pool(geometry, CPU), slots, config, group, ends)
+            if number == 0:
+                self.local = runner
+                continue
             plans: queue.Queue[bytes] = queue.Queue()
-            threading.Thread(target=follow, args=(plans.get, runner), daemon=True).start()
+            threading.Thread(target=_follow, args=(plans, runner, group, shard.rank), daemon=True).start()
             self._plans.append(plans)
+        if group := groups[-1]:
+            group.join(0)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]]) -> None:
         for plans in self._plans:
@@ -95,35 +110,34 @@ class ThreadedStages:
         pass
 
 
-class UnwarmedRunner(PipelineRunner):
+def _follow(plans: queue.Queue[bytes], runner: ModelRunner, group: ThreadGroup | None, rank: int) -> None:
+    if group is not None:
+        group.join(rank)
+    follow(plans.get, runner)
+
+
+class UnwarmedRunner(ParallelRunner):
     """The stages in threads have been warmed up by nobody."""
 
     def warmup(self, *_: object) -> None:
         pass
 
 
-def open_stages(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
-    """An engine over stages in threads."""
+def open_stages(
+    path: Path, count: int, monkeypatch: pytest.MonkeyPatch, tp: int = 1, **settings: object
+) -> EngineParts:
+    """An engine over stages of `tp` ranks each in threads."""
 
     def make(
-        _whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
-    ) -> PipelineRunner:
-        files = ModelFiles("tiny", "directory", path)
-        last = load_model(files, config, CPU, stage=Stage(count - 1, count))
-        links = [QueueLink() for _ in range(count - 1)]
-        geometry = pool_geometry(last.config, config, last.fingerprint, last.dtype, last.shard)
-        slots = None
-        if host is not None:
-            slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
-        local = ModelRunner(last, allocate_pool(geometry, CPU), slots, config, ends=StageEnds(links[-1]))
-        stages = ThreadedStages(last, host, config, links)
-        return UnwarmedRunner(local, stages, count, is_eager=True)  # type: ignore[arg-type]
+        whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object
+    ) -> ParallelRunner:
+        stages = ThreadedStages(whole, host, config, tp, count)
+        return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
+    monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
-    parts = assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
-    parts.engine.scheduler.num_stages = count
-    return parts
+    return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
 
 
 def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -133,12 +147,7 @@ def run(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-WINDOWED = {name for name, tiny in TINY_MODELS.items() if tiny.changes.get("sliding_window")}
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), zip(sorted(TINY_MODELS.keys() - WINDOWED), cycle([2, 3]), strict=False), ids=str
-)
+@pytest.mark.parametrize(("name", "count"), zip(sorted(TINY_MODELS), cycle([2, 3]), strict=False), ids=str)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,9 +161,55 @@ def test_greedy_tokens_are_those_of_transformers(
     assert parts.engine.num_failed_steps == 0
 
 
-def test_layers_with_windows_are_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="sliding windows"):
-        open_stages(TINY_MODELS["mistral-window"].save(tmp_path), 2, monkeypatch)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_stages_of_ranks_give_the_tokens_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that are swapped, on the four ranks of two stages."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    parts = open_stages(
+        path, 2, monkeypatch, tp=2, num_gpu_blocks=24, block_size=4, max_num_batched_tokens=24, max_num_seqs=6,
+        preemption="swap", host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        assert run(parts) == expected
+    assert parts.engine.scheduler.num_preemptions > 0
+    assert parts.engine.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "tp", "preemption"),
+    [
+        ("llama", 2, 1, "recompute"),
+        ("llama", 2, 2, "swap"),
+        ("gemma3", 3, 1, "swap"),
+        ("gpt-oss", 2, 2, "swap"),
+        ("mistral-window", 2, 1, "swap"),
+    ],
+)
+def test_stages_take_drafts(
+    name: str, count: int, tp: int, preemption: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    answers = [prompt + reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    drafter = MakeOracle(knows(answers), 0.7, VOCAB_SIZE)
+    monkeypatch.setattr(engine.assembly, "drafter_for", lambda _config: drafter)
+    parts = open_stages(
+        path, count, monkeypatch, tp, num_speculative_tokens=4, num_gpu_blocks=SCARCE_BLOCKS.get(name, 24),
+        block_size=4, max_num_seqs=6, max_num_batched_tokens=24, preemption=preemption, host_tier_gb=0.01,
+    )  # fmt: skip
+    for _ in range(2):
+        found = run(parts)
+        assert [prompt + tokens for prompt, tokens in zip(PROMPTS, found, strict=True)] == answers
+    scheduler = parts.engine.scheduler
+    assert scheduler.num_preemptions > 0
+    assert 0 < scheduler.num_accepted_tokens < scheduler.num_draft_tokens
 
 
 def test_stages_swap_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +265,8 @@ def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     assert parts.engine.num_steps < 3 * 20 + 12
 
 
-def test_processes_are_stages() -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_processes_are_stages(tp: int) -> None:
     """All that the last stage needs to know of a request, and prompts in chunks that are recomputed."""
     params = [
         SamplingParams(
@@ -222,7 +278,7 @@ def test_processes_are_stages() -> None:
     prompts = ["the same beginning, " + "abc " * (5 * index) for index in range(6)]
     settings = {"num_gpu_blocks": 14, "max_num_batched_tokens": 32, "quant_mode": "none"}
     expected = LLM("dry-run", num_threads=1, **settings).generate(prompts, params)
-    llm = LLM("dry-run", pp=2, **settings)
+    llm = LLM("dry-run", pp=2, tp=tp, num_speculative_tokens=2 * (tp - 1), **settings)
     found = llm.generate(prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -230,8 +286,10 @@ def test_processes_are_stages() -> None:
             assert mine.token_id == theirs.token_id
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert llm.engine.scheduler.num_preemptions > 0
-    (follower,) = followers_of(os.getpid())
-    os.kill(follower, signal.SIGKILL)
+    assert (llm.engine.scheduler.num_draft_tokens > 0) == (tp > 1)
+    followers = followers_of(os.getpid())
+    assert len(followers) == 2 * tp - 1
+    os.kill(followers[-1], signal.SIGKILL)
     for prompt in ("again", "and again"):
         with pytest.raises(EngineError, match=r"rank \d"):
             llm.generate(prompt, GREEDY)
@@ -301,13 +359,32 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
         assert largest(found[0].stop, found[1].stop) == least < math.inf
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
+    """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: nobody has much more than others."""
+    folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
+    config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
+    model = config_from_hf(read_hf_config(folder))
+    ranks, layers, of_rank = pp * tp, divide_layers(model, pp), model.shard(tp, None) if tp > 1 else model
+    shapes = whole_shapes(of_rank)
+    weights, caches = [], []
+    for rank in range(ranks):
+        shard, stage = place_of(rank, config)
+        index = 0 if stage is None else stage.index
+        needed = stage_weights(of_rank, shapes, layers[index])
+        weights.append(2 * sum(map(math.prod, needed.values())))
+        geometry = pool_geometry(model, config, "f", torch.bfloat16, shard_of(shard, layers[index]))
+        caches.append(geometry.pool_bytes)
+    assert sum(weights) == pytest.approx(141.1e9, rel=0.001)
+    assert sum(caches) == 256 * 19 * 64 * 2 * 80 * 8 * 128 * 2
+    assert max(map(sum, zip(weights, caches, strict=True))) < 1.03 * (sum(weights) + sum(caches)) / ranks < 126e9
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"pp": 3}, "has 2 layers"),
         ({"pp": 0}, "choose 1 to 64"),
-        ({"pp": 2, "tp": 2}, "--pp with --tp"),
-        ({"pp": 2, "num_speculative_tokens": 2}, "--num-speculative-tokens"),
         ({"pp": 2, "itl_objective_ms": 20.0}, "--itl-objective-ms"),
     ],
     ids=str,

@@ -8,9 +8,11 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,7 +50,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=60.0)
-        self._parts: list[Tensor] = [torch.empty(0)] * size
+        self._parts: list[Any] = [None] * size
         self._local = threading.local()
 
     @property
@@ -66,12 +68,20 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        pieces = [part[self.rank] for part in self._exchange(x.split(list(send)))]
+        assert [piece.shape[0] for piece in pieces] == list(receive)
+        return torch.cat(pieces)
+
+    def _exchange(self, x: Any) -> list[Any]:
         self._parts[self.rank] = x
         self._barrier.wait()
         parts = list(self._parts)
         self._barrier.wait()
         return parts
+
+
+OF_RANKS: dict[str, Any] = {}  # settings of ranks that one rank cannot have
 
 
 class ThreadedRanks:
@@ -84,6 +94,7 @@ class ThreadedRanks:
     ) -> None:
         self._group = ThreadGroup(num_ranks)
         self._executor = ThreadPoolExecutor(num_ranks)
+        config = replace(config, tp=num_ranks, **OF_RANKS)
         files = ModelFiles("tiny", "directory", Path(config.model))
         self._ranks: list[ModelRunner] = []
         for rank in range(num_ranks):
@@ -151,19 +162,53 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert made.num_failed_steps == 0
 
 
-def test_ranks_of_whole_experts_equal_transformers(tmp_path: Path) -> None:
+def test_ranks_that_dispatch_to_whole_experts_equal_transformers(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tiny = TINY_MODELS["qwen3-moe"]
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     config = EngineConfig(
-        str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, num_gpu_blocks=64, num_threads=1
-    )
+        str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
+        num_gpu_blocks=64, num_threads=1,
+    )  # fmt: skip
     made = assemble(config).engine
     requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while made.has_work():
         made.step()
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [request.output_token_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "exchange"),
+    [
+        ("qwen3-moe", 2, "sum"),
+        ("qwen3-moe-some-dense", 2, "dispatch"),
+        ("gpt-oss", 2, "dispatch"),
+        ("qwen3-moe", 4, "dispatch"),
+        ("deepseek-v2-lite", 2, "sum"),
+        ("deepseek-v2-lite", 2, "dispatch"),
+        ("deepseek-v3", 4, "dispatch"),
+    ],
+)
+def test_ranks_of_whole_experts_equal_transformers(
+    name: str, num_ranks: int, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts beside decode rows, and steps of fewer rows than ranks."""
+    torch.set_num_threads(1)
+    tiny = TINY_MODELS[name]
+    if num_ranks == 4:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in name else 2}
+        tiny = replace(tiny, changes={**tiny.changes, **heads, "num_experts": 8, "n_routed_experts": 8})
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    monkeypatch.setitem(OF_RANKS, "expert_parallel", True)
+    monkeypatch.setitem(OF_RANKS, "expert_exchange", exchange)
+    made = open_ranks(path, num_ranks, monkeypatch, max_num_batched_tokens=24).engine
+    requests = [made.add_request(prompt, replace(GREEDY, prompt_logprobs=0)) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [request.output_token_ids for request in requests] == expected
+    assert made.num_failed_steps == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

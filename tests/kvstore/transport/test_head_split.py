@@ -17,14 +17,14 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from common.rpc import RpcServer
-from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
+from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention, windowed_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.client import Blocks, KvClient, host_client
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease, open_handle
-from kvstore.transport.head_split import HeadCopy, ShardPart, split_blocks, split_heads
+from kvstore.transport.head_split import HeadCopy, ShardPart, split_blocks
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only
@@ -83,7 +83,7 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
         mine = geometry_of(heads, Shard(rank, readers))
         target = np.full(mine.block_bytes, 255, dtype=np.uint8)
         written = np.zeros(mine.block_bytes, dtype=int)
-        for part in split_heads(mine, writers):
+        for part in split_blocks(mine, tuple(ranks_of(writers))):
             for source, to, count in spans(part, mine.block_bytes):
                 target[to : to + count] = sources[part.rank][source : source + count]
                 written[to : to + count] += 1
@@ -94,19 +94,23 @@ def test_spans_are_the_slices_of_a_whole_block(heads: int, writers: int, readers
 @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 3)])
 def test_equal_shards_are_whole_blocks_of_the_same_rank(heads: int, size: int) -> None:
     for rank in range(size):
-        assert split_heads(geometry_of(heads, Shard(rank, size)), size) == (ShardPart(rank, None),)
+        assert split_blocks(geometry_of(heads, Shard(rank, size)), tuple(ranks_of(size))) == (ShardPart(rank, None),)
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
 @pytest.mark.parametrize("writers", [1, 2, 4])
 def test_latents_are_whole_blocks_of_any_rank(writers: int, readers: int) -> None:
-    parts = [split_heads(geometry_of(LATENTS, Shard(rank, readers)), writers) for rank in range(readers)]
+    parts = [
+        split_blocks(geometry_of(LATENTS, Shard(rank, readers)), tuple(ranks_of(writers))) for rank in range(readers)
+    ]
     assert parts == [(ShardPart(rank % writers, None),) for rank in range(readers)]
 
 
 def test_equal_heads_are_whole_blocks_and_all_ranks_serve() -> None:
-    assert split_heads(geometry_of(2, Shard(1, 2)), 4) == (ShardPart(3, None),)  # ranks 2 and 3 hold head 1
-    served = Counter(split_heads(geometry_of(1, Shard(rank, 8)), 4)[0].rank for rank in range(8))
+    assert split_blocks(geometry_of(2, Shard(1, 2)), tuple(ranks_of(4))) == (
+        ShardPart(3, None),
+    )  # ranks 2 and 3 hold head 1
+    served = Counter(split_blocks(geometry_of(1, Shard(rank, 8)), tuple(ranks_of(4)))[0].rank for rank in range(8))
     assert served == dict.fromkeys(range(4), 2)
 
 
@@ -211,6 +215,10 @@ def stages(*bounds: int) -> list[Shard]:
     return [found[-1], *found[:-1]]
 
 
+def ranks_of(size: int, stages: Sequence[Shard] = (Shard(),)) -> list[Shard]:
+    return [replace(stage, rank=rank, size=size) for stage in stages for rank in range(size)]
+
+
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 @pytest.mark.parametrize(
     ("writers", "readers"),
@@ -220,17 +228,22 @@ def stages(*bounds: int) -> list[Shard]:
         (stages(0, 1, 3), stages(0, 2, 3)),
         (stages(0, 1, 2, 3), stages(0, 1, 3)),
         (stages(0, 2, 3), stages(0, 2, 3)),
+        (ranks_of(2, stages(0, 2, 3)), ranks_of(2, stages(0, 2, 3))),
+        (ranks_of(2, stages(0, 2, 3)), stages(0, 1, 3)),
+        (ranks_of(4, stages(0, 2, 3)), ranks_of(2)),
+        (stages(0, 1, 3), ranks_of(4)),
+        (ranks_of(2), ranks_of(4, stages(0, 1, 2, 3))),
     ],
-    ids=str,
+    ids=lambda shards: "+".join(f"{shard.rank}/{shard.size}:{shard.layers}" for shard in shards),
 )
 async def test_pools_of_other_stages_arrive(
     tmp_path: Path, transport: str, writers: list[Shard], readers: list[Shard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(2, Shard()).block_bytes)  # several pieces
-    async with running(tmp_path, 2, 0, writers) as worker:
+    monkeypatch.setattr(host_pull, "SCRATCH_BYTES", 2 * geometry_of(4, Shard()).block_bytes)  # several pieces
+    async with running(tmp_path, 4, 0, writers) as worker:
         lease = worker.lease([4, 1, 2, 0, 5], transport)
         for shard in readers:
-            geometry = geometry_of(2, shard)
+            geometry = geometry_of(4, shard)
             mine = empty_pool(geometry)
             client = client_of(geometry, mine, transport)
             result = await asyncio.to_thread(client.pull, lease, [0, 1, 2, 4], [BlockId(b) for b in (5, 0, 3, 1)])
@@ -240,14 +253,33 @@ async def test_pools_of_other_stages_arrive(
             client.close()
 
 
-def test_equal_stages_read_whole_blocks_and_ranks_none() -> None:
-    writers = tuple(stages(0, 1, 3))
-    assert split_blocks(geometry_of(2, writers[0]), writers) == (ShardPart(0, None),)
-    assert split_blocks(geometry_of(2, writers[1]), writers) == (ShardPart(1, None),)
-    with pytest.raises(HandshakeError, match="same flag"):
-        split_blocks(geometry_of(2, Shard(0, 2)), writers)
-    with pytest.raises(HandshakeError, match="same flag"):
-        split_blocks(geometry_of(2, writers[0]), (Shard(0, 2), Shard(1, 2)))
+@pytest.mark.parametrize("size", [1, 2])
+def test_equal_stages_of_equal_ranks_read_whole_blocks(size: int) -> None:
+    writers = tuple(ranks_of(size, stages(0, 1, 3)))
+    for index, shard in enumerate(writers):
+        assert split_blocks(geometry_of(2, shard), writers) == (ShardPart(index, None),)
+
+
+def test_blocks_of_groups_are_read_from_stages_of_the_same_layers() -> None:
+    """Five groups of one layer: stages have none of some, and blocks of one layer all the same."""
+    layout = windowed_attention([64, 64, 0, 64, 64], 2, HEAD_DIM, "bfloat16")
+    writers = tuple(ranks_of(2, stages(0, 3, 5)))
+    for shard in (*writers, *stages(0, 3, 5)):
+        geometry = PoolGeometry(layout, 6, BLOCK_SIZE, "f", shard)
+        assert geometry.block_shape[0] == 1
+        parts = split_blocks(geometry, writers)
+        if shard in writers:
+            assert parts == (ShardPart(writers.index(shard), None),)
+            continue
+        written = Counter(
+            place
+            for part in parts
+            for _, to, count in spans(part, geometry.block_bytes)
+            for place in range(to, to + count)
+        )
+        assert written == dict.fromkeys(range(geometry.block_bytes), 1)
+    with pytest.raises(HandshakeError, match="one --pp"):
+        split_blocks(PoolGeometry(layout, 6, BLOCK_SIZE, "f"), writers)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,16 @@ def test_equal_workers_share_by_draw_and_a_fuller_cache_breaks_the_tie() -> None
     chosen = Counter(choose("cost", request(50, draw=i / 100), [], decode, 64).chosen.decode for i in range(100))
     assert chosen == {D0: 50, D1: 50}
     assert choose("cost", request(50, {D1: 16}), [], decode, 64).chosen.decode == D1
+
+
+def test_a_worker_that_was_slow_is_tried_again_while_others_work() -> None:
+    busy = [view(D0, num_running=3), view(P0, num_running=3)]
+    slow = view(D1, step_seconds=0.2, prefill_tokens_per_second=100.0)
+    assert choose("cost", request(50), [], [*busy, slow], 64).chosen.decode != D1
+    forgotten = replace(slow, is_forgotten=True)
+    assert choose("cost", request(50), [], [*busy, forgotten], 64).chosen.decode == D1
+    everybody = [replace(worker, is_forgotten=True) for worker in (*busy, slow)]  # what was measured is all there is
+    assert choose("cost", request(50), [], everybody, 64).chosen.decode != D1
 
 
 def test_few_streams_spread_over_workers_that_are_about_equally_fast() -> None:

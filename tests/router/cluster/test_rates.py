@@ -27,6 +27,14 @@ def test_rates_follow_what_was_measured() -> None:
     assert rates.step_seconds == 0.01
 
 
+def test_rates_are_old_when_no_request_has_come_for_a_while() -> None:
+    rates = WorkerRates()
+    assert not rates.are_old(now=1000.0)  # there are none
+    rates.submitted(100, now=1000.0)
+    assert not rates.are_old(now=1009.0)
+    assert rates.are_old(now=1011.0)
+
+
 def test_prompts_of_the_same_steps_share_their_time() -> None:
     rates = WorkerRates()
     for step in range(30):

@@ -1,0 +1,182 @@
+"""Ranks that a layer of experts is measured on: processes on CPUs with gloo between them, or GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import choose_clock
+from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
+from engine.layers.moe import Moe
+from engine.parallel.followers import READY, receive_fds
+from engine.parallel.group import GlooGroup
+from kvstore.layout import Shard
+
+NUM_CALLS, NUM_REPLAYS = 20, 15  # of a graph
+
+
+@dataclass(frozen=True)
+class Measured:
+    """out: of this rank's rows. exchange_us: of dispatch and combine alone. moved: to other ranks, in one call."""
+
+    out: Tensor
+    layer_us: float
+    exchange_us: float
+    moved: MovedBytes
+
+
+class Ranks(Protocol):
+    """What the layer runs on."""
+
+    def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
+        """Return what the layer makes of this rank's rows, and how fast."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Each rank's."""
+        ...
+
+
+class CpuRanks:
+    """Processes of one host, gloo between them."""
+
+    def __init__(self, shard: Shard, store: str, seconds: float, options: argparse.Namespace) -> None:
+        """seconds: of one measurement. options: see `choose_clock`."""
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
+        self._clock = choose_clock(options)
+        self._group = GlooGroup(shard, Path(store))
+        self._size, self._seconds = shard.size, seconds
+
+    def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
+        """See Ranks."""
+        exchange = ExpertExchange(self._group, block.rule.num_experts, form)
+        counts, (shares, chosen) = [x.shape[0]] * self._size, block.route(x)
+        out = exchange.output(block, x, counts)
+        moved = replace(exchange.moved)
+
+        def alone() -> None:
+            came = exchange.dispatch(x, shares, chosen, counts)
+            exchange.combine(came.x, came, x.shape[0])
+
+        times = [self._median_us(lambda: exchange.output(block, x, counts)), self._median_us(alone)]
+        return Measured(out, times[0], times[1], moved)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        return list(self._group.all_gather(x.flatten()).view(self._size, *x.shape))
+
+    def _median_us(self, call: Callable[[], object]) -> float:
+        """All ranks begin each call together, and call as often."""
+        times: list[float] = []
+        going = True
+        while going:
+            self._group.all_reduce(torch.zeros(1))
+            began = self._clock()
+            call()
+            times.append(self._clock() - began)
+            enough = float(sum(times) > self._seconds and len(times) > 2)
+            going = float(self._group.all_reduce(torch.tensor([enough]))) == 0
+        return statistics.median(times) * 1e6
+
+
+class GpuRanks:
+    """One GPU each, which map each other's memory; calls are captured in graphs."""
+
+    def __init__(
+        self, shard: Shard, store: str, link: socket.socket, max_tokens: int, hidden: int, top_k: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """link: to the process that gives each rank the descriptors of all, see `share_fds`."""
+        from engine.gpu.group import DeviceGroup  # these need triton
+        from kernels.gpu.exchange_memory import ExchangeLayout, rows_a_rank
+
+        self._device, self._size = torch.device("cuda", shard.rank), shard.size
+        torch.cuda.set_device(self._device)
+        max_rows = rows_a_rank(max_tokens, shard.size)
+        layout = ExchangeLayout(shard.size, max_rows, hidden, top_k, dtype)
+
+        def exchange(fd: int) -> list[int]:
+            socket.send_fds(link, [READY], [fd])
+            return receive_fds(link, shard.size, "the benchmark")
+
+        group = DeviceGroup(shard, self._device, (hidden, 1), dtype, 1, exchange, Path(store), layout, counts=True)
+        assert group.rows is not None, "it was given a layout"
+        self._group, self._counting = group, group.rows
+        self._memory = replace(group.rows, moved=None)
+
+    def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
+        """See Ranks."""
+        from engine.gpu.ops.divided_rows import DispatchedExperts
+        from engine.gpu.ops.experts import StackedExperts
+        from engine.layers.linear import Linear
+        from kernels.gpu.expert_exchange import combine, dispatch
+
+        experts, num_tokens = StackedExperts(block), x.shape[0] * self._size
+        router = Linear(experts.router)
+        counted = DispatchedExperts(block, experts, router, self._counting, form)
+        served = DispatchedExperts(block, experts, router, self._memory, form)
+        assert self._counting.moved is not None
+        self._counting.moved.zero_()
+        out = counted.output(x, num_tokens)
+        rows = self._counting.moved.tolist()
+        shares, chosen = block.route(x)
+        shares, chosen = shares.contiguous(), chosen.int().contiguous()
+        is_padded, num_held = form is ExchangeForm.PADDED, len(block.rule.held_experts)
+        parts = torch.zeros(chosen.shape[1], num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
+
+        def alone() -> None:
+            came = dispatch(
+                x, shares, chosen, num_tokens, num_held, self._memory, is_padded, form is ExchangeForm.GROUPED
+            )
+            combine(parts, came, self._memory, is_padded=is_padded)
+
+        layer_us, exchange_us = (_graph_us(call) for call in (lambda: served.output(x, num_tokens), alone))
+        row_bytes = x.shape[1] * x.itemsize
+        dispatched = rows[0] * (row_bytes + 8 * block.num_chosen)
+        return Measured(out, layer_us, exchange_us, MovedBytes(dispatched, rows[1] * row_bytes))
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """See Ranks."""
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        self._group._nccl.allgather([parts], [x.contiguous()]).wait()
+        return parts
+
+
+def _graph_us(call: Callable[[], object]) -> float:
+    event: Any = torch.cuda.Event  # it has no annotations
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(NUM_CALLS):
+                call()
+        times: list[float] = []
+        for _ in range(NUM_REPLAYS):
+            began, ended = (event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) / NUM_CALLS * 1e3)
+    return statistics.median(times)
+
+
+def share_fds(links: list[socket.socket]) -> None:
+    """Give every rank the descriptors of all."""
+    fds = [fd for rank, link in enumerate(links) for fd in receive_fds(link, 1, f"rank {rank}")]
+    for link in links:
+        socket.send_fds(link, [READY], fds)
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,26 @@
+"""Says which kernels Triton compiles while requests are served: every stream waits for that."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import triton
+
+logger = logging.getLogger(__name__)
+
+
+def log_late_compiles() -> None:
+    """Log each kernel that is compiled from now on in this process. Called at the end of a warm-up."""
+    began: dict[str, float] = {}
+
+    def before(*, repr: str, **_: Any) -> None:
+        began[repr] = time.monotonic()
+
+    def after(*, repr: str, **_: Any) -> None:
+        milliseconds = (time.monotonic() - began.pop(repr, time.monotonic())) * 1e3
+        logger.warning("streams waited %.0f ms for a kernel that the warm-up did not compile: %s", milliseconds, repr)
+
+    triton.knobs.runtime.jit_cache_hook = before
+    triton.knobs.runtime.jit_post_compile_hook = after

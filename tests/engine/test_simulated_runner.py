@@ -1,0 +1,50 @@
+"""`--simulated-steps`: real scheduling, steps that only last."""
+
+import time
+
+import pytest
+
+from common.errors import ConfigError, EngineError
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig
+
+
+def make(steps: str, **settings: object) -> LLM:
+    return LLM("dry-run", simulated_steps=steps, num_gpu_blocks=256, num_threads=1, **settings)
+
+
+def test_steps_last_as_long_as_they_cost_and_are_planned_while_others_run() -> None:
+    llm = make("base=0.004,prompt_token=0.0002")
+    began = time.monotonic()
+    [result] = llm.generate("x" * 50, SamplingParams(max_tokens=21, ignore_eos=True))
+    assert len(result.token_ids) == 21
+    # 50 prompt tokens and 20 decode steps; the last of two in flight is of no use. Noise is 3% downwards.
+    assert time.monotonic() - began > 0.97 * (0.01 + 20 * 0.004)
+
+
+def test_a_request_keeps_its_tokens_wherever_it_goes_on() -> None:
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    [whole] = make("base=0.0001,row=0.0001").generate("hello", params)
+    [again] = make("base=0.0001", max_num_batched_tokens=4, max_num_seqs=4).generate("hello", params)
+    assert again.token_ids == whole.token_ids
+    assert len(set(whole.token_ids)) > 3
+
+
+def test_what_is_not_computed_is_refused() -> None:
+    with pytest.raises(EngineError, match="no log-probabilities"):
+        make("base=0.0001").generate("hello", SamplingParams(max_tokens=1, logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"simulated_steps": "bass=1"}, "base, row"),
+        ({"simulated_steps": "base"}, "NAME=SECONDS"),
+        ({"simulated_steps": "base=-1"}, "0 to 60"),
+        ({"simulated_steps": "base=1", "device": "cuda"}, "one GPU"),
+        ({"simulated_steps": "base=1", "tp": 2}, "one GPU"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**settings)  # type: ignore[arg-type]
