@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import engine.loader.load
 import engine.loader.packed_linears
 from engine.gpu.config import GpuConfig
-from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.packed_linears import GpuLinearMaker
 from engine.gpu.quantized import EightBitLinear, GroupedEightBit, W4A16Linear
+from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
+from engine.loader.mxfp4 import Mxfp4Weights
 from engine.loader.packed_linears import Made, linear_of_parts
 from engine.loader.quantize import Quantizer
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
 from engine.models.model import Model
 from tests.engine.packed_files import FORMATS, SIZES, Format, pack_fp8, write
 from tests.engine.tiny_models import TinyModel
-from tests.gpu.models import use_small_tiles
+from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import ON_GPU, generate, greedy, open_gpu, reference
+from tests.gpu.test_kv_groups import GPT_OSS
 from tests.gpu.test_packed_checkpoints import DEVICE, int4_values, int8_values, rows_of
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -92,6 +96,10 @@ class DequantizingMaker(GpuLinearMaker):
         return dequantized(super().int8(linear))
 
 
+def experts_of(runner: GpuRunner) -> list[Moe]:
+    return [block for block in runner._forward._forwards._forms[-1].model.blocks if isinstance(block, Moe)]
+
+
 def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch, 2)
     model = MOE.save(tmp_path / "m")
@@ -101,8 +109,7 @@ def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, mon
     monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ExpertsQuantizer(False))
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, PARAMS, PROMPTS) == expected
-    (block,) = (block for block in runner._forward._forwards._forms[-1].model.blocks if isinstance(block, Moe))
-    experts = StackedExperts.of(block)
+    (experts,) = (block.stacked for block in experts_of(runner))
     assert experts.gate_up.itemsize == experts.down.itemsize == 0.5
 
 
@@ -120,6 +127,34 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _, device: GpuLinearMaker(device))
     made, _ = open_gpu(tmp_path / "m", monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
+
+
+def save_mxfp4(folder: Path) -> Path:
+    """A tiny gpt-oss whose experts are blocks of random numbers."""
+    save_family(folder, {**GPT_OSS, "intermediate_size": 64})
+    stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8)
+        exponents = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows take turns of gate and up; they have biases and a clamped gate."""
+    use_small_tiles(monkeypatch, 2)
+    torch.manual_seed(0)
+    model = save_mxfp4(tmp_path)
+    expected = generate(reference(model), PARAMS, PROMPTS)
+    monkeypatch.setattr(  # in float32, where nothing is rounded
+        engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights)
+    )
+    made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto")
+    assert generate(made, PARAMS, PROMPTS) == expected
+    assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}
 
 
 def fp8_values(n: int, k: int) -> Tensor:
