@@ -48,7 +48,7 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = 
 
     Groups are powers of two from 16 columns; those above 128 are stored as several. Raises ValueError for others.
     """
-    num_rows, num_columns = values.shape
+    num_columns = values.shape[1]
     group_size = num_columns // scales.shape[1]
     if group_size * scales.shape[1] != num_columns or zeros.shape != scales.shape or num_columns % 16:
         raise ValueError(f"values {list(values.shape)}, scales {list(scales.shape)} and zeros do not fit together")
@@ -57,20 +57,30 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = 
     if stored < 16:
         raise ValueError(f"groups of {group_size} columns are not supported: 16, 32, 64, 128 or multiples of those")
     pair = pair.repeat_interleave(group_size // stored, dim=1)
+    return PackedW4(pack_words(values), pair.contiguous(), stored)
+
+
+def pack_words(values: Tensor) -> Tensor:
+    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4)."""
+    num_columns = values.shape[-1]
     chunk = chunk_of(num_columns)
-    nibbles = values.view(num_rows, num_columns // chunk, 4, chunk // 4)
-    words = torch.zeros(num_rows, num_columns // chunk, chunk // 4, dtype=torch.int16, device=values.device)
+    nibbles = values.reshape(*values.shape[:-1], num_columns // chunk, 4, chunk // 4)
+    words = torch.zeros_like(nibbles[..., 0, :], dtype=torch.int16)
     for nibble in range(4):  # one of four at a time: little extra memory
-        words |= nibbles[:, :, nibble].to(torch.int16) << 4 * nibble
-    return PackedW4(words.flatten(1), pair.contiguous(), stored)
+        words |= nibbles[..., nibble, :].to(torch.int16) << 4 * nibble
+    return words.flatten(-2)
+
+
+def unpack_words(words: Tensor) -> Tensor:
+    """Undo `pack_words`; int16."""
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
+    chunks = words.reshape(*words.shape[:-1], -1, 1, chunk_of(words.shape[-1] * 4) // 4)
+    return ((chunks >> shifts[:, None]) & 15).flatten(-3)
 
 
 def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
     """(out, in), computed in float32 and rounded once."""
-    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=packed.words.device)
-    words = packed.words.view(len(packed.words), -1, 1, packed.chunk // 4)
-    values = (words >> shifts[:, None]) & 15
-    groups = values.view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
+    groups = unpack_words(packed.words).view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
     scales, zeros = packed.scales_and_zeros.float().unbind(-1)
     return groups.mul_(scales[..., None]).add_(zeros[..., None]).flatten(1).to(dtype)
 

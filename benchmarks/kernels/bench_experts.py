@@ -1,9 +1,10 @@
 """A layer of experts: routing, sorting and the two grouped GEMMs, beside the time to read the chosen experts once.
 
-    python -m benchmarks.kernels.bench_experts [--shape qwen3-30b-a3b] [--tokens 1,8,64,256] [--sweep]
+    python -m benchmarks.kernels.bench_experts [--shape qwen3-30b-a3b] [--dtype int4] [--tokens 1,8,64,256] [--sweep]
 
 Each call has random choices of its own, so that weights come from memory. `--sweep` tries settings for each GEMM and
-prints the best few for each number of tokens, to become rules of `kernels.gpu.tuning`.
+prints the best few for each number of tokens, to become rules of `kernels.gpu.tuning`. `--dtype`: as in
+`kernels/gpu/expert_formats.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
+from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
@@ -32,15 +34,24 @@ from kernels.gpu.tuning import (
     MAX_PAIRS,
     GemvConfig,
     TileConfig,
+    found,
 )
+from kernels.mxfp4 import GROUP_SIZE
+from kernels.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
-DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+BLOCK = 128  # columns that share a scale in fp8-blocks
 NUM_SHOWN = 4  # settings of a sweep
 SWEEP_ROWS = [
     GemvConfig(n, k, w, s)
     for (n, k, w), s in product(
         ((2, 256, 2), (2, 512, 2), (4, 256, 2), (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 512, 4)), (1, 3, 5)
+    )
+]
+SWEEP_PACKED_ROWS = [
+    GemvConfig(n, k, w, s)
+    for (n, k, w), s in product(
+        ((16, 128, 1), (16, 256, 2), (16, 512, 4), (16, 1024, 8), (32, 256, 2), (32, 512, 4), (64, 512, 4)), (2, 3, 5)
     )
 ]
 SWEEP_TILES = [
@@ -75,24 +86,81 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
     "deepseek-v2-lite": Shape(2048, 1408, 64, 6),
+    "deepseek-v3": Shape(7168, 2048, 256, 8),
     "gpt-oss-20b": Shape(2880, 2880, 32, 4),
 }
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of all experts of a layer, and their scales."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+    @property
+    def itemsize(self) -> float:
+        return bytes_of(self.weight)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def plain(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
+    return Weights(torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16) * columns**-0.5, None)
+
+
+def eight_bits(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
+    weight = plain(experts, rows, columns, group, device).weight
+    return Weights(weight.to(torch.float8_e4m3fn), torch.ones(experts, rows, device=device))
+
+
+def blocks(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
+    rounded = eight_bits(experts, rows, columns, group, device)
+    return Weights(rounded.weight, torch.ones(experts, rows, columns // BLOCK, device=device))
+
+
+def words(experts: int, rows: int, columns: int, device: str) -> Tensor:
+    size = experts, rows, columns // 4
+    return torch.randint(-(1 << 15), (1 << 15) - 1, size, device=device, dtype=torch.int16)
+
+
+def int4(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
+    pairs = torch.rand(experts, rows, columns // group, 2, device=device, dtype=torch.bfloat16) * columns**-0.5
+    return Weights(words(experts, rows, columns, device), pairs)
+
+
+def mxfp4(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
+    size = experts, rows, columns // GROUP_SIZE
+    exponents = torch.randint(118, 122, size, device=device, dtype=torch.uint8)
+    return Weights(words(experts, rows, columns, device), exponents)
+
+
+MAKERS = {"bfloat16": plain, "fp8": eight_bits, "fp8-blocks": blocks, "int4": int4, "mxfp4": mxfp4}
+
+
+def weights_of(dtype: str, shape: Shape, group: int, device: str = "cuda") -> tuple[Weights, Weights]:
+    """gate_up and down."""
+    make = MAKERS[dtype]
+    return (
+        make(shape.num_experts, 2 * shape.inner, shape.hidden, group, device),
+        make(shape.num_experts, shape.hidden, shape.inner, group, device),
+    )
 
 
 class Layer:
     """Weights, and inputs for so many tokens."""
 
     def __init__(
-        self, shape: Shape, num_tokens: int, gate_up: Tensor, down: Tensor, num_choices: int = NUM_CHOICES
+        self, shape: Shape, num_tokens: int, gate_up: Weights, down: Weights, num_choices: int = NUM_CHOICES
     ) -> None:
         self.shape, self.gate_up, self.down = shape, gate_up, down
-        self.scales = None, None
-        if gate_up.itemsize == 1:
-            self.scales = torch.ones(gate_up.shape[:2], device="cuda"), torch.ones(down.shape[:2], device="cuda")
-        self.x = torch.randn(num_tokens, shape.hidden, device="cuda").bfloat16()
-        self.inside = torch.randn(num_tokens * shape.top_k, shape.inner, device="cuda").bfloat16()
+        device = down.weight.device
+        self.x = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
+        self.inside = torch.randn(num_tokens * shape.top_k, shape.inner, device=device).bfloat16()
         self.logits = [
-            torch.randn(num_tokens, shape.num_experts, device="cuda").bfloat16() for _ in range(num_choices)
+            torch.randn(num_tokens, shape.num_experts, device=device).bfloat16() for _ in range(num_choices)
         ]
         self.routes = [route(logits, shape.top_k) for logits in self.logits]
         self.pairs = [sort_pairs(chosen, shape.num_experts) for _, chosen in self.routes]
@@ -100,37 +168,36 @@ class Layer:
     def floor_seconds(self, bandwidth: float) -> float:
         """To read the experts that were chosen, once."""
         used = sum(int((pairs.counts > 0).sum()) for pairs in self.pairs) / NUM_CHOICES
-        return used * 3 * self.shape.hidden * self.shape.inner * self.down.itemsize / bandwidth
+        return used / self.shape.num_experts * (self.gate_up.num_bytes + self.down.num_bytes) / bandwidth
 
     def gemv(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
         if is_gate_up:
-            grouped_gemv(self.x, self.gate_up, chosen, config, top_k, scales=self.scales[0])
+            grouped_gemv(self.x, self.gate_up.weight, chosen, config, top_k, scales=self.gate_up.scales)
         else:
-            grouped_gemv(self.inside, self.down, chosen, config, top_k, shares, scales=self.scales[1])
+            grouped_gemv(self.inside, self.down.weight, chosen, config, top_k, shares, scales=self.down.scales)
 
     def row(self, index: int, config: GemvConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
         if is_gate_up:
             grouped_gemv(
-                self.x, self.gate_up, chosen, config, top_k, norm=self.x[0], eps=1e-6, scales=self.scales[0]
+                self.x, self.gate_up.weight, chosen, config, top_k, norm=self.x[0], eps=1e-6,
+                scales=self.gate_up.scales,
             )  # fmt: skip
         else:
-            add_down_of_row(self.inside, self.down, chosen, shares, config, self.x, self.scales[1])
+            add_down_of_row(self.inside, self.down.weight, chosen, shares, config, self.x, self.down.scales)
 
     def both_of_row(self, index: int) -> None:
-        gate_up = GATE_UP_ROW.find(itemsize=self.gate_up.itemsize)
-        assert gate_up is not None, "the last rule has no bounds"
-        self.row(index, gate_up, True)
-        self.row(index, DOWN_ROW, False)
+        self.row(index, found(GATE_UP_ROW.find(itemsize=self.gate_up.itemsize)), True)
+        self.row(index, found(DOWN_ROW.find(itemsize=self.down.itemsize)), False)
 
     def gemm(self, index: int, config: TileConfig, is_gate_up: bool) -> None:
         (shares, chosen), top_k = self.routes[index], self.shape.top_k
         pairs = self.pairs[index] if chosen.shape[0] > MAX_UNSORTED else chosen
         if is_gate_up:
-            grouped_gemm(self.x, self.gate_up, pairs, config, top_k, scales=self.scales[0])
+            grouped_gemm(self.x, self.gate_up.weight, pairs, config, top_k, scales=self.gate_up.scales)
         else:
-            grouped_gemm(self.inside, self.down, pairs, config, top_k, shares, self.scales[1])
+            grouped_gemm(self.inside, self.down.weight, pairs, config, top_k, shares, self.down.scales)
 
     def route(self, index: int) -> None:
         route(self.logits[index], self.shape.top_k)
@@ -161,74 +228,91 @@ def vars_of(config: object) -> dict[str, int]:
 
 
 def compile_some(
-    shape: Shape, num_tokens: int, dtype: torch.dtype, configs: Sequence[GemvConfig | TileConfig]
+    shape: Shape, counts: Sequence[int], dtype: str, group: int, configs: Sequence[GemvConfig | TileConfig]
 ) -> None:
     """Put kernels into Triton's cache on disk, for the process that measures."""
-    sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
-    layer = Layer(shape, num_tokens, *(torch.zeros(size, device="cuda", dtype=dtype) for size in sizes), 1)
-    for config, is_gate_up in product(configs, (True, False)):
+    weights = weights_of(dtype, shape, group)
+    row, *layers = [Layer(shape, count, *weights, 1) for count in (1, *counts)]
+    for config, is_gate_up, layer in product(configs, (True, False), layers):
         try:
             if isinstance(config, GemvConfig):
                 layer.gemv(0, config, is_gate_up)
-                Layer(shape, 1, layer.gate_up, layer.down, 1).row(0, config, is_gate_up)
+                row.row(0, config, is_gate_up)
             else:
                 layer.gemm(0, config, is_gate_up)
         except OutOfResources:
             pass
 
 
-def tiles_for(num_tokens: int) -> list[TileConfig]:
-    """No tile is larger than the tokens, of which few share an expert."""
-    return [config for config in SWEEP_TILES if config.block_m <= max(16, num_tokens // 2)]
+def tiles_for(num_tokens: int, is_packed: bool) -> list[TileConfig]:
+    """No tile is larger than the tokens, of which few share an expert; packed weights come in chunks."""
+    return [
+        config
+        for config in SWEEP_TILES
+        if config.block_m <= max(16, num_tokens // 2) and (config.block_k >= MAX_CHUNK or not is_packed)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,1024,8192")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES), help="of the weights")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(MAKERS), help="of the weights")
+    parser.add_argument("--group", type=int, default=128, help="columns that share a scale of int4 weights")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     shape, counts = SHAPES[options.shape], [int(count) for count in options.tokens.split(",")]
-    dtype = DTYPES[options.dtype]
+    is_packed = options.dtype in ("int4", "mxfp4")
+    rows = SWEEP_PACKED_ROWS if is_packed else SWEEP_ROWS
     if options.sweep:
-        everything: list[GemvConfig | TileConfig] = [*SWEEP_ROWS, *tiles_for(max(counts))]
-        compile_ahead(functools.partial(compile_some, shape, min(256, max(counts)), dtype), everything)
+        everything: list[GemvConfig | TileConfig] = [*rows, *tiles_for(max(counts), is_packed)]
+        kinds = {MAX_UNSORTED if count <= MAX_UNSORTED else min(256, max(counts)) for count in counts}
+        compile_ahead(functools.partial(compile_some, shape, sorted(kinds), options.dtype, options.group), everything)
     bandwidth = read_bandwidth()
-    sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
-    gate_up, down = (torch.randn(size, device="cuda", dtype=torch.bfloat16) * size[-1] ** -0.5 for size in sizes)
-    gate_up, down = gate_up.to(dtype), down.to(dtype)
+    weights = weights_of(options.dtype, shape, options.group)
     for num_tokens in counts:
-        layer = Layer(shape, num_tokens, gate_up, down)
-        floor = layer.floor_seconds(bandwidth)
-        figures: dict[str, float | str] = {"floor_us": floor * 1e6, "route_us": seconds(layer.route) * 1e6}
-        figures["sort_us"] = seconds(layer.sort) * 1e6
-        num_pairs = num_tokens * shape.top_k
-        for is_gate_up, name in ((True, "gate_up"), (False, "down")):
-            load = num_pairs / shape.num_experts
-            tile = (GROUPED_GATE_UP if is_gate_up else GROUPED_DOWN).find(
-                pairs_per_expert=load, itemsize=dtype.itemsize
-            )
-            pair = GATE_UP_PAIRS if is_gate_up else DOWN_PAIRS
-            row = GATE_UP_ROW.find(itemsize=dtype.itemsize) if is_gate_up else DOWN_ROW
-            assert tile is not None, "the table has a rule for any number"
-            of_row = functools.partial(layer.row, is_gate_up=is_gate_up)
-            of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)
-            of_tiles = functools.partial(layer.gemm, is_gate_up=is_gate_up)
-            if num_tokens == 1:
-                figures[f"{name}_row_us"] = seconds(functools.partial(of_row, config=row)) * 1e6
-            if num_pairs <= MAX_PAIRS:
-                figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=pair)) * 1e6
-            figures[f"{name}_us"] = seconds(functools.partial(of_tiles, config=tile)) * 1e6
-            if options.sweep:
-                if num_tokens == 1:
-                    figures[f"{name}_rows"] = sweep(SWEEP_ROWS, of_row)
-                if num_pairs <= 2 * MAX_PAIRS:
-                    figures[f"{name}_pairs"] = sweep(SWEEP_ROWS, of_pairs)
-                figures[f"{name}_tiles"] = sweep(tiles_for(num_tokens), of_tiles)
+        layer, tiles = Layer(shape, num_tokens, *weights), tiles_for(num_tokens, is_packed)
+        figures = figures_of(layer, bandwidth, rows if options.sweep else [], tiles)
+        report("experts", f"{options.shape} {options.dtype} {num_tokens} tokens", **figures)
+
+
+def figures_of(
+    layer: Layer, bandwidth: float, rows: Sequence[GemvConfig], tiles: Sequence[TileConfig]
+) -> dict[str, float | str]:
+    """Microseconds of each kernel, with the settings of the tables. rows, tiles: what is swept, if anything."""
+    num_tokens, num_pairs = layer.x.shape[0], layer.x.shape[0] * layer.shape.top_k
+    figures: dict[str, float | str] = {
+        "floor_us": layer.floor_seconds(bandwidth) * 1e6,
+        "route_us": seconds(layer.route) * 1e6,
+        "sort_us": seconds(layer.sort) * 1e6,
+    }
+    for is_gate_up, name, tables in (
+        (True, "gate_up", (GATE_UP_ROW, GATE_UP_PAIRS, GROUPED_GATE_UP)),
+        (False, "down", (DOWN_ROW, DOWN_PAIRS, GROUPED_DOWN)),
+    ):
+        row, pair, tile = tables
+        itemsize = layer.down.itemsize
+        of_row = functools.partial(layer.row, is_gate_up=is_gate_up)
+        of_pairs = functools.partial(layer.gemv, is_gate_up=is_gate_up)
+        of_tiles = functools.partial(layer.gemm, is_gate_up=is_gate_up)
         if num_tokens == 1:
-            figures["both_of_row_us"] = seconds(layer.both_of_row) * 1e6
-        report("experts", f"{options.shape} {num_tokens} tokens", **figures)
+            config = found(row.find(itemsize=itemsize))
+            figures[f"{name}_row_us"] = seconds(functools.partial(of_row, config=config)) * 1e6
+        if num_pairs <= MAX_PAIRS:
+            config = found(pair.find(itemsize=itemsize))
+            figures[f"{name}_pairs_us"] = seconds(functools.partial(of_pairs, config=config)) * 1e6
+        load = num_pairs / layer.shape.num_experts
+        of_load = functools.partial(of_tiles, config=found(tile.find(pairs_per_expert=load, itemsize=itemsize)))
+        figures[f"{name}_us"] = seconds(of_load) * 1e6
+        if rows:
+            if num_tokens == 1:
+                figures[f"{name}_rows"] = sweep(rows, of_row)
+            if num_pairs <= 2 * MAX_PAIRS:
+                figures[f"{name}_pairs"] = sweep(rows, of_pairs)
+            figures[f"{name}_tiles"] = sweep(tiles, of_tiles)
+    if num_tokens == 1:
+        figures["both_of_row_us"] = seconds(layer.both_of_row) * 1e6
+    return figures
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ class GpuForwards:
             if group is not None:
                 of_ranks = TensorParallelForm if group.rows is None else DividedRowsForm
                 self._forms = [of_ranks(model, group, experts)]
+            elif QuantizedInputForm.knows(model):
+                self._forms.insert(0, QuantizedInputForm(model, experts))
             return
         if group is not None:
             quantized: QuantizedInputForm = QuantizedTensorParallelForm(model, group)

@@ -4,6 +4,8 @@
     W8A16Linear   the same, x quantized to 16 bits, as two int8 planes
     Fp8Linear     e4m3 weights and x
     W4A16Linear   4-bit weights in groups, x as it is or, of several rows, quantized to 16 bits
+    GroupedEightBit   one byte a weight, a scale per group of columns: for experts, whose kernels take them
+    Mxfp4Linear   e2m1 weights with exponents of groups, for experts as well
 
 All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
 Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
@@ -12,6 +14,7 @@ Knows no models and no files. GEMMs: `kernels.gpu.{quantized_gemm,w4a16_gemm}`.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
@@ -19,14 +22,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.linear import Linear
+from kernels.gpu.expert_formats import columns_of
 from kernels.gpu.quantize import quantize_rows, quantize_with_maxima, silu_mul_quantize
 from kernels.gpu.quantized_gemm import dequantize, quantized_gemm
 from kernels.gpu.sliced_k_gemm import sliced_k_gated_gemm
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import MAX_TWO_PLANE_ROWS, SLICED_K_GATED
 from kernels.gpu.w4a16_gemm import w4a16_linear
+from kernels.mxfp4 import dequantize_mxfp4
 from kernels.quantized_gemm import FP8_DTYPE
-from kernels.w4a16_gemm import PackedW4
+from kernels.w4a16_gemm import PackedW4, dequantize_w4
 
 COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
@@ -115,5 +120,71 @@ class W4A16Linear:
         self.bias = bias
         self.workspace = workspace
 
+    @property
+    def device(self) -> torch.device:
+        return self.packed.words.device
+
+    @property
+    def num_columns(self) -> int:
+        return self.packed.num_columns
+
+    @property
+    def group_size(self) -> int:
+        return self.packed.group_size
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """(out, in), computed in float32."""
+        return dequantize_w4(self.packed, dtype)
+
     def __call__(self, x: Tensor) -> Tensor:
         return w4a16_linear(x, self.packed, self.bias, self.workspace)
+
+
+class ExpertLinear(ABC):
+    """Stored values for the kernels of a layer's experts. As a layer by itself it is dequantized for every use."""
+
+    __slots__ = ("bias", "scales", "weight")
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+        """weight (out, ...), scales (out, groups): see `kernels/gpu/expert_formats.py`."""
+        self.weight = weight
+        self.scales = scales
+        self.bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def num_columns(self) -> int:
+        return columns_of(self.weight)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_columns // self.scales.shape[1]
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """(out, in), computed in float32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+class GroupedEightBit(ExpertLinear):
+    """weight: int8 or e4m3 (out, in). scales: float32."""
+
+    __slots__ = ()
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        groups = self.weight.float().view(*self.scales.shape, -1)
+        return (groups * self.scales[:, :, None]).flatten(1).to(dtype)
+
+
+class Mxfp4Linear(ExpertLinear):
+    """weight: words of e2m1 that `pack_mxfp4` makes, (out, in / 4). scales: exponents, uint8."""
+
+    __slots__ = ()
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_mxfp4(self.weight, self.scales, dtype)

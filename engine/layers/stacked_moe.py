@@ -35,7 +35,7 @@ class ClampedExpert(Expert):
 
 
 class StackedMoe(Moe):
-    """Router with a bias, and experts that are cut out of stacked weights."""
+    """Router with a bias, and experts that are cut out of stacked weights, whose names their layers have."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
         moe = config.moe
@@ -46,19 +46,19 @@ class StackedMoe(Moe):
         self.router = weights.take(f"{name}.router.weight", (count, hidden))
         self.router_bias = weights.take(f"{name}.router.bias", (count,))
         self.rule, self.num_chosen = moe, moe.num_experts_per_token
-        stacked = f"{name}.experts"
+        names = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
         is_divided = moe.expert_ranks == 1
         last, rows, once = (
             part if is_divided else Partition.NONE for part in (Partition.LAST, Partition.ROWS, Partition.ONCE)
         )
-        gate_up = weights.take(f"{stacked}.gate_up_proj", (count, hidden, 2 * inner), last)
-        gate_up_bias = weights.take(f"{stacked}.gate_up_proj_bias", (count, 2 * inner), last)
-        down = weights.take(f"{stacked}.down_proj", (count, inner, hidden), rows)
-        down_bias = weights.take(f"{stacked}.down_proj_bias", (count, hidden), once)
+        gate_up = weights.take(names[0], (count, hidden, 2 * inner), last)
+        gate_up_bias = weights.take(f"{names[0]}_bias", (count, 2 * inner), last)
+        down = weights.take(names[1], (count, inner, hidden), rows)
+        down_bias = weights.take(f"{names[1]}_bias", (count, hidden), once)
         self.experts = {
             expert: ClampedExpert(
-                Linear(_rows_of(_halves(gate_up, expert, 1)), _halves(gate_up_bias, expert, 0)),
-                Linear(_rows_of(_one(down, expert)), _one(down_bias, expert)),
+                Linear(_rows_of(_halves(gate_up, expert, 1)), _halves(gate_up_bias, expert, 0), (names[0],)),
+                Linear(_rows_of(_one(down, expert)), _one(down_bias, expert), (names[1],)),
                 moe.swiglu_alpha,
                 moe.swiglu_limit,
             )

@@ -26,7 +26,7 @@ from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
-from engine.loader.mxfp4 import Mxfp4Weights
+from engine.loader.mxfp4 import Mxfp4Weights, place_packed_experts
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_linears import can_keep_packed, packed_names, place_packed_linears
 from engine.loader.quantize import Quantizer
@@ -158,6 +158,8 @@ def load_model(
         elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
             quant_mode = packed.quantization.label
             model = _build_packed(source, packed, dtype, device, on_progress)
+        elif engine_config.quant_mode == "auto" and can_keep_mxfp4(source.weights, dtype, device):
+            model = _build_mxfp4(source, engine_config, device, on_progress)
         else:
             model = _build_plain(source, engine_config, quant_mode, device, on_progress)
     identity = {
@@ -197,7 +199,7 @@ def _build_shard(
     on_progress: OnProgress,
 ) -> Model:
     """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
-    check_kernels(source.config, device, quant_mode)
+    check_kernels(source.config, device)
     _checked_skeleton(source)
     config, weights, int4 = source.config, source.weights, None
     if shard.size > 1:
@@ -261,7 +263,7 @@ def _build_packed(
     source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Linear layers stay as the checkpoint holds them."""
-    check_kernels(source.config, device, "none")
+    check_kernels(source.config, device)
     skeleton = _checked_skeleton(source)
     weights.kept = packed_names(skeleton, weights)
     check_packed_experts(skeleton, device, weights.kept)
@@ -273,11 +275,37 @@ def _build_packed(
     return model
 
 
+def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
+    return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
+
+
+def _build_mxfp4(
+    source: _Source, engine_config: EngineConfig, device: torch.device, on_progress: OnProgress
+) -> Model:
+    """Experts stay as the checkpoint holds them, other layers are plain."""
+    check_kernels(source.config, device)
+    _checked_skeleton(source)
+    weights = source.weights
+    assert isinstance(weights, Mxfp4Weights), "see `can_keep_mxfp4`"
+    weights.keeps_packed = True
+    counted = _counted(source, source.config, weights, on_progress)
+    finish = _finish_block(engine_config, Quantizer("none", None, device.type == "cuda"), None)
+
+    def place(block: Block) -> None:
+        finish(block)
+        place_packed_experts(block, weights, counted.count)
+
+    model = source.family.build(source.config, counted, place)
+    logger.info("mxfp4: experts are kept packed")
+    return model
+
+
 def _build_plain(
     source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device, on_progress: OnProgress
 ) -> Model:
     """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
-    check_kernels(source.config, device, quant_mode)
+    check_kernels(source.config, device)
     weights = source.weights
     int4 = _kept_int4(weights, quant_mode)
     _checked_skeleton(source)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds as MXFP4: dequantized when they are taken.
+"""Weights that a checkpoint holds as MXFP4: dequantized when they are taken, or kept for kernels of experts.
 
     name_blocks   uint8 (experts, out, in / 32, 16): two numbers of 4 bits a byte, the low half first
     name_scales   uint8 (experts, out, in / 32): exponents of two, plus 127
@@ -9,22 +9,30 @@ A number is a sign bit and an index into MAGNITUDES (e2m1). Defined by the OCP M
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.layers.block import Block
+from engine.layers.linear import Linear
+from engine.layers.stacked_moe import StackedMoe
 from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
+from kernels.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, pack_mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GROUP_SIZE = 32
-SCALE_BIAS = 127
 
 
 class Mxfp4Weights:
-    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit."""
+    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit.
+
+    keeps_packed: blocks are taken without storage, for `place_packed_experts` to read.
+    """
+
+    keeps_packed = False
 
     def __init__(self, tensors: SafetensorsWeights) -> None:
         self._tensors = tensors
@@ -42,8 +50,40 @@ class Mxfp4Weights:
         """See WeightSource."""
         if name + BLOCKS not in self._tensors.tensors:
             return self._tensors.take(name, shape, partition)
-        blocks, scales = self._tensors.read(name + BLOCKS), self._tensors.read(name + SCALES)
-        return dequantize(blocks, scales, self._tensors.dtype)
+        if self.keeps_packed:
+            return torch.empty(self.shapes[name], dtype=self._tensors.dtype, device="meta")
+        return dequantize(*self.read(name), self._tensors.dtype)
+
+    def read(self, name: str) -> tuple[Tensor, Tensor]:
+        """Blocks and scales of a weight."""
+        return self._tensors.read(name + BLOCKS), self._tensors.read(name + SCALES)
+
+
+def place_packed_experts(block: Block, weights: Mxfp4Weights, on_read: Callable[[str], None]) -> None:
+    """Give experts that have no storage yet the checkpoint's numbers, as a GPU's kernels of experts read them."""
+    from engine.gpu.quantized import Mxfp4Linear  # needs triton
+
+    if not isinstance(block, StackedMoe):
+        return
+    for attribute in ("gate_up", "down"):
+        layers = {index: getattr(expert, attribute) for index, expert in block.experts.items()}
+        plain: Linear = next(iter(layers.values()))
+        if not plain.weight.is_meta:
+            continue
+        (name,) = plain.names
+        stacked = weights.read(name)
+        for index, layer in layers.items():
+            blocks, exponents = (rows[index] for rows in stacked)
+            if attribute == "gate_up":
+                blocks, exponents = _halves(blocks), _halves(exponents)
+            made = Mxfp4Linear(pack_mxfp4(blocks), exponents.clone(), layer.bias)
+            setattr(block.experts[index], attribute, made)
+        on_read(name)
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """Rows of gate and up, which take turns, behind each other."""
+    return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,6 +92,6 @@ def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     experts = []
     for packed, exponents in zip(blocks, scales, strict=True):  # one by one: indices take 8 bytes each
         numbers = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()]
-        scaled = torch.ldexp(numbers, exponents.int()[..., None] - SCALE_BIAS)
+        scaled = torch.ldexp(numbers, exponents.int()[..., None] - EXPONENT_BIAS)
         experts.append(scaled.to(dtype).flatten(1).t())
     return torch.stack(experts)

@@ -6,6 +6,9 @@
     e4m3, inputs of 8 bits     int8         Fp8Linear; scales of blocks become scales of rows
     others                     int8         int8, inputs as they are
 
+Experts on a GPU keep 4 bits and 8 bits as they are, scales of groups and blocks too (GroupedEightBit), and their
+inputs: what their kernels do not take, columns in another order among it, becomes int8.
+
 Knows no files. Layers that the checkpoint left plain stay plain on a GPU; on a CPU they become int8, as in models
 that are not quantized, but for the output projection (`give_float32_logits`).
 """
@@ -20,7 +23,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.layers.block import LinearRef
 from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.moe import Expert
 from engine.layers.reordered import Reordered
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
@@ -28,6 +33,7 @@ from engine.loader.quantized_rows import QuantizedRows, join_rows
 from engine.models.model import Model
 
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
+Made = tuple[LinearLayer, str]  # and what it is in a few words
 
 
 class LinearMaker(Protocol):
@@ -35,8 +41,13 @@ class LinearMaker(Protocol):
 
     quantizes_plain: bool  # layers that the checkpoint left plain become int8
 
-    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:
-        """The layer and what it is in a few words; None for rows that no GEMM takes. rows.order is None."""
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
+        """None for rows that no GEMM takes. rows.order is None."""
+        ...
+
+    @property
+    def of_expert(self) -> Callable[[QuantizedRows], Made | None] | None:
+        """`of_rows` for experts, which have no biases, where they are not layers by themselves; else None."""
         ...
 
     def int8(self, linear: Linear) -> LinearLayer:
@@ -77,13 +88,15 @@ def place_packed_linears(
     kinds: Counter[str] = Counter()
     give_float32_logits(model)
 
-    def convert(linear: LinearLayer) -> LinearLayer:
+    def convert(ref: LinearRef) -> LinearLayer:
+        linear = ref.layer
         if isinstance(linear, HalfLinear):
             kinds["float16"] += 1
             return linear
         assert isinstance(linear, Linear)
         if linear.weight.device.type == "meta":
-            made, kind = linear_of_parts([weights.rows(name) for name in linear.names], linear.bias, dtype, maker)
+            parts = [weights.rows(name) for name in linear.names]
+            made, kind = linear_of_parts(parts, linear.bias, dtype, maker, isinstance(ref.owner, Expert))
             for name in linear.names:
                 on_read(name)
         elif maker.quantizes_plain:
@@ -94,17 +107,20 @@ def place_packed_linears(
         return made
 
     for ref in model.linears():
-        ref.replace(convert(ref.layer))
+        ref.replace(convert(ref))
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
 def linear_of_parts(
-    parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, maker: LinearMaker
-) -> tuple[LinearLayer, str]:
-    """The layer whose outputs are those of all parts, and what it is in a few words."""
+    parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, maker: LinearMaker, is_expert: bool = False
+) -> Made:
+    """The layer whose outputs are those of all parts."""
     rows = join_rows(parts)
     if rows is None:
         return _as_int8(Linear(torch.cat([part.dequantize(dtype) for part in parts]), bias), "unlike parts", maker)
+    if is_expert and bias is None and maker.of_expert is not None:
+        of_expert = None if rows.order is not None else maker.of_expert(rows)
+        return of_expert or _as_int8(Linear(rows.dequantize(dtype)), "other groups or order", maker)
     made = maker.of_rows(replace(rows, order=None), bias)
     if made is None:
         return _as_int8(Linear(rows.dequantize(dtype), bias), "e4m3" if rows.is_fp8 else "other groups", maker)
@@ -112,7 +128,7 @@ def linear_of_parts(
     return made if rows.order is None else (Reordered(linear, rows.order), kind + " reordered")
 
 
-def _as_int8(plain: Linear, of: str, maker: LinearMaker) -> tuple[LinearLayer, str]:
+def _as_int8(plain: Linear, of: str, maker: LinearMaker) -> Made:
     made = maker.int8(plain)
     return made, "dequantized" if made is plain else f"int8 of {of}"
 
@@ -129,11 +145,12 @@ class CpuLinearMaker:
     """Linear layers over torch's packed GEMMs."""
 
     quantizes_plain = True
+    of_expert = None
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> tuple[LinearLayer, str] | None:
+    def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         """See LinearMaker."""
         if rows.is_int4:
             linear = self._int4(rows, bias)

@@ -11,12 +11,12 @@ import torch
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 
-EXPERTS = "on a GPU experts have 16 bits, or 8 that were quantized here: use --quant-mode none or fp8"
+EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
@@ -31,11 +31,8 @@ def check_attention(config: ModelConfig, attention_backend: str) -> None:
         raise ConfigError(f"--attention-backend {attention_backend} knows no sliding windows; use triton")
 
 
-def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) -> None:
-    """Raise UnsupportedModelError for blocks that the device has no kernels for.
-
-    quant_mode: of all linear layers; "none" where the checkpoint says which are quantized.
-    """
+def check_kernels(config: ModelConfig, device: torch.device) -> None:
+    """Raise UnsupportedModelError for blocks that the device has no kernels for."""
     if device.type != "cuda":
         return
     latent = config.latent
@@ -45,17 +42,19 @@ def check_kernels(config: ModelConfig, device: torch.device, quant_mode: str) ->
         )
     if latent is not None and latent.form != "absorbed":
         raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
-    if quant_mode == "int4-weight" and config.moe is not None:
-        raise UnsupportedModelError(EXPERTS)
 
 
 def check_packed_experts(skeleton: Model, device: torch.device, packed: Container[str]) -> None:
-    """Raise UnsupportedModelError for experts whose weights, `packed`, are to stay quantized as they are."""
-    if device.type == "cuda" and any(name in packed for name in _names_of_experts(skeleton)):
-        raise UnsupportedModelError(EXPERTS)
+    """Raise UnsupportedModelError for a layer's experts of which only some stay quantized: `packed`."""
+    if device.type != "cuda":
+        return
+    for block in skeleton.blocks:
+        if isinstance(block, Moe):
+            experts = [*block.experts.values(), *([] if block.shared is None else [block.shared])]
+            for layers in zip(*((expert.gate_up, expert.down) for expert in experts), strict=True):
+                if len({_is_packed(layer, packed) for layer in layers}) > 1:
+                    raise UnsupportedModelError(EXPERTS)
 
 
-def _names_of_experts(skeleton: Model) -> list[str]:
-    experts = [expert for block in skeleton.blocks if isinstance(block, Moe) for expert in block.experts.values()]
-    layers = [layer for expert in experts for layer in (expert.gate_up, expert.down)]
-    return [name for layer in layers if isinstance(layer, Linear) for name in layer.names]
+def _is_packed(layer: LinearLayer, packed: Container[str]) -> bool:
+    return isinstance(layer, Linear) and all(name in packed for name in layer.names)

@@ -26,7 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.expert_formats import columns_of, form_of
+from kernels.gpu.grouped_words import packed_tile
+from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.nibbles import as_compute
 from kernels.gpu.silu_mul import clamped_times
 from kernels.gpu.tuning import TileConfig
 
@@ -133,12 +136,19 @@ def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _as_compute(x, COMPUTE: tl.constexpr):
-    """x of bfloat16 as float16, where that is asked for: infinite values there become the largest."""
-    narrow = x
-    if x.dtype != COMPUTE:
-        narrow = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(COMPUTE)
-    return narrow
+def _add_dot(
+    weight, x, total, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """`total` and a tile's products, which have the scale of their columns' GROUP, if they have one."""
+    if GROUP == 0:
+        total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
+    else:
+        scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)[:, None]
+        if x.shape[1] > 32:  # scaled sums beside those of all columns would not fit the registers
+            total = tl.dot((weight.to(tl.float32) * scale).to(COMPUTE), x, total, input_precision="ieee")
+        else:
+            total += scale * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -147,8 +157,9 @@ def _grouped_kernel(
     num_tokens, N, K, x_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+    WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -169,26 +180,33 @@ def _grouped_kernel(
     x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
     weight_rows = expert.to(tl.int64) * (HALVES * N) + columns
-    weight_at = weight_ptr + weight_rows[:, None] * K
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        if EVEN:
-            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
-            weight = tl.load(weight_at + ks[None, :])
-        else:
-            x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
-            weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-        x = _as_compute(x, COMPUTE)
-        total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
-        if GATED:
-            up_at = weight_at + N.to(tl.int64) * K
+    if FORMAT == "whole":
+        weight_at = weight_ptr + weight_rows[:, None] * K
+        for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            ks = first + tl.arange(0, BLOCK_K)
             if EVEN:
-                up = tl.load(up_at + ks[None, :])
+                x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
+                weight = tl.load(weight_at + ks[None, :])
             else:
-                up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
-            total_up = tl.dot(up.to(COMPUTE), x, total_up, input_precision="ieee")
+                x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
+                weight = tl.load(weight_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+            x = as_compute(x, COMPUTE)
+            total = _add_dot(weight, x, total, scales_ptr, weight_rows, columns < N, K, first, GROUP, COMPUTE)
+            if GATED:
+                up_at = weight_at + N.to(tl.int64) * K
+                if EVEN:
+                    up = tl.load(up_at + ks[None, :])
+                else:
+                    up = tl.load(up_at + ks[None, :], mask=inside & (ks < K)[None, :], other=0.0)
+                up_rows = weight_rows + N
+                total_up = _add_dot(up, x, total_up, scales_ptr, up_rows, columns < N, K, first, GROUP, COMPUTE)
+    else:
+        total, total_up = packed_tile(
+            x_at, has_row, weight_ptr, scales_ptr, weight_rows, N.to(tl.int64), columns < N, K, total, total_up,
+            GATED, FORMAT, GROUP, WORDS, BLOCK_K // (4 * WORDS), EVEN, NUM_STAGES, COMPILED,
+        )  # fmt: skip
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
         if GATED:
@@ -223,13 +241,15 @@ def grouped_gemm(
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
-    Weights of 8 bits have scales, float32 (num_experts, rows). bias: (num_experts, rows) or None. gate: alpha and
-    limit of `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are,
-    int32 (num_tokens, top_k), contiguous.
+    Weights of 8 and 4 bits have scales, see `form_of`. bias: (num_experts, rows) or None. gate: alpha and limit of
+    `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are, int32
+    (num_tokens, top_k), contiguous.
     """
+    form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
+    block_k = form.columns_at_once(config.block_k)
     block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
@@ -240,13 +260,14 @@ def grouped_gemm(
         order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
-        x, weight, x if scales is None else scales, bias, order, counts,
+        x, weight, x if scales is None else form.scales_of(scales), bias, order, counts,
         x if shares is None else shares, out, num_tokens, n, k, x.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), IS_SORTED=isinstance(pairs, SortedPairs), GATED=shares is None,
-        EVEN=n % config.block_n == 0 and k % config.block_k == 0, HAS_SCALES=scales is not None,
-        HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales,
+        HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], FORMAT=form.name, GROUP=form.group,
+        WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n,
+        BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
         num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
@@ -284,7 +305,7 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
 
 def output_of(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
     """(output, n, k, number of tokens)."""
-    k = weight.shape[2]
+    k = columns_of(weight)
     if not weight.is_contiguous() or x.shape[1] != k:
         raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
     if shares is None:

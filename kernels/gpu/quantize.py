@@ -7,7 +7,8 @@ rows of int8, h first.
 
     quantize_rows           x as it is
     quantize_with_sums      the same, with sums of x over groups of columns
-    add_rms_norm_quantize   x = RMS norm of a residual, to which the pending output may be added first
+    add_rms_norm_quantize   x = RMS norm of a residual, to which the pending output, or partial sums of it, may be
+                            added first
     silu_mul_quantize       x = silu(gate) * up, gate and up beside each other
     quantize_with_maxima    x as it is, the largest magnitudes of a row's tiles being known: many programs share a row
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.silu_mul import silu_times
+from kernels.gpu.split_k import sum_partials
 from kernels.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX
 
 PLANES_MAX = 32639.0  # 127 * 256 + 127
@@ -74,10 +76,13 @@ def quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPI
 @triton.jit
 def _quantize_kernel(
     x_ptr, residual_ptr, norm_ptr, values_ptr, scales_ptr, sums_ptr, K, x_stride, eps, PROLOGUE: tl.constexpr,
-    ADDS: tl.constexpr, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    NUM_ADDED: tl.constexpr, GROUP: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. What a prologue does not read is None. NaN in x gives the scale NaN, which GEMMs pass on."""
+    """One row a program. What a prologue does not read is None. NaN in x gives the scale NaN, which GEMMs pass on.
+
+    NUM_ADDED: parts of x that are added to a residual, x_stride apart.
+    """
     if PROLOGUE == "norm":  # its weight was there before the step
         columns = tl.arange(0, BLOCK)
         norm = tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
@@ -88,9 +93,9 @@ def _quantize_kernel(
     if PROLOGUE == "norm":
         value = tl.load(residual_ptr + row * K + ks, mask=inside, other=0.0)
         dtype = value.dtype
-        if ADDS:
-            added = tl.load(x_ptr + row * K + ks, mask=inside, other=0.0)
-            value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+        if NUM_ADDED > 0:
+            added = sum_partials(x_ptr, row * K + ks, inside, x_stride, NUM_ADDED)
+            value = (value.to(tl.float32) + added).to(dtype)
             tl.store(residual_ptr + row * K + ks, value, mask=inside)
         value = value.to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) * norm
@@ -145,12 +150,18 @@ def quantize_with_sums(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tens
 def add_rms_norm_quantize(
     x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, dtype: torch.dtype, num_planes: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Add x, if given, to `residual` (rows, n) in place, and quantize the RMS norm of the sum."""
+    """Add x, if given, to `residual` (rows, n) in place, and quantize the RMS norm of the sum.
+
+    x: (rows, n), or partial sums (parts, rows, n).
+    """
     if not residual.is_contiguous() or (x is not None and not x.is_contiguous()):
         raise ValueError("x and residual must be contiguous")
     outputs = empty_quantized(residual.shape[0], residual.shape[1], dtype, num_planes, residual.device)
     added = residual if x is None else x
-    _quantize(outputs, num_planes, added, "norm", residual=residual, norm=norm, eps=eps, adds=x is not None)
+    num_added, part_stride = (0 if x is None else 1), None
+    if added.dim() == 3:
+        num_added, part_stride = added.shape[0], added.stride(0)
+    _quantize(outputs, num_planes, added, "norm", part_stride, residual, norm, eps, num_added)
     return outputs
 
 
@@ -165,7 +176,7 @@ def silu_mul_quantize(gate_up: Tensor, dtype: torch.dtype, num_planes: int = 1) 
 
 def _quantize(
     outputs: tuple[Tensor, Tensor], num_planes: int, x: Tensor, prologue: str = "", x_stride: int | None = None,
-    residual: Tensor | None = None, norm: Tensor | None = None, eps: float | None = None, adds: bool = False,
+    residual: Tensor | None = None, norm: Tensor | None = None, eps: float | None = None, num_added: int = 0,
     sums: Tensor | None = None, group_size: int = 0,
 ) -> None:  # fmt: skip
     values, scales = outputs
@@ -174,8 +185,9 @@ def _quantize(
         overlaps = overlaps_launches(values)
         _quantize_kernel[(scales.shape[0],)](
             x, residual, norm, values, scales, sums, values.shape[1], x_stride, eps, PROLOGUE=prologue,
-            ADDS=adds, GROUP=group_size, MAX=largest_value(values.dtype, num_planes), BLOCK=block, OVERLAPS=overlaps,
-            COMPILED=is_compiled(values), num_warps=min(16, max(4, block // 512)), launch_pdl=overlaps,
+            NUM_ADDED=num_added, GROUP=group_size, MAX=largest_value(values.dtype, num_planes), BLOCK=block,
+            OVERLAPS=overlaps, COMPILED=is_compiled(values), num_warps=min(16, max(4, block // 512)),
+            launch_pdl=overlaps,
         )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ class Table(Generic[Config]):
         self.find: Callable[..., Config | None] = lru_cache(maxsize=4096)(partial(first_fit, rules))
 
 
+def found(config: Config | None) -> Config:
+    """What a table gives whose last rule has no bounds."""
+    assert config is not None, "there is a rule for any number"
+    return config
+
+
 class GemmTable(Generic[Config]):
     """A table for x (rows, k) and a weight (n, k). None: another kernel is faster.
 
@@ -312,21 +318,41 @@ MAX_PREFETCHED_WEIGHTS = 1 << 23
 # `grouped_gemv`, us of gate_up and down: 2 tokens 24.9 + 14.1, 27.1 + 14.6 in tiles; 4 tokens 46.2 + 25.4, 46.3 +
 # 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
 # row took 2.71 ms with that on one machine, 2.62 with this on another.
-GATE_UP_PAIRS = GemvConfig(4, 256, num_warps=2, num_stages=3)
-DOWN_PAIRS = GemvConfig(8, 256, num_warps=4, num_stages=5)
+# itemsize: bytes of a weight. Those of 4 bits, 0.5, are to be measured: their GEMVs have the settings of `W4_ROWS`,
+# their tiles those of 8 bits.
+FOUR_BITS = at_most(0.5)
+FOUR_BIT_ROW = GemvConfig(16, 512, num_warps=4, num_stages=3)
+GATE_UP_PAIRS: Table[GemvConfig] = Table(
+    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS), Rule(GemvConfig(4, 256, num_warps=2, num_stages=3))
+)
+DOWN_PAIRS: Table[GemvConfig] = Table(
+    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS), Rule(GemvConfig(8, 256, num_warps=4, num_stages=5))
+)
 MAX_PAIRS = 32
 GATE_UP_ROW: Table[GemvConfig] = Table(
+    Rule(FOUR_BIT_ROW, itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=1), itemsize=at_most(1)),
     Rule(GemvConfig(4, 512, num_warps=4, num_stages=3)),
 )
-DOWN_ROW = GemvConfig(4, 256, num_warps=4, num_stages=1)
+DOWN_ROW: Table[GemvConfig] = Table(
+    Rule(GemvConfig(16, 128, num_warps=8, num_stages=3), itemsize=FOUR_BITS),
+    Rule(GemvConfig(4, 256, num_warps=4, num_stages=1)),
+)
 
 # More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 78 | 181 | 190 | 919, down 41 | 97 | 107 |
 # 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. e4m3 at 8 | 64 | 256: 52 | 110 | 142, 31
-# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158.
+# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158. Weights of 4 bits come in chunks
+# of 128 columns; their rules fit the chip and its registers, and are to be measured.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
+FOUR_BIT_TILES = (
+    Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=FOUR_BITS, pairs_per_expert=at_most(32)),
+    Rule(TileConfig(64, 128, num_stages=3, block_m=64), itemsize=FOUR_BITS, pairs_per_expert=at_most(64)),
+    Rule(TileConfig(128, 128, num_warps=8, num_stages=3, block_m=128), itemsize=FOUR_BITS),
+)
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=3, block_m=32), pairs_per_expert=at_most(32)),
@@ -335,6 +361,7 @@ GROUPED_GATE_UP: Table[TileConfig] = Table(
 )
 GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=at_most(1), pairs_per_expert=at_most(8)),
     Rule(TileConfig(128, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
     Rule(TileConfig(64, 64, num_stages=5, block_m=16), pairs_per_expert=at_most(8)),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.nibbles import scale_and_zero
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.tuning import TileConfig
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
@@ -36,12 +37,6 @@ UNPACK = tl.constexpr("""{
     prmt.b32 $1, a, b, 0x6420;
     prmt.b32 $3, a, b, 0x7531;
 }""")
-
-
-@triton.jit
-def scale_and_zero(pairs):
-    """Both of a group, float32, from one word: bfloat16 is the upper half of a float32."""
-    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -21,53 +21,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.nibbles import chunk_sums, load_one_row, scale_and_zero
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import W4_PLANES, W4_ROWS, SlicedKConfig
-from kernels.gpu.w4_planes_gemm import MIN_GROUP, WORDS, scale_and_zero, w4_planes_gemm
+from kernels.gpu.w4_planes_gemm import MIN_GROUP, WORDS, w4_planes_gemm
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 
 MAX_ROWS = 32
 LINE = tl.constexpr(64)  # words of a line of the L2 cache
-# The four nibbles of two words, each pair as two bfloat16 128 + w.
-UNPACK = tl.constexpr("""{
-    .reg .b32 t;
-    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, $4, 4;
-    lop3.b32 $1, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, $4, 8;
-    lop3.b32 $2, t, 0x000F000F, 0x43004300, 0xEA;
-    shr.u32 t, $4, 12;
-    lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
-}""")
-
-
-@triton.jit
-def unpack_to_bfloat16(words):
-    """128 + w of the four nibbles, bfloat16."""
-    return tl.inline_asm_elementwise(
-        UNPACK, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def unpack_plain(words):
-    """w of the four nibbles, float32: for the interpreter, which knows no assembly."""
-    weights = ()
-    for nibble in tl.static_range(4):
-        weights = weights + (((words >> 4 * nibble) & 15).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    return weights
-
-
-@triton.jit
-def _load_one_row(x_at, has_x):
-    """x of the four nibbles, each (chunks, words, 1): one load for all."""
-    x = tl.load(x_at + (tl.arange(0, 4) * WORDS)[None, :, None], mask=has_x, other=0.0)
-    even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[2], 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0[:, :, None], x1[:, :, None], x2[:, :, None], x3[:, :, None]
 
 
 @triton.jit
@@ -85,24 +47,9 @@ def _load_rows(x_at, has_x):
 @triton.jit
 def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: tl.constexpr):
     """The sums of one chunk a warp: (chunks, columns, rows)."""
-    OPERAND: tl.constexpr = tl.bfloat16 if COMPILED else tl.float32
-    BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
-    NIBBLES: tl.constexpr = GROUP // WORDS  # of a group
-    x = _load_one_row(x_at, has_x) if x_at.shape[1] == 1 else _load_rows(x_at, has_x)
-    weights = unpack_to_bfloat16(words) if COMPILED else unpack_plain(words)
-    ones = tl.full(words.shape, 1.0, OPERAND)
+    x = load_one_row(x_at, has_x) if x_at.shape[1] == 1 else _load_rows(x_at, has_x)
     none = tl.zeros((words.shape[0], words.shape[1], x_at.shape[1]), tl.float32)
-    total = none
-    for group in tl.static_range(4 // NIBBLES):
-        sums = none
-        dots = none
-        for nibble in tl.static_range(group * NIBBLES, (group + 1) * NIBBLES):
-            dots = tl.dot(weights[nibble], x[nibble].to(OPERAND), dots, input_precision="ieee")
-            sums = tl.dot(ones, x[nibble].to(OPERAND), sums, input_precision="ieee")
-        pairs = tl.load(pair_at + group, mask=has_pair, other=0)[:, :, None]
-        scale, zero = scale_and_zero(pairs)
-        total += scale * dots + (zero - BIAS * scale) * sums
-    return total
+    return chunk_sums(none, words, x, pair_at, has_pair, none, "int4", GROUP, COMPILED, True)
 
 
 @triton.jit

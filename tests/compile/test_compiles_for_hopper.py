@@ -40,7 +40,10 @@ from kernels.gpu.all_reduce import (
 from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kernels.gpu.expert_exchange import combine, dispatch
+from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.gather_kv import gather_kv
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm
+from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
@@ -50,6 +53,7 @@ from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
+from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP, found
 from kernels.kv_copy import WordCopy
 from kernels.w4a16_gemm import PackedW4
 from kvstore.layout import PoolGeometry
@@ -184,6 +188,64 @@ def test_gemms_of_int4_weights(rows: int, group: int, kernel: str, compiled: lis
     linear = W4A16Linear(PackedW4(ints(n, k // 4, dtype=torch.int16), scales, group), None, SplitKWorkspace(META))
     linear(torch.empty(rows, k, dtype=torch.bfloat16, device=META))
     check(compiled, kernel)
+
+
+EXPERTS, INNER, HIDDEN, TOP_K = 128, 768, 2048, 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "scales", "scales_dtype"),
+    [
+        (HIDDEN // 4, torch.int16, (HIDDEN // 32, 2), torch.bfloat16),
+        (HIDDEN // 4, torch.int16, (HIDDEN // 32,), torch.uint8),
+        (HIDDEN, torch.float8_e4m3fn, (HIDDEN // 128,), torch.float32),
+    ],
+    ids=["int4", "mxfp4", "fp8 in blocks"],
+)
+def test_grouped_gemms_of_packed_experts(
+    columns: int, dtype: torch.dtype, scales: tuple[int, ...], scales_dtype: torch.dtype, compiled: list[Compiled]
+) -> None:
+    weight = torch.empty(EXPERTS, 2 * INNER, columns, dtype=dtype, device=META)
+    of_groups = torch.empty(EXPERTS, 2 * INNER, *scales, dtype=scales_dtype, device=META)
+    itemsize = bytes_of(weight)
+    few, many = (torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16, device=META) for num_tokens in (2, 8192))
+    pairs = found(GATE_UP_PAIRS.find(itemsize=itemsize))
+    grouped_gemv(few, weight, ints(2, TOP_K), pairs, TOP_K, scales=of_groups)
+    tile = found(GROUPED_GATE_UP.find(pairs_per_expert=8192 * TOP_K / EXPERTS, itemsize=itemsize))
+    grouped_gemm(many, weight, SortedPairs(ints(8192 * TOP_K), ints(EXPERTS)), tile, TOP_K, scales=of_groups)
+    check(compiled, "_pair_kernel", "_grouped_kernel")
+
+
+def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) -> None:
+    """gpt-oss-20b's, whose 2,880 columns no tile divides."""
+    num_experts, top_k, n, gate = 32, 4, 2880, (1.702, 7.0)
+
+    def weights(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        words = torch.empty(num_experts, rows, n // 4, dtype=torch.int16, device=META)
+        exponents = torch.empty(num_experts, rows, n // 32, dtype=torch.uint8, device=META)
+        return words, exponents, torch.empty(num_experts, rows, dtype=torch.bfloat16, device=META)
+
+    def hidden(rows: int) -> Tensor:
+        return torch.empty(rows, n, dtype=torch.bfloat16, device=META)
+
+    def shares(rows: int) -> Tensor:
+        return torch.empty(rows, top_k, dtype=torch.float32, device=META)
+
+    (gate_up, scales, bias), (down, down_scales, down_bias) = weights(2 * n), weights(n)
+    row, down_row = found(GATE_UP_ROW.find(itemsize=0.5)), found(DOWN_ROW.find(itemsize=0.5))
+    x, inside = hidden(1), hidden(top_k)
+    grouped_gemv(x, gate_up, ints(1, top_k), row, top_k, norm=x[0], eps=1e-5, scales=scales, bias=bias, gate=gate)
+    add_down_of_row(inside, down, ints(1, top_k), shares(1), down_row, x, down_scales, down_bias)
+    for tokens in (16, 256, 8192):
+        load, pairs = tokens * top_k / num_experts, SortedPairs(ints(tokens * top_k), ints(num_experts))
+        chosen: SortedPairs | Tensor = ints(tokens, top_k) if tokens <= MAX_UNSORTED else pairs
+        up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=0.5))
+        tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=0.5))
+        grouped_gemm(hidden(tokens), gate_up, chosen, up_tile, top_k, scales=scales, bias=bias, gate=gate)
+        grouped_gemm(
+            hidden(tokens * top_k), down, chosen, tile, top_k, shares(tokens), down_scales, down_bias
+        )  # fmt: skip
+    check(compiled, "_pair_kernel", "_row_down_kernel", "_grouped_kernel")
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])

@@ -103,6 +103,16 @@ def test_decode_steps_of_quantized_inputs(mode: str, launches: list[str]) -> Non
     assert launched(forward, decode_inputs(8), launches) == repeated(["embedding"], attention, mlp, "rms_norm", "")
 
 
+def test_decode_steps_of_quantized_inputs_and_experts(launches: list[str]) -> None:
+    """One kernel adds the experts' partial sums, norms and quantizes."""
+    forward = forward_over(model_of("qwen3-30b-a3b", "fp8", NUM_LAYERS), torch.bfloat16)
+    attention = ["quantize", "sliced_k", *ATTEND, "quantize", "sliced_k"]
+    moe = ["rms_norm", "skinny", "route", "grouped", "grouped"]
+    assert launched(forward, decode_inputs(8), launches) == repeated(
+        ["embedding"], attention, moe, "add_rms_norm_of_partials", ""
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "gemm", "router"), [(8, "skinny", "skinny"), (64, "cublas", "skinny"), (200, "cublas", "cublas")]
 )

@@ -79,26 +79,20 @@ def test_random_weights_need_the_config_alone(name: str, tmp_path: Path) -> None
     assert len(request.output_token_ids) == 3
 
 
-def test_quantized_experts_are_refused_on_gpus(path: Path) -> None:
+def test_experts_of_other_devices_are_refused_on_gpus(path: Path) -> None:
     loaded, _ = open_model(directory(path), quant_mode="int8-weight")
     block = next(block for block in loaded.model.blocks if isinstance(block, Moe))
-    with pytest.raises(UnsupportedModelError, match="experts on a GPU have 16 or 8 bits"):
+    with pytest.raises(UnsupportedModelError, match="plain or quantized linear layers"):
         StackedExperts(block)
 
 
-def test_what_gpus_cannot_do_is_said_before_weights_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
-    config = EngineConfig(str(path), quant_mode="int4-weight")
-    with pytest.raises(UnsupportedModelError, match="on a GPU experts have 16 bits"):
-        load_model(directory(path), config, torch.device("cuda"))
-
-
-def test_experts_that_a_checkpoint_has_quantized_are_refused_on_gpus(
+def test_experts_that_are_quantized_in_part_are_refused_on_gpus_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(FORMATS["gptq"], tmp_path / "m", WIDE)
+    form = replace(FORMATS["gptq"], kept_plain=("lm_head", "embed_tokens", "experts.1.down_proj"))
+    write(form, tmp_path / "m", WIDE)
     monkeypatch.setattr(SafetensorsWeights, "_open", lambda *_: pytest.fail("a weight was read"))
-    with pytest.raises(UnsupportedModelError, match="on a GPU experts have 16 bits"):
+    with pytest.raises(UnsupportedModelError, match="must all be quantized"):
         load_model(directory(tmp_path / "m"), EngineConfig(str(tmp_path / "m")), torch.device("cuda"))
 
 

@@ -82,10 +82,10 @@ def save_family(folder: Path, changes: dict[str, Any]) -> Path:
 
 def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
     """Settings that fit tiny experts and are quick to interpret. max_pairs: more are sorted."""
-    small = GemvConfig(16, 32, num_warps=1, num_stages=1)
+    small = Table(Rule(GemvConfig(16, 32, num_warps=1, num_stages=1)))
     tiles = Table(Rule(TileConfig(32, 32, num_stages=1, block_m=16)))
     for name, value in (
         ("MAX_PAIRS", max_pairs), ("GATE_UP_PAIRS", small), ("DOWN_PAIRS", small), ("DOWN_ROW", small),
-        ("GATE_UP_ROW", Table(Rule(small))), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
+        ("GATE_UP_ROW", small), ("GROUPED_GATE_UP", tiles), ("GROUPED_DOWN", tiles),
     ):  # fmt: skip
         patch.setattr(f"engine.gpu.ops.experts.{name}", value)

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+import engine.loader.load
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
+from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.kv_memory import kv_layout
+from engine.layers.moe import Moe
 from engine.loader import load_model
+from engine.loader.quantize import Quantizer
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import PoolGeometry
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
@@ -106,3 +110,36 @@ def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
     config = EngineConfig(str(folder), device="cpu", dtype="float32", quant_mode="none").resolved("cpu")
     form = SplitKForm(load_model(resolve_model(str(folder)), config, torch.device("cpu")).model)
     assert not form.takes(Target(2, is_decode=True))  # weights of 4 bytes
+
+
+@torch.inference_mode()
+def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the experts leave as partial sums is added, normed and quantized at once, or one after the other."""
+    rows = 3
+    use_small_tiles(monkeypatch, 4)
+    monkeypatch.setattr(engine.loader.load, "resolve_quant_mode", lambda *_: "fp8")
+    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
+    saved = save_tiny_model(tmp_path, inner=32, num_experts=4)
+    loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
+    model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]
+    positions = torch.full((rows,), 3, dtype=torch.int32, device=DEVICE)
+    inputs = GpuInputs(
+        torch.arange(rows, device=DEVICE), positions, positions + 1,
+        [GroupInputs(tables[:, 0] * BLOCK_SIZE + 3, tables)],
+    )  # fmt: skip
+    before = torch.randn(rows, model.num_layers, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim, device=DEVICE)
+    results = []
+    for takes in (True, False):
+        pool = before.clone()
+        attention = open_attention("triton", pool, model.num_heads, loaded.dtype, rows)
+        forward = FusedForward(loaded.model, pool, rows, attention)
+        target = Target(rows, is_decode=True)
+        if takes:
+            experts = {id(block): block.stacked for block in loaded.model.blocks if isinstance(block, Moe)}
+            assert QuantizedInputForm(loaded.model, experts).takes(target)
+        else:
+            monkeypatch.setattr(QuantizedInputForm, "takes", lambda self, target: False)
+        results.append(forward.hidden(inputs))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

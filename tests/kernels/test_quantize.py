@@ -73,11 +73,11 @@ def test_what_is_not_finite_shows_in_the_scale(dtype: torch.dtype, device: torch
 
 
 @pytest.mark.parametrize("dtype", QUANTIZERS)
-@pytest.mark.parametrize("adds", [False, True])
-def test_add_rms_norm_quantize(dtype: torch.dtype, adds: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("shape", [(), (5, 72), (3, 5, 72)], ids=["alone", "output", "partial sums"])
+def test_add_rms_norm_quantize(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     residual, norm = torch.randn(5, 72, device=device) * 3, torch.randn(72, device=device)
-    x = torch.randn(5, 72, device=device) if adds else None
-    total = residual if x is None else residual + x
+    x = torch.randn(shape, device=device) if shape else None
+    total = residual if x is None else residual + x.view(-1, 5, 72).sum(dim=0)
     expected_values, expected_scales = QUANTIZERS[dtype](rms_norm(total, norm, 1e-6))
     values, scales = add_rms_norm_quantize(x, residual, norm, 1e-6, dtype)
     torch.testing.assert_close(residual, total)

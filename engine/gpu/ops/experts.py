@@ -6,7 +6,7 @@ Nothing is read on the host, and grids depend on the number of tokens alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
-from engine.gpu.quantized import EightBitLinear
+from engine.gpu.quantized import EightBitLinear, ExpertLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear, W8A16Linear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
+from kernels.gpu.expert_formats import WORDS, bytes_of, fits
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
+from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import (
     DOWN_PAIRS,
     DOWN_ROW,
@@ -28,21 +30,27 @@ from kernels.gpu.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
+    found,
 )
+from kernels.w4a16_gemm import pack_words, unpack_words
 
 Gemm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """weight: (num_experts, out, in). scales: of its rows, float32 (num_experts, out), where it has 8 bits.
+    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/expert_formats.py`.
 
-    bias: (num_experts, out) or None.
+    bias: (out,) or (num_experts, out), or None.
     """
 
     weight: Tensor
     scales: Tensor | None
     bias: Tensor | None = None
+
+    @property
+    def itemsize(self) -> float:
+        return bytes_of(self.weight)
 
 
 class StackedExperts:
@@ -62,65 +70,93 @@ class StackedExperts:
         return stacked
 
     def __init__(self, block: Moe) -> None:
-        """Raise UnsupportedModelError for experts that are neither plain nor of 8 bits."""
+        """Raise UnsupportedModelError for experts of several formats."""
         self.num_shared = 0
         self.gate = (block.rule.swiglu_alpha, block.rule.swiglu_limit)
         self.router = block.router.to(block.norm.dtype)
-        gate_up = [checked(expert.gate_up) for expert in block.experts.values()]
-        down = [checked(expert.down) for expert in block.experts.values()]
+        inner = block.rule.intermediate_size
+        for expert in block.experts.values():
+            expert.gate_up, expert.down = stackable(expert.gate_up), stackable(expert.down)
         more_gate_up: list[Stack] = []
         more_down: list[Stack] = []
         if block.shared is not None:
-            self.num_shared, rest = divmod(block.rule.shared_size, block.rule.intermediate_size)
+            self.num_shared, rest = divmod(block.rule.shared_size, inner)
             if rest:
                 raise UnsupportedModelError("a rank has less than one shared expert: leave --expert-parallel out")
-            more_gate_up = gate_up_pieces(checked(block.shared.gate_up), self.num_shared)
-            more_down = down_pieces(checked(block.shared.down), self.num_shared)
+            more_gate_up = gate_up_pieces(stack_of(stackable(block.shared.gate_up)), self.num_shared)
+            more_down = down_pieces(stack_of(stackable(block.shared.down, inner)), self.num_shared)
             block.shared = None
-        self.gate_up, self.down = stacked(gate_up, more_gate_up), stacked(down, more_down)
+        self.gate_up = stacked([expert.gate_up for expert in block.experts.values()], more_gate_up)
+        self.down = stacked([expert.down for expert in block.experts.values()], more_down)
 
 
-Stackable = Linear | EightBitLinear
+def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
+    """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
+    if not isinstance(layer, Linear | EightBitLinear | ExpertLinear | W4A16Linear):
+        raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
+    if isinstance(layer, Linear | EightBitLinear):
+        return layer
+    can_be_cut = piece is None or not isinstance(layer, Mxfp4Linear)  # no model has both
+    if can_be_cut and fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit)):
+        return layer
+    plain = Linear(layer.dequantize(torch.bfloat16), layer.bias)
+    return W8A16Linear.of(plain, SplitKWorkspace(layer.device, 1, 1))
 
 
-def checked(layer: LinearLayer) -> Stackable:
-    if not isinstance(layer, Stackable):
-        raise UnsupportedModelError("experts on a GPU have 16 or 8 bits: use --quant-mode none or fp8")
-    return layer
+def stack_of(layer: LinearLayer) -> Stack:
+    """One layer's."""
+    if isinstance(layer, W4A16Linear):
+        return Stack(layer.packed.words, layer.packed.scales_and_zeros, layer.bias)
+    if isinstance(layer, EightBitLinear | ExpertLinear):
+        return Stack(layer.weight, layer.scales, layer.bias)
+    assert isinstance(layer, Linear), "see `stackable`"
+    return Stack(layer.weight, None, layer.bias)
 
 
-def scales_of(layer: Stackable) -> Tensor | None:
-    return layer.scales if isinstance(layer, EightBitLinear) else None
-
-
-def gate_up_pieces(layer: Stackable, count: int) -> list[Stack]:
+def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
     """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
 
     def pieces(rows: Tensor) -> list[Tensor]:
         gate, up = rows.view(2, count, -1, *rows.shape[1:])
         return list(torch.cat([gate, up], dim=1))
 
-    scales = scales_of(layer)
-    scales_of_pieces = [None] * count if scales is None else pieces(scales)
-    return [Stack(*piece) for piece in zip(pieces(layer.weight), scales_of_pieces, strict=True)]
+    scales = [None] * count if layer.scales is None else pieces(layer.scales)
+    return [Stack(*piece) for piece in zip(pieces(layer.weight), scales, strict=True)]
 
 
-def down_pieces(layer: Stackable, count: int) -> list[Stack]:
+def down_pieces(layer: Stack, count: int) -> list[Stack]:
     """Cut down into that of `count` experts, see `gate_up_pieces`."""
-    scales = scales_of(layer)
-    return [Stack(weight, scales) for weight in layer.weight.view(layer.weight.shape[0], count, -1).unbind(1)]
+    weight, scales = layer.weight, layer.scales
+    is_packed = weight.dtype == WORDS
+    columns = unpack_words(weight) if is_packed else weight
+    weights = columns.view(len(columns), count, -1).unbind(1)
+    if is_packed:  # whose words hold other columns than those of a wider weight
+        weights = tuple(pack_words(values) for values in weights)
+    if scales is None or scales.dim() == 1:
+        return [Stack(piece, scales) for piece in weights]
+    groups = scales.view(len(scales), count, -1, *scales.shape[2:]).unbind(1)
+    return [Stack(*piece) for piece in zip(weights, groups, strict=True)]
 
 
-def stacked(layers: list[Stackable], more: list[Stack]) -> Stack:
-    scales = [scales_of(layer) for layer in layers] + [piece.scales for piece in more]
-    weights = torch.stack([*(layer.weight for layer in layers), *(piece.weight for piece in more)])
+def stacked(layers: list[LinearLayer], more: list[Stack]) -> Stack:
+    stacks = [*map(stack_of, layers), *more]
+    if len({(each.weight.dtype, each.scales is None or each.scales.shape) for each in stacks}) > 1:
+        raise UnsupportedModelError("a layer's experts must all be quantized alike, or none of them")
+    weights = torch.stack([each.weight for each in stacks])
+    known = [each.scales for each in stacks if each.scales is not None]
+    scales = torch.stack(known) if known else None
     for index, layer in enumerate(layers):
-        layer.weight = weights[index]
-    known = [scale for scale in scales if scale is not None]
-    if known and len(known) < len(scales):
-        raise UnsupportedModelError("a layer's experts must all have 8 bits, or none of them")
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return Stack(weights, torch.stack(known) if known else None, torch.stack(biases) if biases else None)
+        if isinstance(layer, Linear):
+            layer.weight = weights[index]
+            continue
+        assert scales is not None, "quantized weights have them"
+        if isinstance(layer, W4A16Linear):
+            layer.packed = replace(layer.packed, words=weights[index], scales_and_zeros=scales[index])
+        else:
+            assert isinstance(layer, EightBitLinear | ExpertLinear), "see `stackable`"
+            layer.weight, layer.scales = weights[index], scales[index]
+    biases = [each.bias for each in stacks if each.bias is not None]
+    return Stack(weights, scales, torch.stack(biases) if biases else None)
 
 
 def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
@@ -176,16 +212,17 @@ def outputs(
     gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
     if num_pairs <= MAX_PAIRS:
+        gate_up_pairs = found(GATE_UP_PAIRS.find(itemsize=gate_up.itemsize))
+        down_pairs = found(DOWN_PAIRS.find(itemsize=down.itemsize))
         inside = grouped_gemv(
-            x, gate_up.weight, chosen, GATE_UP_PAIRS, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
+            x, gate_up.weight, chosen, gate_up_pairs, top_k, scales=gate_up.scales, bias=gate_up.bias, gate=gate
         )  # fmt: skip
         return grouped_gemv(
-            inside, down.weight, chosen, DOWN_PAIRS, top_k, shares, scales=down.scales, bias=down.bias
+            inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales, bias=down.bias
         )  # fmt: skip
-    load, itemsize = num_pairs / num_experts, down.weight.itemsize
-    gate_up_tile = GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=itemsize)
-    down_tile = GROUPED_DOWN.find(pairs_per_expert=load, itemsize=itemsize)
-    assert gate_up_tile is not None and down_tile is not None, "there is a rule for any number"  # noqa: PT018
+    load = num_pairs / num_experts
+    gate_up_tile = found(GROUPED_GATE_UP.find(pairs_per_expert=load, itemsize=gate_up.itemsize))
+    down_tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=down.itemsize))
     pairs: SortedPairs | Tensor = chosen
     if is_listed(*chosen.shape):
         pairs = listed or sort_pairs(chosen, num_experts)
@@ -204,8 +241,8 @@ def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable
     """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
     gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
-    row = GATE_UP_ROW.find(itemsize=gate_up.weight.itemsize)
-    assert row is not None, "the last rule has no bounds"
+    row = found(GATE_UP_ROW.find(itemsize=gate_up.itemsize))
+    down_row = found(DOWN_ROW.find(itemsize=down.itemsize))
 
     def add(residual: Tensor) -> None:
         shares, chosen = choose(logits_of(residual))
@@ -213,6 +250,6 @@ def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable
             residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
             scales=gate_up.scales, bias=gate_up.bias, gate=experts.gate,
         )  # fmt: skip
-        add_down_of_row(inside, down.weight, chosen, shares, DOWN_ROW, residual, down.scales, down.bias)
+        add_down_of_row(inside, down.weight, chosen, shares, down_row, residual, down.scales, down.bias)
 
     return add

@@ -24,7 +24,7 @@ from kernels.gpu.tuning import FUSED_GEMV
 
 
 class OneRowForm(Form):
-    """Plain weights alone, and no norms behind blocks."""
+    """Plain weights alone, and no norms behind blocks; experts of any format, whose kernels take a row as it is."""
 
     def __init__(self, model: Model, experts: Mapping[int, StackedExperts]) -> None:
         """experts: of each block of experts, by its id."""
@@ -34,7 +34,12 @@ class OneRowForm(Form):
     def takes(self, target: Target) -> bool:
         return (
             target == Target(1, is_decode=True)
-            and all(isinstance(ref.layer, Linear) for block in self.model.blocks for ref in block.linears())
+            and all(
+                isinstance(ref.layer, Linear)
+                for block in self.model.blocks
+                if not isinstance(block, Moe)
+                for ref in block.linears()
+            )
             and not any(isinstance(block, PostNormed) for block in self.model.blocks)
         )  # fmt: skip
 

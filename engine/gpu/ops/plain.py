@@ -81,9 +81,7 @@ class PlainForm(Form):
 
     def experts(self, block: Moe, num_rows: int) -> GpuBody:
         """The body of a block of experts."""
-        stacked = self._experts[id(block)]
-        router = gemm(Linear(stacked.router, block.router_bias), num_rows, self._workspace)
-        return moe(block, stacked, router, self.sums_experts)
+        return experts(block, self._experts[id(block)], num_rows, self._workspace, self.sums_experts)
 
     def lower(self, target: Target) -> Forward[GpuStep]:
         model, bodies = self.model, self.bodies(target.num_rows)
@@ -107,6 +105,13 @@ def mlp(block: Mlp, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
     gated = gated_gemm(block.gate_up, num_rows, workspace, isinstance(block, GeluMlp))
     down = gemm(block.down, num_rows, workspace)
     return lambda x, step: down(gated(x))
+
+
+def experts(
+    block: Moe, stacked: StackedExperts, num_rows: int, workspace: SplitKWorkspace, is_summed: bool
+) -> GpuBody:  # fmt: skip
+    """is_summed: see `moe`."""
+    return moe(block, stacked, gemm(Linear(stacked.router, block.router_bias), num_rows, workspace), is_summed)
 
 
 def latents(block: LatentAttention, num_rows: int, workspace: SplitKWorkspace) -> GpuBody:
