@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.expanded import ExpandedLatents
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
@@ -27,7 +28,7 @@ from engine.gpu.quantized import W4A16Linear
 from engine.kv_memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
-from engine.models.config import architecture_of, config_from_hf, read_hf_config
+from engine.models.config import LatentConfig, architecture_of, config_from_hf, read_hf_config
 from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.all_reduce import (
@@ -241,6 +242,18 @@ def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:
     for lengths in PROMPTS:
         forward.hidden(prompt_inputs(forward, lengths))
     check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_latent_prefill_kernel", "_grouped_kernel")
+
+
+def test_attention_over_expanded_latents(compiled: list[Compiled]) -> None:
+    """Of DeepSeek's widths, as its plan calls it."""
+    num_heads, latent, dtype = 16, LatentConfig(None, 512, 128, 64, 128), torch.bfloat16
+    pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, 576, dtype=dtype, device=META)
+    backend = ExpandedLatents(pool, num_heads, latent, dtype)
+    plan = backend.plan([0, 2048, 2560], [8192, 512], ints(2, MAX_BLOCKS))
+    q, kv_b = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((2560, num_heads, 192), (4096, 512)))
+    out = torch.empty(2560, num_heads, 128, dtype=dtype, device=META)
+    backend.attend(q, kv_b, pool, 0, plan, out)
+    check(compiled, "_expanded_prefill_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:
