@@ -98,11 +98,16 @@ def test_the_cheaper_form(queries: list[int], keys: list[int], is_expanded: bool
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, softmax_scale: float, is_causal: bool, num_splits: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float, is_causal: bool, num_splits: int,
 ) -> None:  # fmt: skip
-    """What FlashAttention-3 computes of rows with values narrower than keys."""
+    """What FlashAttention-3 computes of rows, or a batch of one, with values wider or narrower than keys."""
     assert is_causal
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        assert max_seqlen_q is max_seqlen_k is None
+        [q], [k], [v], [out] = q, k, v, out
+        cu_seqlens_q, cu_seqlens_k = torch.tensor([0, len(q)]), torch.tensor([0, len(k)])
+        max_seqlen_q, max_seqlen_k = len(q), len(k)
     rows = list(zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True))
     assert max_seqlen_q == max(stop - start for (start, stop), _ in rows)
     assert max_seqlen_k == max(stop - start for _, (start, stop) in rows)
@@ -112,20 +117,21 @@ def flash_forward(
 
 
 def prompts_over_latents(
-    queries: Sequence[int], keys: Sequence[int], num_heads: int, device: torch.device
+    queries: Sequence[int], keys: Sequence[int], num_heads: int, device: torch.device, kv_dtype: torch.dtype
 ) -> SimpleNamespace:
     """Rotated queries, a pool with latents, and what attention over expanded keys and values is in float64."""
     dims = LATENT.nope_head_dim, LATENT.v_head_dim
     tables, table = block_tables_for(list(keys), 16, device)
-    pool = torch.full((sum(map(len, tables)), 2, 1, 1, 16, 48), float("nan"), device=device)
+    pool = torch.full((sum(map(len, tables)), 2, 1, 1, 16, 48), float("nan"), device=device).to(kv_dtype)
     starts = [*accumulate(queries, initial=0)]
     q = torch.randn(starts[-1], num_heads, 32, device=device)
     kv_b = torch.randn(num_heads * sum(dims), 32, device=device) / 32**0.5
     wanted = []
     for row, (ids, seq_len) in enumerate(zip(tables, keys, strict=True)):
-        latents = torch.randn(seq_len, 48, device=device)
+        latents = torch.randn(seq_len, 48, device=device).to(kv_dtype)
         for token in range(seq_len):
             pool[ids[token // 16], 1, 0, 0, token % 16] = latents[token]
+        latents = latents.float()
         kv = (latents[:, :32].double() @ kv_b.double().T).view(seq_len, num_heads, -1).transpose(0, 1)
         k = torch.cat([kv[..., : dims[0]], latents[:, 32:].double().expand(num_heads, -1, -1)], dim=2)
         own = q[starts[row] : starts[row + 1]].double()  # LATENT's scale is 1 / root of the width
@@ -134,17 +140,24 @@ def prompts_over_latents(
 
 
 @pytest.mark.parametrize("flash", [None, flash_forward], ids=["ours", "fa3"])
-def test_both_kernels_attend_to_expanded_keys(flash: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a tile of queries, a chunk behind others, one token; whatever the pool has behind the last keys."""
+@pytest.mark.parametrize(
+    ("queries", "keys", "kv_dtype"),
+    [
+        ([140, 20, 1], [140, 95, 33], torch.float32), ([30], [75], torch.float32),
+        ([30, 9], [75, 9], torch.float8_e4m3fn),
+    ],
+)  # fmt: skip
+def test_both_kernels_attend_to_expanded_keys(
+    flash: Any, queries: list[int], keys: list[int], kv_dtype: torch.dtype
+) -> None:
+    """More than a tile of queries, a chunk behind others, one token; whatever the buffer has behind the last keys."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    queries, keys = [140, 20, 1], [140, 95, 33]
-    case = prompts_over_latents(queries, keys, 3, device)
-    backend = ExpandedLatents(case.pool, 3, LATENT, torch.float32, flash)
-    monkeypatch.setattr(expanded, "is_cheaper_expanded", lambda *_: True)
-    plan = backend.plan(case.starts, keys, case.table)
-    assert isinstance(plan, ExpandedPlan)
-    out = torch.full((161, 3, 32), float("nan"), device=device)
-    backend._kv.fill_(float("nan"))
+    case = prompts_over_latents(queries, keys, 3, device, kv_dtype)
+    backend = ExpandedLatents(case.pool, 3, LATENT, torch.float32, flash, max_bytes=1 << 20)
+    plan = backend.plan_expanded(case.starts, keys, case.table)
+    out = torch.full((sum(queries), 3, 32), float("nan"), device=device)
+    for buffer in (backend._kv, backend._latents):
+        buffer.fill_(float("nan"))
     backend.attend(case.q, case.kv_b, case.pool, 1, plan, out)
     assert relative_error(out, case.wanted) < 1e-5
 

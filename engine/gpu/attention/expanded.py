@@ -90,10 +90,15 @@ class ExpandedLatents(PagedLatents):
 
     def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
         """A `PagedPlan` of the absorbed form, or an `ExpandedPlan`."""
-        num_keys = sum(seq_lens)
-        if num_keys > self._max_keys or not is_cheaper_expanded(self._latent, query_starts, seq_lens):
+        if sum(seq_lens) > self._max_keys or not is_cheaper_expanded(self._latent, query_starts, seq_lens):
             return super().plan(query_starts, seq_lens, block_tables)
-        device = block_tables.device
+        return self.plan_expanded(query_starts, seq_lens, block_tables)
+
+    def plan_expanded(
+        self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor
+    ) -> ExpandedPlan:
+        """The expanded form, cheaper or not, of as many keys as the buffers hold."""
+        num_keys, device = sum(seq_lens), block_tables.device
         key_starts = list(accumulate(seq_lens, initial=0))
         rows = np.repeat(np.arange(len(seq_lens)), seq_lens)
         positions = np.arange(num_keys) - np.asarray(key_starts)[rows]
@@ -114,7 +119,11 @@ class ExpandedLatents(PagedLatents):
         """
         num_keys, num_heads = plan.blocks.shape[0], q.shape[1]
         plain = self._dims[0]
-        latents = self._latents[:num_keys].copy_(pool[:, layer, 0, 0][plan.blocks, plan.offsets])
+        latents, source = self._latents[:num_keys], pool[:, layer, 0, 0]
+        if pool.dtype == latents.dtype:  # without another copy of them
+            torch.ops.aten.index.Tensor_out(source, [plan.blocks, plan.offsets], out=latents)
+        else:
+            latents.copy_(source[plan.blocks, plan.offsets])
         kv = torch.mm(latents[:, : self.rank], kv_b.t(), out=self._kv[:num_keys]).view(num_keys, num_heads, -1)
         rotated = latents[:, self.rank :]
         if self._flash is None:
@@ -125,8 +134,15 @@ class ExpandedLatents(PagedLatents):
         k = self._keys[:num_keys]
         k[..., :plain] = kv[..., :plain]
         k[..., plain:] = rotated[:, None]
+        v = kv[..., plain:]
+        if plan.key_starts.shape[0] == 2:  # a single row is faster as a batch of one, see `fa3`
+            self._flash(
+                q[None], k[None], v[None], out=out[None], cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                max_seqlen_k=None, softmax_scale=self.scale, is_causal=True, num_splits=0,
+            )  # fmt: skip
+            return
         self._flash(
-            q, k, kv[..., plain:], out=out, cu_seqlens_q=plan.query_starts, cu_seqlens_k=plan.key_starts,
+            q, k, v, out=out, cu_seqlens_q=plan.query_starts, cu_seqlens_k=plan.key_starts,
             max_seqlen_q=plan.max_queries, max_seqlen_k=plan.max_keys, softmax_scale=self.scale, is_causal=True,
             num_splits=0,
         )  # fmt: skip
