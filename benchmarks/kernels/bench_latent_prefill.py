@@ -4,8 +4,8 @@
 
 A shape is the chunk's tokens and its context. `absorbed` is two batched GEMMs and `latent_prefill`; `expanded`
 gathers latents, expands them and attends, `expanded fa3` with FlashAttention-3 where its package takes such heads.
-tflop_per_s counts what the form computes; `ratio` is the absorbed form's time over this one's; `chosen` what the rule
-takes. `--sweep` tries settings of our kernel, attention alone.
+tflop_per_s counts what the form computes; `ratio` is the absorbed form's time over this one's; `difference` that of
+the outputs, relative; `chosen` what the rule takes. `--sweep` tries settings of our kernel, attention alone.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Case:
         self.table = torch.randperm(blocks, device="cuda").int()[None]
         self.q = random(queries, num_heads, plain + rotated)
         self.absorbed = random(queries, num_heads, self.rank + rotated)
+        self.absorbed[..., self.rank :] = self.q[..., plain:]
         self.attended = random(queries, num_heads * self.rank)
         self.kv_b = random(num_heads * (plain + value), self.rank) / self.rank**0.5
         by_head = self.kv_b.view(num_heads, -1, self.rank)
@@ -120,6 +121,7 @@ def main() -> None:
                 report("expanded_prefill sweep", shape, config=str(config), us=time * 1e6)
             continue
         absorbed = case.absorbed_seconds()
+        wanted = case.out.float()
         chosen = "expanded" if is_cheaper_expanded(LATENT, *case.rows) else "absorbed"
         rate = case.absorbed_flop / absorbed / 1e12
         report("latent_prefill", f"{shape} absorbed", us=absorbed * 1e6, tflop_per_s=rate, ratio=1.0, chosen=chosen)
@@ -127,7 +129,9 @@ def main() -> None:
             backend = ExpandedLatents(case.pool, options.heads, LATENT, torch.bfloat16, forward)
             time = case.expanded_seconds(backend)
             rate = case.expanded_flop / time / 1e12
-            report("latent_prefill", f"{shape} {name}", us=time * 1e6, tflop_per_s=rate, ratio=absorbed / time)
+            difference = float((case.out.float() - wanted).norm() / wanted.norm())
+            figures = {"us": time * 1e6, "tflop_per_s": rate, "ratio": absorbed / time, "difference": difference}
+            report("latent_prefill", f"{shape} {name}", **figures)
 
 
 if __name__ == "__main__":

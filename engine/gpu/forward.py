@@ -176,6 +176,8 @@ class FusedForward:
         num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
         num_decode, attended = inputs.lengths.shape[0], inputs.attended
         num_absorbed = num_decode if isinstance(own.prefill, ExpandedPlan) else num_tokens
+        if attended is None:  # of all tokens, so that a trial of expanded prompts measures what absorbed ones need
+            attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
         absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
         rotate_and_write_latents(
             q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, own.slots, absorbed,
@@ -191,8 +193,6 @@ class FusedForward:
                 return out.flatten(1)
         q_nope = q[:num_absorbed, :, : block.nope_dim].transpose(0, 1)
         torch.bmm(q_nope, block.w_uk, out=absorbed[:num_absorbed, :, :rank].transpose(0, 1))
-        if attended is None:
-            attended = torch.empty(num_absorbed, num_heads * rank, dtype=q.dtype, device=q.device)
         if num_decode:
             attended[:num_decode] = latent_decode(
                 absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, own.decode_tables,
@@ -200,6 +200,6 @@ class FusedForward:
             )  # fmt: skip
         if isinstance(own.prefill, PagedPlan):
             self._latents.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
-        by_head = attended.view(num_absorbed, num_heads, rank).transpose(0, 1)
+        by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
         torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))
         return out.flatten(1)

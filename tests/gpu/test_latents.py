@@ -23,7 +23,7 @@ from engine.models.config import LatentConfig
 from kernels.paged_attention import attend_causally
 from tests.gpu.models import save_family, use_small_tiles
 from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu, reference
-from tests.kernels.helpers import block_tables_for, relative_error
+from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 
 V2 = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 48,
@@ -117,15 +117,16 @@ def flash_forward(
 
 
 def prompts_over_latents(
-    queries: Sequence[int], keys: Sequence[int], num_heads: int, device: torch.device, kv_dtype: torch.dtype
-) -> SimpleNamespace:
+    queries: Sequence[int], keys: Sequence[int], num_heads: int, device: torch.device, kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> SimpleNamespace:  # fmt: skip
     """Rotated queries, a pool with latents, and what attention over expanded keys and values is in float64."""
     dims = LATENT.nope_head_dim, LATENT.v_head_dim
     tables, table = block_tables_for(list(keys), 16, device)
     pool = torch.full((sum(map(len, tables)), 2, 1, 1, 16, 48), float("nan"), device=device).to(kv_dtype)
     starts = [*accumulate(queries, initial=0)]
-    q = torch.randn(starts[-1], num_heads, 32, device=device)
-    kv_b = torch.randn(num_heads * sum(dims), 32, device=device) / 32**0.5
+    q = torch.randn(starts[-1], num_heads, 32, device=device).to(dtype)
+    kv_b = (torch.randn(num_heads * sum(dims), 32, device=device) / 32**0.5).to(dtype)
     wanted = []
     for row, (ids, seq_len) in enumerate(zip(tables, keys, strict=True)):
         latents = torch.randn(seq_len, 48, device=device).to(kv_dtype)
@@ -144,7 +145,7 @@ def prompts_over_latents(
     ("queries", "keys", "kv_dtype"),
     [
         ([140, 20, 1], [140, 95, 33], torch.float32), ([30], [75], torch.float32),
-        ([30, 9], [75, 9], torch.float8_e4m3fn),
+        ([30, 9], [75, 9], torch.float8_e4m3fn), ([140, 20], [140, 95], HALF_DTYPE),
     ],
 )  # fmt: skip
 def test_both_kernels_attend_to_expanded_keys(
@@ -152,14 +153,15 @@ def test_both_kernels_attend_to_expanded_keys(
 ) -> None:
     """More than a tile of queries, a chunk behind others, one token; whatever the buffer has behind the last keys."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    case = prompts_over_latents(queries, keys, 3, device, kv_dtype)
-    backend = ExpandedLatents(case.pool, 3, LATENT, torch.float32, flash, max_bytes=1 << 20)
+    dtype = HALF_DTYPE if kv_dtype == HALF_DTYPE else torch.float32
+    case = prompts_over_latents(queries, keys, 3, device, kv_dtype, dtype)
+    backend = ExpandedLatents(case.pool, 3, LATENT, dtype, flash, max_bytes=1 << 20)
     plan = backend.plan_expanded(case.starts, keys, case.table)
-    out = torch.full((sum(queries), 3, 32), float("nan"), device=device)
+    out = torch.full((sum(queries), 3, 32), float("nan"), device=device).to(dtype)
     for buffer in (backend._kv, backend._latents):
         buffer.fill_(float("nan"))
     backend.attend(case.q, case.kv_b, case.pool, 1, plan, out)
-    assert relative_error(out, case.wanted) < 1e-5
+    assert relative_error(out, case.wanted) < (1e-5 if dtype == torch.float32 else BFLOAT16_BOUND)
 
 
 def test_more_keys_than_the_buffer_holds_are_absorbed() -> None:
