@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.gpu.attention import expanded
-from engine.gpu.attention.expanded import ExpandedLatents, ExpandedPlan, is_cheaper_expanded, open_latents
+from engine.gpu.attention.expanded import ExpandedLatents, ExpandedPlan, is_cheaper_expanded, open_latents, try_widths
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs
@@ -170,6 +170,12 @@ def test_more_keys_than_the_buffer_holds_are_absorbed() -> None:
     table = torch.zeros(1, 20, dtype=torch.int32)
     assert isinstance(backend.plan([0, 100], [100], table), ExpandedPlan)
     assert isinstance(backend.plan([0, 101], [101], table), PagedPlan)
+
+
+def test_a_package_without_these_widths_is_found_out() -> None:
+    try_widths(flash_forward, (128, 64, 128), torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="wrong numbers for heads of 192 and 128"):
+        try_widths(lambda *_, **__: None, (128, 64, 128), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["cudnn", "fa3"])

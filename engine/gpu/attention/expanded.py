@@ -14,6 +14,7 @@ for 64 behind up to 19. It is asked for all chunks of a step together, so that o
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,6 +22,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.gpu.attention import fa3
@@ -168,7 +170,7 @@ def open_latents(wanted: str, pool: Tensor, num_heads: int, latent: LatentConfig
 def open_flash(
     wanted: str, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> fa3.Forward | None:
-    """FlashAttention-3, tried once: which widths a package was built for is not to be asked of it."""
+    """FlashAttention-3, tried once: a package does not tell which widths it was built for."""
     fits = device.type == "cuda" and torch.version.hip is None and dtype == torch.bfloat16
     if not fits or torch.cuda.get_device_capability(device) != (9, 0) or not fa3.installed_package():
         if wanted == "fa3":
@@ -177,22 +179,32 @@ def open_flash(
                 "installed; use triton"
             )
         return None
-    plain, rotated, value = dims
     try:
         forward = fa3.load().forward
-        q = torch.zeros(16, 1, plain + rotated, dtype=dtype, device=device)
-        starts = torch.tensor([0, 16], dtype=torch.int32, device=device)
-        forward(
-            q, q, q[..., :value], out=torch.empty_like(q[..., :value], memory_format=torch.contiguous_format),
-            cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=16, max_seqlen_k=16, softmax_scale=1.0,
-            is_causal=True, num_splits=0,
-        )  # fmt: skip
-        torch.cuda.synchronize(device)
+        try_widths(forward, dims, dtype, device)
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, but another backend is no answer to it
     except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or without these widths
         if wanted == "fa3":
             raise ConfigError(f"--attention-backend fa3 does not work here: {error}") from error
-        logger.info("FlashAttention-3 does not take heads of %d and %d here: %s", plain + rotated, value, error)
+        logger.info("FlashAttention-3 does not take latents here: %s", error)
         return None
     return forward
+
+
+def try_widths(forward: fa3.Forward, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Attend for a small row. Raises RuntimeError where that fails, or gives something else than attention."""
+    plain, rotated, value = dims
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn(3, 40, 2, plain + max(rotated, value), generator=generator, device=device).to(dtype)
+    q, k, v = numbers[0, ..., : plain + rotated], numbers[1, ..., : plain + rotated], numbers[2, ..., :value]
+    out = torch.zeros(v.shape, dtype=dtype, device=device)
+    starts = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    forward(
+        q, k, v, out=out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=40, max_seqlen_k=40,
+        softmax_scale=1 / math.sqrt(plain + rotated), is_causal=True, num_splits=0,
+    )  # fmt: skip
+    q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+    if not bool((out.float() - wanted).norm() < 0.02 * wanted.norm()):
+        raise RuntimeError(f"it gives wrong numbers for heads of {plain + rotated} and {value}")
