@@ -20,7 +20,6 @@ from torch import Tensor
 from common.model_files import resolve_model
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.expanded import ExpandedLatents
-from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
@@ -28,7 +27,7 @@ from engine.gpu.quantized import W4A16Linear
 from engine.kv_memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
-from engine.models.config import LatentConfig, architecture_of, config_from_hf, read_hf_config
+from engine.models.config import architecture_of, config_from_hf, read_hf_config
 from engine.models.families import family_of
 from engine.models.model import Model
 from kernels.gpu.all_reduce import (
@@ -93,11 +92,11 @@ def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) ->
 
 def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> FusedForward:
     config = model.config
-    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
-    if config.latent is not None:
-        attention = PagedLatents(config.num_heads, config.latent)
     geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
     pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
+    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
+    if config.latent is not None:
+        attention = ExpandedLatents(pool, config.num_heads, config.latent, torch.bfloat16)
     group = None if num_ranks == 1 else cast(Any, SimpleNamespace(rank=0, size=num_ranks, rows=None))
     if group is not None and config.moe is not None:
         layout = ExchangeLayout(
@@ -241,19 +240,7 @@ def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:
         forward.hidden(decode_inputs(rows))
     for lengths in PROMPTS:
         forward.hidden(prompt_inputs(forward, lengths))
-    check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_latent_prefill_kernel", "_grouped_kernel")
-
-
-def test_attention_over_expanded_latents(compiled: list[Compiled]) -> None:
-    """Of DeepSeek's widths, as its plan calls it."""
-    num_heads, latent, dtype = 16, LatentConfig(None, 512, 128, 64, 128), torch.bfloat16
-    pool = torch.empty(NUM_BLOCKS, 1, 1, 1, BLOCK_SIZE, 576, dtype=dtype, device=META)
-    backend = ExpandedLatents(pool, num_heads, latent, dtype)
-    plan = backend.plan([0, 2048, 2560], [8192, 512], ints(2, MAX_BLOCKS))
-    q, kv_b = (torch.empty(*shape, dtype=dtype, device=META) for shape in ((2560, num_heads, 192), (4096, 512)))
-    out = torch.empty(2560, num_heads, 128, dtype=dtype, device=META)
-    backend.attend(q, kv_b, pool, 0, plan, out)
-    check(compiled, "_expanded_prefill_kernel")
+    check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_expanded_prefill_kernel", "_grouped_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:
