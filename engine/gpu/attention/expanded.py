@@ -105,13 +105,14 @@ class ExpandedLatents(PagedLatents):
         rows = np.repeat(np.arange(len(seq_lens)), seq_lens)
         positions = np.arange(num_keys) - np.asarray(key_starts)[rows]
         index = upload(np.stack([rows, *np.divmod(positions, self._block_size)]), torch.int64, device)
-        starts = upload([list(query_starts), key_starts], torch.int32, device)
+        # Keys first: a pointer that is aligned only for some numbers of rows is two variants of our kernel.
+        starts = upload([key_starts, list(query_starts)], torch.int32, device)
         tiles = None
         if self._flash is None:
             tiles = upload(prefill_tiles(query_starts, seq_lens, 1, TILE_M), torch.int32, device).view(-1, 4)
         longest = max(stop - start for start, stop in pairwise(query_starts))
         return ExpandedPlan(
-            block_tables[index[0], index[1]].long(), index[2], starts[0], starts[1], longest, max(seq_lens), tiles
+            block_tables[index[0], index[1]].long(), index[2], starts[1], starts[0], longest, max(seq_lens), tiles
         )
 
     def attend(self, q: Tensor, kv_b: Tensor, pool: Tensor, layer: int, plan: ExpandedPlan, out: Tensor) -> None:
