@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.gpu.attention.backend import PrefillAttention, PrefillPlan
+from engine.gpu.attention.expanded import ExpandedLatents, ExpandedPlan
 from engine.gpu.attention.latents import PagedLatents
 from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.group import DeviceGroup
@@ -173,24 +174,32 @@ class FusedForward:
         assert self._latents is not None, "the model's config has latents, as its blocks do"
         [own] = inputs.groups
         num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
+        num_decode, attended = inputs.lengths.shape[0], inputs.attended
+        num_absorbed = num_decode if isinstance(own.prefill, ExpandedPlan) else num_tokens
+        if attended is None:  # of all tokens, so that a trial of expanded prompts measures what absorbed ones need
+            attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
         absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
         rotate_and_write_latents(
             q, latents, block.kv_norm, LATENT_NORM_EPS, self._rotary, inputs.positions, own.slots, absorbed,
             self._pool, block.layer,
         )  # fmt: skip
-        q_nope = q[..., : block.nope_dim].transpose(0, 1)
-        torch.bmm(q_nope, block.w_uk, out=absorbed[..., :rank].transpose(0, 1))
-        num_decode, attended = inputs.lengths.shape[0], inputs.attended
-        if attended is None:
-            attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
+        out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
+        if isinstance(own.prefill, ExpandedPlan):
+            assert isinstance(self.attention, ExpandedLatents), "it made the plan"
+            prompts = q[num_decode:]
+            prompts[..., block.nope_dim :] = absorbed[num_decode:, :, rank:]
+            self.attention.attend(prompts, block.kv_b, self._pool, block.layer, own.prefill, out[num_decode:])
+            if not num_decode:
+                return out.flatten(1)
+        q_nope = q[:num_absorbed, :, : block.nope_dim].transpose(0, 1)
+        torch.bmm(q_nope, block.w_uk, out=absorbed[:num_absorbed, :, :rank].transpose(0, 1))
         if num_decode:
             attended[:num_decode] = latent_decode(
                 absorbed[:num_decode], self._pool, rank, self._latents.scale, block.layer, own.decode_tables,
                 inputs.lengths, self._workspace,
             )  # fmt: skip
-        if own.prefill is not None:
+        if isinstance(own.prefill, PagedPlan):
             self._latents.prefill(absorbed[num_decode:], self._pool, block.layer, own.prefill, attended[num_decode:])
-        out = torch.empty(num_tokens, num_heads, block.v_dim, dtype=q.dtype, device=q.device)
-        by_head = attended.view(num_tokens, num_heads, rank).transpose(0, 1)
-        torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out.transpose(0, 1))
+        by_head = attended[:num_absorbed].view(num_absorbed, num_heads, rank).transpose(0, 1)
+        torch.bmm(by_head, block.w_uv.transpose(1, 2), out=out[:num_absorbed].transpose(0, 1))
         return out.flatten(1)

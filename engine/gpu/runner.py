@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
-from engine.gpu.attention.latents import PagedLatents
+from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.graphs import (
@@ -102,7 +102,9 @@ class GpuRunner:
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
         attention: PrefillAttention
         if model_config.latent is not None:
-            attention = PagedLatents(model_config.num_heads, model_config.latent)
+            attention = open_latents(
+                gpu.attention_backend, kv_pool, model_config.num_heads, model_config.latent, loaded.dtype
+            )
         else:
             has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in loaded.model.blocks)
             needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""

@@ -26,9 +26,11 @@ def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
 
 
 def check_attention(config: ModelConfig, attention_backend: str) -> None:
-    """Raise ConfigError for an attention backend that was asked for and does not know the model's windows."""
+    """Raise ConfigError for an attention backend that was asked for and does not know the model's attention."""
     if config.windows and attention_backend not in ("auto", "triton"):
         raise ConfigError(f"--attention-backend {attention_backend} knows no sliding windows; use triton")
+    if config.latent is not None and attention_backend == "cudnn":
+        raise ConfigError("--attention-backend cudnn does not take latent attention; use triton")
 
 
 def check_kernels(config: ModelConfig, device: torch.device) -> None:

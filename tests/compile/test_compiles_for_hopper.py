@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.model_files import resolve_model
 from engine.gpu.attention.backend import PrefillAttention
-from engine.gpu.attention.latents import PagedLatents
+from engine.gpu.attention.expanded import ExpandedLatents
 from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
@@ -96,11 +96,11 @@ def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) ->
 
 def forward_over(model: Model, kv_dtype: torch.dtype, num_ranks: int = 1) -> FusedForward:
     config = model.config
-    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
-    if config.latent is not None:
-        attention = PagedLatents(config.num_heads, config.latent)
     geometry = PoolGeometry(kv_layout(config, kv_dtype), NUM_BLOCKS, BLOCK_SIZE, "")
     pool = torch.empty(NUM_BLOCKS, *geometry.block_shape, dtype=kv_dtype, device=META)
+    attention: PrefillAttention = PagedAttention(config.num_heads, config.num_kv_heads)
+    if config.latent is not None:
+        attention = ExpandedLatents(pool, config.num_heads, config.latent, torch.bfloat16)
     group = None if num_ranks == 1 else cast(Any, SimpleNamespace(rank=0, size=num_ranks, rows=None))
     if group is not None and config.moe is not None:
         layout = ExchangeLayout(
@@ -302,7 +302,7 @@ def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:
         forward.hidden(decode_inputs(rows))
     for lengths in PROMPTS:
         forward.hidden(prompt_inputs(forward, lengths))
-    check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_latent_prefill_kernel", "_grouped_kernel")
+    check(compiled, "_latent_rope_kernel", "_latent_decode_kernel", "_expanded_prefill_kernel", "_grouped_kernel")
 
 
 def test_sampling(compiled: list[Compiled]) -> None:

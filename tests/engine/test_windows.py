@@ -19,7 +19,7 @@ from engine.grouped_kv_manager import GroupedKVManager
 from engine.loader import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.loader.supported import check_attention
-from engine.models.config import config_from_hf
+from engine.models.config import LatentConfig, config_from_hf
 from engine.models.families import family_of
 from engine.request import Request
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
@@ -177,12 +177,14 @@ def test_heads_that_gpu_kernels_do_not_take(tmp_path: Path) -> None:
         load_model(directory(path), EngineConfig(str(path), quant_mode="none"), torch.device("cuda"))
 
 
-def test_attention_backends_that_know_no_windows() -> None:
+def test_attention_backends_that_do_not_know_the_models_attention() -> None:
     windowed = replace(DRY_RUN_CONFIG, sliding_window=64)
     with pytest.raises(ConfigError, match="--attention-backend fa3 knows no sliding windows; use triton"):
         check_attention(windowed, "fa3")
     check_attention(windowed, "triton")
     check_attention(DRY_RUN_CONFIG, "fa3")
+    with pytest.raises(ConfigError, match="--attention-backend cudnn does not take latent attention; use triton"):
+        check_attention(replace(DRY_RUN_CONFIG, latent=LatentConfig(None, 512, 128, 64, 128)), "cudnn")
 
 
 @pytest.mark.parametrize(

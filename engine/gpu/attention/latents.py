@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.gpu.attention.backend import PrefillPlan
 from engine.gpu.attention.paged import PagedPlan
 from engine.gpu.inputs import upload
 from engine.models.config import LatentConfig
@@ -25,7 +26,7 @@ class PagedLatents:
         self.scale = latent.mscale**2 / math.sqrt(latent.nope_head_dim + latent.rope_head_dim)
         self._heads_of_tile = heads_of_tile(num_heads)
 
-    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PagedPlan:
+    def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
         tiles = prefill_tiles(query_starts, seq_lens, self._heads_of_tile, TILE_M)
         return PagedPlan(block_tables, upload(tiles, torch.int32, block_tables.device).view(-1, 4), TILE_M)
 
