@@ -49,16 +49,16 @@ class Ranks(Protocol):
 class CpuRanks:
     """Processes of one host, gloo between them."""
 
-    def __init__(self, shard: Shard, store: str, seconds: float, options: argparse.Namespace) -> None:
+    def __init__(self, shard: Shard, folder: str, seconds: float, options: argparse.Namespace) -> None:
         """seconds: of one measurement. options: see `choose_clock`."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
         self._clock = choose_clock(options)
-        self._group = GlooGroup(shard, Path(store))
+        self._group = GlooGroup(shard, Path(folder))
         self._size, self._seconds = shard.size, seconds
 
     def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
         """See Ranks."""
-        exchange = ExpertExchange(self._group, block.rule.num_experts, form)
+        exchange = ExpertExchange(self._group, block.rule.num_slots, form)
         counts, (shares, chosen) = [x.shape[0]] * self._size, block.route(x)
         out = exchange.output(block, x, counts)
         moved = replace(exchange.moved)
@@ -130,7 +130,7 @@ class GpuRanks:
         rows = self._counting.moved.tolist()
         shares, chosen = block.route(x)
         shares, chosen = shares.contiguous(), chosen.int().contiguous()
-        is_padded, num_held = form is ExchangeForm.PADDED, len(block.rule.held_experts)
+        is_padded, num_held = form is ExchangeForm.PADDED, len(block.rule.held_slots)
         parts = torch.zeros(chosen.shape[1], num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
 
         def alone() -> None:

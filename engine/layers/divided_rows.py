@@ -31,7 +31,7 @@ def seams_of(model: Model, group: Group | None) -> Seams:
     """How the model's shard meets those of other ranks."""
     moe = model.config.moe
     if group is not None and moe is not None and moe.exchange == "dispatch":
-        return DividedRows(group, ExpertExchange(group, moe.num_experts))
+        return DividedRows(group, ExpertExchange(group, moe.num_slots))
     return WholeRows(group)
 
 

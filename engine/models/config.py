@@ -26,6 +26,7 @@ class MoeConfig:
     the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
     them, whole; of shared experts it has a part of each. exchange: how ranks get to each other's experts; with
     `dispatch` rows are divided among ranks, see `engine.layers.divided_rows`, and all have the shared experts whole.
+    slots: the expert in each slot of all ranks, see `engine.expert_placement`; empty: each once, in order.
     The rest is the rule by which a token chooses, see `engine.layers.routing`.
     """
 
@@ -47,12 +48,21 @@ class MoeConfig:
     expert_rank: int = 0
     expert_ranks: int = 1
     exchange: ExchangeKind = "sum"
+    slots: tuple[int, ...] = ()
 
     @property
-    def held_experts(self) -> range:
-        """Experts of this rank."""
-        count = self.num_experts // self.expert_ranks
+    def num_slots(self) -> int:
+        """Experts of all ranks, replicas counted."""
+        return len(self.slots) or self.num_experts
+
+    @property
+    def held_slots(self) -> range:
+        """Slots of this rank."""
+        count = self.num_slots // self.expert_ranks
         return range(self.expert_rank * count, (self.expert_rank + 1) * count)
+
+    def expert_of(self, slot: int) -> int:
+        return self.slots[slot] if self.slots else slot
 
     @property
     def shared_size(self) -> int:
