@@ -52,6 +52,7 @@ class Moe(Block):
     shared: Expert | None = None
     stacked: Any = None
     slots: ExpertSlots | None = None  # of a layer with a placement
+    loads: Tensor | None = None  # int64 (num_experts,), tokens that chose each so far, where they are counted
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
@@ -118,6 +119,8 @@ class Moe(Block):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
         shares, chosen = choose_experts(self.router_logits(x), self.rule, self.choice_bias)
+        if self.loads is not None:
+            self.loads += torch.bincount(chosen.flatten(), minlength=self.loads.shape[0])
         return shares, chosen if self.slots is None else self.slots.choose(chosen)
 
     def router_logits(self, x: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class ModelConfig:
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
     for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
-    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. Of a rank of a
+    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots:
+    each layer's placement of experts, if they have any, see `engine.expert_placement`. Of a rank of a
     tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
@@ -131,6 +132,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
+    expert_slots: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rope_dim(self) -> int:
@@ -160,6 +162,12 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The config with this layer's placement of experts."""
+        if self.moe is None or not self.expert_slots:
+            return self
+        return replace(self, moe=replace(self.moe, slots=self.expert_slots[layer]))
+
     def shard(self, size: int, expert_rank: int | None = None, expert_exchange: ExchangeKind = "sum") -> ModelConfig:
         """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
 
@@ -176,7 +184,7 @@ class ModelConfig:
                 f"{self.intermediate_size} columns of MLPs: choose --tp of {possible}"
             )
         moe = self.moe
-        if expert_rank is not None and (moe is None or moe.num_experts % size):
+        if expert_rank is not None and (moe is None or (moe.num_experts % size and not self.expert_slots)):
             experts = "no experts" if moe is None else f"{moe.num_experts} experts a layer"
             raise ConfigError(f"--expert-parallel: {size} ranks cannot divide {experts}: leave it out")
         return replace(
