@@ -2,6 +2,7 @@
 
     python -m benchmarks.expert_parallel --device cuda --ranks 2 --tokens 64,1024 --json
     python -m benchmarks.expert_parallel --ranks 2 --hidden 512 --inner 256 --tokens 64
+    python -m benchmarks.expert_parallel --ranks 2 --tokens 512 --routing skewed --placement balanced --redundant 2
 
 A process for each rank, with a GPU each or on the CPU; tokens are those of all ranks, half of them on each of two.
 The forms are those of `engine/layers/expert_exchange.py`: padded moves every row to every rank and computes every
@@ -10,6 +11,9 @@ combine without the layer around them. Routing is `uniform`, or `skewed`: expert
 1 / (e + 1), so that the first rank has most of the work. Bytes are counted where they are sent; `ideal` is each row
 once to each other rank that has an expert of it, and one partial sum back. Each form's output is compared with the
 whole layer's.
+
+A `balanced` placement is made of the loads of other rows than those measured. `imbalance` is the rows that experts of
+the busiest rank compute, over the mean of ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +33,17 @@ from torch import Tensor
 
 from benchmarks.expert_ranks import CpuRanks, GpuRanks, Ranks, share_fds
 from benchmarks.harness import add_cpu_time_argument, int_list, report
+from engine.expert_placement import Slots, balanced_placement
 from engine.layers.expert_exchange import ExchangeForm, ideal_bytes
 from engine.layers.moe import Moe
 from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.rope import RopeConfig
-from kvstore.layout import Shard
+from kvstore.layout import WHOLE, Shard
 
 ROUTINGS = ("uniform", "skewed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NUM_PROFILED = 4096  # rows whose loads a balanced placement is made of
 COMMON = 8.0  # what all rows have in common, which a skewed router reads
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -54,19 +60,42 @@ class Found:
     ideal_dispatched_bytes: int
     ideal_combined_bytes: int
     error: float  # relative, against one rank
+    imbalance: float
 
 
-def make_block(options: argparse.Namespace, device: torch.device, shard: Shard) -> Moe:
-    """A rank's experts of the layer; all ranks draw the same weights. Of one rank: the whole layer."""
-    moe = MoeConfig(options.experts, options.top_k, options.inner, float32_router=True)  # without ties
-    if shard.size > 1:
+def make_block(
+    options: argparse.Namespace, device: torch.device, routing: str, shard: Shard = WHOLE, slots: Slots = ()
+) -> Moe:
+    """A rank's experts of the layer; all ranks draw the same weights."""
+    moe = MoeConfig(options.experts, options.top_k, options.inner, float32_router=True, slots=slots)  # without ties
+    if shard != WHOLE:
         moe = moe.shard(shard.size, shard.rank, "dispatch")
     config = ModelConfig(
         architecture="Qwen3MoeForCausalLM", vocab_size=1, hidden_size=options.hidden, num_layers=1, num_heads=1,
         num_kv_heads=1, head_dim=1, intermediate_size=options.inner, rms_norm_eps=1e-6, rope=RopeConfig(),
         max_position_embeddings=1, moe=moe,
     )  # fmt: skip
-    return Moe(config, RandomWeights(DTYPES[options.dtype], device, std=options.hidden**-0.5), "mlp", "norm")
+    block = Moe(config, RandomWeights(DTYPES[options.dtype], device, std=options.hidden**-0.5), "mlp", "norm")
+    if routing == "skewed":
+        skew(block)
+    return block
+
+
+def place_experts(whole: Moe, options: argparse.Namespace, device: torch.device) -> Slots:
+    """The wanted placement; all ranks make the same."""
+    if options.placement == "plain":
+        return ()
+    _, chosen = whole.route(make_rows(NUM_PROFILED, options.ranks, options, device))
+    loads = torch.bincount(chosen.flatten(), minlength=options.experts).tolist()
+    return balanced_placement(loads, options.ranks, options.redundant)
+
+
+def imbalance_of(chosen: Sequence[Tensor], block: Moe) -> float:
+    """chosen: slots of each rank's rows."""
+    rule = block.rule
+    of_slots = torch.bincount(torch.cat(list(chosen)).flatten(), minlength=rule.num_slots)
+    of_ranks = of_slots.view(rule.expert_ranks, -1).sum(dim=1)
+    return float(of_ranks.max() / of_ranks.float().mean())
 
 
 def make_rows(num_rows: int, rank: int, options: argparse.Namespace, device: torch.device) -> Tensor:
@@ -94,14 +123,12 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
         )
     with torch.inference_mode():
         for routing in options.routing:
-            block, whole = make_block(options, device, shard), make_block(options, device, Shard(0, 1))
-            if routing == "skewed":
-                skew(block)
-                skew(whole)
+            whole = make_block(options, device, routing)
+            block = make_block(options, device, routing, shard, place_experts(whole, options, device))
             for num_tokens in options.tokens:
                 x = make_rows(num_tokens // shard.size, shard.rank, options, device)
                 chosen = [each.cpu() for each in ranks.gather(block.route(x)[1])]
-                ideal = ideal_bytes(chosen, shard.rank, options.experts, x.shape[1] * x.itemsize)
+                ideal = ideal_bytes(chosen, shard.rank, block.rule.num_slots, x.shape[1] * x.itemsize)
                 expected = whole(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
                 for form in ExchangeForm:
                     one = ranks.measure(block, x, form)
@@ -109,6 +136,7 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
                     found = Found(
                         form.value, one.layer_us, one.exchange_us, one.moved.dispatched, one.moved.combined,
                         ideal.dispatched, ideal.combined, error,
+                        imbalance_of(chosen, block),
                     )  # fmt: skip
                     results.put((routing, num_tokens, found))
 
@@ -119,6 +147,7 @@ def figures_of(routing: str, num_tokens: int, found: Sequence[Found], options: a
     times = {name: round(max(getattr(each, name) for each in found), 2) for name in ("layer_us", "exchange_us")}
     return {
         "device": options.device, "ranks": options.ranks, "routing": routing, "tokens": num_tokens,
+        "placement": options.placement, "redundant": options.redundant, "imbalance": round(found[0].imbalance, 3),
         "form": found[0].form, **times, **total, "error": float(f"{max(each.error for each in found):.2g}"),
     }  # fmt: skip
 
@@ -134,6 +163,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument("--dtype", default="", choices=("", *DTYPES), help="float32 on a CPU, else bfloat16")
     parser.add_argument("--routing", type=lambda text: text.split(","), default=list(ROUTINGS))
+    parser.add_argument("--placement", default="plain", choices=("plain", "balanced"), help="of experts on ranks")
+    parser.add_argument("--redundant", type=int, default=0, help="slots for replicas of the hottest, all ranks'")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement on CPUs")
     add_cpu_time_argument(parser)
     parser.add_argument("--json", action="store_true", help="lines of JSON")
@@ -141,6 +172,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     if options.ranks < 2 or options.experts % options.ranks or any(n % options.ranks for n in options.tokens):
         parser.error("--experts and --tokens must be multiples of --ranks, and those 2 or more")
+    if options.redundant and options.placement == "plain":
+        parser.error("--redundant: a plain placement has no replicas")
+    if options.redundant % options.ranks or not 0 <= options.redundant <= options.experts * (options.ranks - 1):
+        parser.error("--redundant must be a multiple of --ranks, and no rank have an expert twice")
     if not set(options.routing) <= set(ROUTINGS):
         parser.error(f"--routing: choose of {', '.join(ROUTINGS)}")
     return options

@@ -58,7 +58,7 @@ class CpuRanks:
 
     def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
         """See Ranks."""
-        exchange = ExpertExchange(self._group, block.rule.num_experts, form)
+        exchange = ExpertExchange(self._group, block.rule.num_slots, form)
         counts, (shares, chosen) = [x.shape[0]] * self._size, block.route(x)
         out = exchange.output(block, x, counts)
         moved = replace(exchange.moved)
@@ -131,7 +131,7 @@ class GpuRanks:
         rows = self._counting.moved.tolist()
         shares, chosen = block.route(x)
         shares, chosen = shares.contiguous(), chosen.int().contiguous()
-        is_padded, num_held = form is ExchangeForm.PADDED, len(block.rule.held_experts)
+        is_padded, num_held = form is ExchangeForm.PADDED, len(block.rule.held_slots)
         parts = torch.zeros(chosen.shape[1], num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
 
         def alone() -> None:

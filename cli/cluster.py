@@ -166,7 +166,10 @@ def plan_cluster(
             agent_socket=agent_socket,
             metrics_port=metrics_ports.get(name, 0),
         )
-        settings = [worker, dataclasses.replace(config.engine, tp=config.tp_of(role)), gpu]
+        engine = dataclasses.replace(config.engine, tp=config.tp_of(role))
+        if engine.expert_load_file:  # each worker's own
+            engine = dataclasses.replace(engine, expert_load_file=f"{engine.expert_load_file}.{name}")
+        settings = [worker, engine, gpu]
         stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
         status_socket = str(run_dir / f"{name}.status")
         add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, status_socket=status_socket, **stages)

@@ -74,6 +74,17 @@ class EngineConfig:
         "it; dispatch: tokens are divided, and go to the ranks that have their experts",
         choices=EXCHANGES,
     )  # fmt: skip
+    expert_load_file: str = setting(
+        "",
+        "file that gets counts of the tokens that chose each expert, every 10 seconds and at the end; with `serve` "
+        "one of each worker, its name behind this one; CPUs only",
+    )
+    expert_placement: str = setting(
+        "", "such a file, by which --expert-parallel gives ranks experts so that they have as much work"
+    )
+    num_redundant_experts: int = setting(
+        0, "experts of a layer beyond one of each, all ranks': replicas of the hottest, with --expert-placement"
+    )
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
         flags=("--pipeline-parallel-size",),
@@ -130,6 +141,18 @@ class EngineConfig:
         require(
             self.expert_exchange == "sum" or self.pp == 1,
             "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
+        )
+        require(
+            not self.expert_placement or self.expert_parallel,
+            "--expert-placement is of ranks that have whole experts: give --expert-parallel",
+        )
+        require(
+            not self.num_redundant_experts or bool(self.expert_placement),
+            "--num-redundant-experts: which ones, the file of --expert-placement says",
+        )
+        require(
+            self.pp == 1 or not (self.expert_load_file or self.expert_placement),
+            "--pp with --expert-load-file or --expert-placement is not supported yet",
         )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")

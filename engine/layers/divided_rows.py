@@ -31,7 +31,8 @@ def seams_of(model: Model, group: Group | None) -> Seams:
     """How the model's shard meets those of other ranks."""
     moe = model.config.moe
     if group is not None and moe is not None and moe.exchange == "dispatch":
-        return DividedRows(group, ExpertExchange(group, moe.num_experts))
+        num_slots = max(block.rule.num_slots for block in model.blocks if isinstance(block, Moe))  # the same in all
+        return DividedRows(group, ExpertExchange(group, num_slots))
     return WholeRows(group)
 
 

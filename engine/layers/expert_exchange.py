@@ -55,11 +55,11 @@ class Received:
 
 
 class ExpertExchange:
-    """Between ranks that have as many experts each, in order."""
+    """Between ranks that have as many slots of experts each, in order; a row's choices are slots."""
 
-    def __init__(self, group: Group, num_experts: int, form: ExchangeForm = ExchangeForm.GROUPED) -> None:
+    def __init__(self, group: Group, num_slots: int, form: ExchangeForm = ExchangeForm.GROUPED) -> None:
         self._group, self._form = group, form
-        self._num_held = num_experts // group.size
+        self._num_held = num_slots // group.size
         self.moved = MovedBytes()
 
     def output(self, block: Moe, x: Tensor, num_rows: Sequence[int]) -> Tensor:
@@ -124,15 +124,15 @@ def choose_all(shares: Tensor, chosen: Tensor, held: range) -> tuple[Tensor, Ten
     return (matches * shares[:, :, None]).sum(dim=1), experts.expand(chosen.shape[0], -1).contiguous()
 
 
-def ideal_bytes(chosen: Sequence[Tensor], rank: int, num_experts: int, row_bytes: int) -> MovedBytes:
+def ideal_bytes(chosen: Sequence[Tensor], rank: int, num_slots: int, row_bytes: int) -> MovedBytes:
     """What a rank has to send: each row once to every other rank that has one of its experts, and back.
 
-    chosen: (rows, top_k) of each rank. row_bytes: of hidden states.
+    chosen: slots (rows, top_k) of each rank. row_bytes: of hidden states.
     """
     size, top_k = len(chosen), chosen[0].shape[1]
 
     def num_rows(origin: int, destination: int) -> int:
-        goes = chosen[origin] // (num_experts // size) == destination
+        goes = chosen[origin] // (num_slots // size) == destination
         return 0 if origin == destination else int(goes.any(dim=1).sum())
 
     dispatched, combined = (

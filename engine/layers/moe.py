@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, Step
+from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import LinearLayer
 from engine.layers.mlp import take_gated
 from engine.layers.routing import choose_experts
@@ -40,15 +41,18 @@ class Expert:
 class Moe(Block):
     """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
 
-    experts: those of this rank, by index. router: (num_experts, hidden); never quantized, it is small and every
-    choice hangs on it. router_bias: (num_experts,) or None. choice_bias: float32 (num_experts,) or None. shared: all
-    shared experts as one, or None. stacked: the experts in another device's form, once they have it.
+    experts: those of this rank, by slot, which is the expert's index unless a placement says otherwise. router:
+    (num_experts, hidden); never quantized, it is small and every choice hangs on it. router_bias: (num_experts,) or
+    None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None. stacked: the
+    experts in another device's form, once they have it.
     """
 
     router_bias: Tensor | None = None
     choice_bias: Tensor | None = None
     shared: Expert | None = None
     stacked: Any = None
+    slots: ExpertSlots | None = None  # of a layer with a placement
+    loads: Tensor | None = None  # int64 (num_experts,), tokens that chose each so far, where they are counted
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
@@ -73,8 +77,12 @@ class Moe(Block):
             linears = take_gated(
                 weights, names, config.hidden_size, moe.intermediate_size, is_divided=moe.expert_ranks == 1
             )  # fmt: skip
-            if index in moe.held_experts:  # others are read, too: all ranks ask for the same weights
-                self.experts[index] = Expert(*linears)
+            for slot in moe.held_slots:  # other experts are read, too: all ranks ask for the same weights
+                if moe.expert_of(slot) == index:
+                    self.experts[slot] = Expert(*linears)
+        if moe.slots:
+            self.experts = dict(sorted(self.experts.items()))
+            self.slots = ExpertSlots(moe.slots, self.router.device)
         if moe.num_shared_experts:
             names = (f"{name}.shared_experts.{gate}", f"{name}.shared_experts.{up}", f"{name}.shared_experts.{down}")
             is_divided = moe.exchange == "sum"
@@ -109,9 +117,15 @@ class Moe(Block):
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares, float32, and indices of each token's experts: (num_tokens, num_chosen) each."""
-        logits = functional.linear(x.to(self.router.dtype), self.router)
-        return choose_experts(logits, self.rule, self.choice_bias)
+        """Shares, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
+        shares, chosen = choose_experts(self.router_logits(x), self.rule, self.choice_bias)
+        if self.loads is not None:
+            self.loads += torch.bincount(chosen.flatten(), minlength=self.loads.shape[0])
+        return shares, chosen if self.slots is None else self.slots.choose(chosen)
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """(num_tokens, num_experts)."""
+        return functional.linear(x.to(self.router.dtype), self.router)
 
     def linears(self) -> Iterator[LinearRef]:
         for index, expert in self.experts.items():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import Linear
 from engine.layers.moe import Expert, Moe
-from engine.layers.routing import choose_experts
 from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 
@@ -56,18 +56,20 @@ class StackedMoe(Moe):
         down = weights.take(names[1], (count, inner, hidden), rows)
         down_bias = weights.take(f"{names[1]}_bias", (count, hidden), once)
         self.experts = {
-            expert: ClampedExpert(
+            slot: ClampedExpert(
                 Linear(_rows_of(_halves(gate_up, expert, 1)), _halves(gate_up_bias, expert, 0), (names[0],)),
                 Linear(_rows_of(_one(down, expert)), _one(down_bias, expert), (names[1],)),
                 moe.swiglu_alpha,
                 moe.swiglu_limit,
             )
-            for expert in moe.held_experts
+            for slot, expert in ((slot, moe.expert_of(slot)) for slot in moe.held_slots)
         }
+        if moe.slots:
+            self.slots = ExpertSlots(moe.slots, self.router.device)
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def router_logits(self, x: Tensor) -> Tensor:
         """See Moe."""
-        return choose_experts(functional.linear(x, self.router, self.router_bias), self.rule)
+        return functional.linear(x, self.router, self.router_bias)
 
 
 def _one(stacked: Tensor, expert: int) -> Tensor:

@@ -26,6 +26,7 @@ class MoeConfig:
     the ones it chooses. expert_rank, expert_ranks: experts are divided among ranks, and this one has its part of
     them, whole; of shared experts it has a part of each. exchange: how ranks get to each other's experts; with
     `dispatch` rows are divided among ranks, see `engine.layers.divided_rows`, and all have the shared experts whole.
+    slots: the expert in each slot of all ranks, see `engine.expert_placement`; empty: each once, in order.
     The rest is the rule by which a token chooses, see `engine.layers.routing`.
     """
 
@@ -47,12 +48,21 @@ class MoeConfig:
     expert_rank: int = 0
     expert_ranks: int = 1
     exchange: ExchangeKind = "sum"
+    slots: tuple[int, ...] = ()
 
     @property
-    def held_experts(self) -> range:
-        """Experts of this rank."""
-        count = self.num_experts // self.expert_ranks
+    def num_slots(self) -> int:
+        """Experts of all ranks, replicas counted."""
+        return len(self.slots) or self.num_experts
+
+    @property
+    def held_slots(self) -> range:
+        """Slots of this rank."""
+        count = self.num_slots // self.expert_ranks
         return range(self.expert_rank * count, (self.expert_rank + 1) * count)
+
+    def expert_of(self, slot: int) -> int:
+        return self.slots[slot] if self.slots else slot
 
     @property
     def shared_size(self) -> int:
@@ -91,7 +101,8 @@ class ModelConfig:
 
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
     for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
-    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. Of a rank of a
+    1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots:
+    each layer's placement of experts, if they have any, see `engine.expert_placement`. Of a rank of a
     tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
@@ -121,6 +132,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
+    expert_slots: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rope_dim(self) -> int:
@@ -150,6 +162,12 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The config with this layer's placement of experts."""
+        if self.moe is None or not self.expert_slots:
+            return self
+        return replace(self, moe=replace(self.moe, slots=self.expert_slots[layer]))
+
     def shard(self, size: int, expert_rank: int | None = None, expert_exchange: ExchangeKind = "sum") -> ModelConfig:
         """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
 
@@ -166,7 +184,7 @@ class ModelConfig:
                 f"{self.intermediate_size} columns of MLPs: choose --tp of {possible}"
             )
         moe = self.moe
-        if expert_rank is not None and (moe is None or moe.num_experts % size):
+        if expert_rank is not None and (moe is None or (moe.num_experts % size and not self.expert_slots)):
             experts = "no experts" if moe is None else f"{moe.num_experts} experts a layer"
             raise ConfigError(f"--expert-parallel: {size} ranks cannot divide {experts}: leave it out")
         return replace(

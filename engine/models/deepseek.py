@@ -100,5 +100,5 @@ def deepseek(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
         layer = f"model.layers.{index}"
         yield latent_attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
         feed_forward = Moe if config.has_experts(index) else Mlp
-        yield feed_forward(config, weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+        yield feed_forward(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
     yield Head(config, weights, "model.norm", "lm_head", embedding)

@@ -48,5 +48,5 @@ def gpt_oss(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
         yield AttentionWithSinks(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
-        yield StackedMoe(config, weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+        yield StackedMoe(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
     yield Head(config, weights, "model.norm", "lm_head", embedding)

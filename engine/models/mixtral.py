@@ -29,5 +29,5 @@ def mixtral(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
         layer = f"model.layers.{index}"
         yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
         norm = f"{layer}.post_attention_layernorm"
-        yield Moe(config, weights, f"{layer}.block_sparse_moe", norm, PROJECTIONS)
+        yield Moe(config.of_layer(index), weights, f"{layer}.block_sparse_moe", norm, PROJECTIONS)
     yield Head(config, weights, "model.norm", "lm_head", embedding)

@@ -40,5 +40,5 @@ def qwen3_moe(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
         layer = f"model.layers.{index}"
         yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
         feed_forward = Moe if config.has_experts(index) else Mlp
-        yield feed_forward(config, weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+        yield feed_forward(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
     yield Head(config, weights, "model.norm", "lm_head", embedding)

@@ -233,7 +233,10 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
             try:
                 specs, serve = planned(*flags)
             except ConfigError:
-                alone = ("--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x")  # without --tp, --pp
+                alone = (
+                    "--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x",  # without --tp, --pp
+                    "--expert-placement=x", "--num-redundant-experts=3",
+                )  # fmt: skip
                 assert flags[0] in alone
                 continue
             has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
@@ -249,6 +252,9 @@ def test_ep_gives_ranks_whole_experts(fixed_ports):
     workers = [line for line in lines if "_service" in line]
     assert len(workers) == 2
     assert all("--expert-parallel" in line and "--expert-exchange=dispatch" in line for line in workers), workers
+    config = parse_config(["--ep=2", "--expert-load-file=/r/loads"], {})
+    lines = [" ".join(spec.command) for spec in plan_cluster(config, RUN_DIR, {}, token="secret")]
+    assert all(f"--expert-load-file=/r/loads.{name}" in str(lines) for name in ("prefill-0", "decode-0"))
     with pytest.raises(ConfigError, match="--ep 2 --tp 4"):
         parse_config(["--ep=2", "--tp=4"], {})
 

@@ -35,5 +35,11 @@ def test_without_services_a_step_on_a_gpu_is_longer() -> None:
 def test_experts_that_are_exchanged_are_refused_where_nothing_divides_them() -> None:
     with pytest.raises(ConfigError, match="give --expert-parallel"):
         EngineConfig(expert_exchange="dispatch", tp=2)
+    with pytest.raises(ConfigError, match="expert-placement is of ranks"):
+        EngineConfig(expert_placement="loads.json", tp=2)
+    with pytest.raises(ConfigError, match="the file of --expert-placement"):
+        EngineConfig(num_redundant_experts=2, expert_parallel=True, tp=2)
+    with pytest.raises(ConfigError, match="--pp with --expert-load-file"):
+        EngineConfig(expert_load_file="loads.json", pp=2)
     with pytest.raises(ConfigError, match="a stage of --pp"):
         EngineConfig(expert_exchange="dispatch", expert_parallel=True, tp=2, pp=2)

@@ -32,8 +32,22 @@ def test_forms_move_the_bytes_that_they_say() -> None:
     assert lines[5]["dispatched_bytes"] < grouped["dispatched_bytes"]  # most rows of rank 0 stay there
 
 
-@pytest.mark.parametrize("flags", [["--ranks", "3"], ["--ranks", "1"], ["--routing", "odd"]])
+@pytest.mark.parametrize(
+    "flags", [["--ranks", "3"], ["--ranks", "1"], ["--routing", "odd"], ["--ranks", "2", "--redundant", "2"]]
+)
 def test_what_cannot_be_divided_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         expert_parallel.main([*SMALL, *flags])
     assert "--r" in capsys.readouterr().err
+
+
+def test_a_balanced_placement_of_skewed_experts(capfd: pytest.CaptureFixture[str]) -> None:
+    """Outputs are compared with the plain whole layer's there."""
+    flags = ["--ranks", "2", "--routing", "skewed", "--placement", "balanced", "--redundant", "2"]
+    assert expert_parallel.main([*SMALL, *flags]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["form"] for line in lines] == ["padded", "packed", "grouped"]
+    for line in lines:
+        assert line["imbalance"] < 1.2
+    for line in lines[1:]:
+        assert line["dispatched_bytes"] == line["ideal_dispatched_bytes"]

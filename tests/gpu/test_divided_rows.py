@@ -70,11 +70,13 @@ class FileGroup:
 def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
     """The output of a block of experts for this rank's rows is the whole block's."""
     options = Namespace(hidden=HIDDEN, inner=32, experts=6, top_k=TOP_K, dtype="float32")
-    block, whole = (make_block(options, CPU, shard) for shard in (Shard(rank, SIZE), Shard(0, 1)))
     x = make_rows(9, rank, options, CPU)
-    experts = StackedExperts(block)
-    out = DispatchedExperts(block, experts, Linear(experts.router), memory, form).output(x, 9 * SIZE)
-    assert relative_error(out, whole(x, None)) < 1e-5  # type: ignore[arg-type]  # experts need nothing of a step
+    expected = make_block(options, CPU, "uniform")(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
+    for slots in ((), (0, 1, 2, 3, 0, 1, 4, 5)):  # the second with replicas
+        block = make_block(options, CPU, "uniform", Shard(rank, SIZE), slots)
+        experts = StackedExperts(block)
+        out = DispatchedExperts(block, experts, Linear(experts.router), memory, form).output(x, 9 * SIZE)
+        assert relative_error(out, expected) < 1e-5
 
 
 def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:

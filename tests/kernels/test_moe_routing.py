@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.layers.expert_slots import ExpertSlots
 from engine.layers.routing import choose_experts
 from engine.models.config import MoeConfig
+from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.moe_routing import route
 from tests.kernels.helpers import HALF_DTYPE
 
@@ -51,3 +53,16 @@ def test_of_equal_logits_the_first_are_taken_and_none_twice(device: torch.device
     shares, chosen = route(torch.zeros(2, 6, device=device), 4, normalizes=True)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 2
     assert shares.tolist() == [[0.25] * 4] * 2
+
+
+@pytest.mark.parametrize("held", [range(10), range(5), range(5, 10)])
+def test_slots_equal_the_reference(held: range, device: torch.device) -> None:
+    slots = ExpertSlots((0, 1, 2, 3, 6, 0, 2, 4, 5, 0), device)
+    experts = torch.stack([torch.randperm(7)[:3] for _ in range(200)]).to(device)
+    shared = torch.tensor([7, 8], device=device).expand(200, -1)
+    chosen = torch.cat([experts, shared], dim=1).int()
+    choose_slots(chosen, slots.table, slots.counts, held)
+    expected = slots.choose(experts)
+    is_held = (expected >= held.start) & (expected < held.stop)
+    assert torch.equal(chosen[:, :3].long(), torch.where(is_held, expected - held.start, -1))
+    assert chosen[:, 3:].tolist() == [[len(held), len(held) + 1]] * 200

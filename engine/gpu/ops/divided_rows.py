@@ -37,8 +37,8 @@ class DispatchedExperts:
         """form: see `engine/layers/expert_exchange.py`."""
         self._experts, self._memory, self._form = experts, memory, form
         self._router = router_of(block, experts, plain_router)
-        self._choose = chooser(block, experts.num_shared, range(block.rule.num_experts))
-        self._num_held = len(block.rule.held_experts)
+        self._choose = chooser(block, experts.num_shared, range(block.rule.num_slots))
+        self._num_held = len(block.rule.held_slots)
         self.came: Dispatched | None = None  # until its outputs are combined
 
     def __call__(self, x: Tensor, step: GpuStep) -> Tensor:

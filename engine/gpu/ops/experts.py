@@ -15,9 +15,11 @@ from torch.nn import functional
 from common.errors import UnsupportedModelError
 from engine.gpu.ops.form import GpuBody
 from engine.gpu.quantized import EightBitLinear, ExpertLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear, W8A16Linear
+from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from kernels.gpu.expert_formats import WORDS, bytes_of, fits
+from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.moe_routing import route
@@ -173,9 +175,11 @@ def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
 
 
 def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Shares and experts, shared ones among them, of each token by its logits. held: see `route`; this rank's."""
+    """Shares and slots, shared experts among them, of each token by its logits. held: see `route`; this rank's."""
     rule = block.rule
-    held = held or rule.held_experts
+    held = held or rule.held_slots
+    if block.slots is not None:
+        return _chooser_of_slots(block, block.slots, num_shared, held)
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         return route(
@@ -183,6 +187,23 @@ def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
             held,
         )  # fmt: skip
+
+    return choose
+
+
+def _chooser_of_slots(
+    block: Moe, slots: ExpertSlots, num_shared: int, held: range
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """As `chooser`, for a layer with a placement."""
+    rule = block.rule
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        shares, chosen = route(
+            logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
+            rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
+        )  # fmt: skip
+        choose_slots(chosen, slots.table, slots.counts, held)
+        return shares, chosen
 
     return choose
 

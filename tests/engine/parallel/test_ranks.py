@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import queue
 import signal
@@ -209,6 +210,49 @@ def test_ranks_of_whole_experts_equal_transformers(
     expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [request.output_token_ids for request in requests] == expected
     assert made.num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange"), [("qwen3-moe", "sum"), ("qwen3-moe-some-dense", "dispatch"), ("gpt-oss", "sum")]
+)
+def test_ranks_of_placed_experts_equal_transformers(
+    name: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads that one engine has counted place the experts of two ranks, two redundant ones among them."""
+    torch.set_num_threads(1)
+    tiny, loads = TINY_MODELS[name], tmp_path / "loads.json"
+    path, model = tiny.save(tmp_path / "model"), tiny.build()
+    made = assemble(
+        EngineConfig(
+            str(path), device="cpu", dtype="float32", num_gpu_blocks=256, num_threads=1, expert_load_file=str(loads)
+        )
+    ).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    expected = [request.output_token_ids for request in requests]
+    assert expected == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    del made, requests
+    gc.collect()
+    counted = json.loads(loads.read_text())
+    layers = [layer for layer in counted["layers"] if layer]
+    num_routed = sum(len(prompt) + NUM_TOKENS - 1 for prompt in PROMPTS)
+    assert layers
+    assert len({sum(layer) for layer in layers}) == 1
+    assert sum(layers[0]) % num_routed == 0  # every token, as often as it has experts
+    for layer in layers:
+        layer[0] += 10 * sum(layer)  # by far the hottest
+    loads.write_text(json.dumps(counted))
+    for setting, value in {
+        "expert_parallel": True, "expert_exchange": exchange, "expert_placement": str(loads),
+        "num_redundant_experts": 2,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(OF_RANKS, setting, value)
+    made = open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24).engine
+    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while made.has_work():
+        made.step()
+    assert [request.output_token_ids for request in requests] == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

@@ -78,10 +78,11 @@ def test_clients_that_misbehave_do_not_disturb_others(tmp_path: Path) -> None:
             with contextlib.suppress(BrokenPipeError):  # it has been served already
                 client.send(os.urandom(100))
         descriptors = len(os.listdir("/proc/self/fd"))
-        for _ in range(50):
+        for _ in range(120):
             _, fd = fetch_pool(str(owner.socket), 5.0)
             os.close(fd)
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
+        # One that stayed open for each would be 120 more; the 40 silent ones may have been accepted since.
+        assert len(os.listdir("/proc/self/fd")) < descriptors + 100
     finally:
         for client in silent:
             client.close()

@@ -1,0 +1,33 @@
+"""Which replica of a chosen expert computes a token: replicas take turns by the token's row.
+
+    slot(row, expert) = replicas(expert)[row mod their number]
+
+All ranks that have the same rows choose the same slots, and say nothing to each other. Placements are made by
+`engine/expert_placement.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class ExpertSlots:
+    """table: (num_experts, most replicas) slots of each expert. counts: (num_experts,), how many it has."""
+
+    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
+        """slots: the expert in each, all of them at least once."""
+        replicas: list[list[int]] = [[] for _ in range(max(slots) + 1)]
+        for slot, expert in enumerate(slots):
+            replicas[expert].append(slot)
+        most = max(map(len, replicas))
+        self.table = torch.tensor([own + own[:1] * (most - len(own)) for own in replicas], device=device)
+        self.counts = torch.tensor([len(own) for own in replicas], device=device)
+
+    def choose(self, chosen: Tensor) -> Tensor:
+        """Slots of experts, int64 (num_tokens, top_k) both."""
+        rows = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
+        slots: Tensor = self.table[chosen, rows % self.counts[chosen]]
+        return slots

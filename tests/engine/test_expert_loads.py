@@ -1,0 +1,59 @@
+"""Files of experts' loads: what is counted, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from engine import LLM
+from engine.expert_loads import placements_of
+from engine.models.config import ModelConfig, MoeConfig
+from engine.models.rope import RopeConfig
+
+CONFIG = ModelConfig(
+    architecture="Qwen3MoeForCausalLM", vocab_size=1, hidden_size=1, num_layers=2, num_heads=1, num_kv_heads=1,
+    head_dim=2, intermediate_size=1, rms_norm_eps=1e-6, rope=RopeConfig(), max_position_embeddings=1,
+    moe=MoeConfig(4, 2, 1, dense_layers=(0,)),
+)  # fmt: skip
+
+
+def save(path: Path, layers: list[list[int]], num_experts: int = 4) -> Path:
+    path.write_text(json.dumps({"num_experts": num_experts, "layers": layers}))
+    return path
+
+
+def test_each_layer_has_its_placement(tmp_path: Path) -> None:
+    path = save(tmp_path / "loads", [[], [9, 1, 1, 1]])
+    assert placements_of(path, CONFIG, 2, 2) == ((), (0, 1, 2, 0, 1, 3))
+    sharded = replace(CONFIG, expert_slots=placements_of(path, CONFIG, 2, 2)).of_layer(1)
+    assert sharded.moe is not None
+    assert sharded.moe.num_slots == 6
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_experts": 4, "layers": [["x"]]}', '{"num_experts": null}'])
+def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "loads").write_text(text)
+    with pytest.raises(ConfigError, match="no loads of experts in it"):
+        placements_of(tmp_path / "loads", CONFIG, 2, 0)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        placements_of(tmp_path / "loads", CONFIG, 2, 0)
+
+
+@pytest.mark.parametrize("layers", [[[], [1] * 3], [[1] * 4, [1] * 4], [[]], [[], [1] * 4, []]])
+def test_loads_of_another_model_are_refused(layers: list[list[int]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another model"):
+        placements_of(save(tmp_path / "loads", layers), CONFIG, 2, 0)
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        placements_of(save(tmp_path / "loads", [[], []]), replace(CONFIG, moe=None), 2, 0)
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        LLM("dry-run", device="cpu", expert_load_file=str(tmp_path / "loads"))
