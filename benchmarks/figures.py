@@ -55,8 +55,8 @@ def draw_experts(axes: Any, lines: Lines) -> None:
     forms = list(dict.fromkeys(line["form"] for line in lines))
     for index, form in enumerate(forms):
         own = {(line["routing"], line["tokens"]): line["layer_us"] for line in lines if line["form"] == form}
-        places = [at + 0.8 * (index + 0.5) / len(forms) - 0.4 for at in range(len(groups))]
-        bars = axes.bar(places, [own[group] for group in groups], 0.75 / len(forms), label=form)
+        xs = [at + 0.8 * (index + 0.5) / len(forms) - 0.4 for at in range(len(groups))]
+        bars = axes.bar(xs, [own[group] for group in groups], 0.75 / len(forms), label=form)
         axes.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=8)
     axes.set_xticks(range(len(groups)), [f"{tokens} tokens, {routing}" for routing, tokens in groups])
     axes.set(ylabel="one layer (us)", yscale="log")

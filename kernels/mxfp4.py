@@ -4,7 +4,7 @@
 
 q: a sign in bit 3, above an index into MAGNITUDES. A checkpoint holds blocks of 16 bytes, the number of the even
 column in the low half. Kernels read words of four, of the columns that `kernels/w4a16_gemm.py` says, with the bits of
-number i at PLACES[i]: so they are where a float16 has them after few shifts. Defined by the OCP Microscaling formats.
+number i at SHIFTS[i]: so they are where a float16 has them after few shifts. Defined by the OCP Microscaling formats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.w4a16_gemm import chunk_of
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP_SIZE = 32
 EXPONENT_BIAS = 127
-PLACES = ((15, 9), (12, 6), (14, 3), (13, 0))  # of the sign, and of the lowest of the other bits
+SHIFTS = ((15, 9), (12, 6), (14, 3), (13, 0))  # of the sign, and of the lowest of the other bits
 
 
 def pack_mxfp4(blocks: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def pack_mxfp4(blocks: Tensor) -> Tensor:
     chunk = chunk_of(numbers.shape[-1])
     quarters = numbers.view(*numbers.shape[:-1], -1, 4, chunk // 4)
     words = torch.zeros_like(quarters[..., 0, :], dtype=torch.int32)
-    for index, (sign, others) in enumerate(PLACES):
+    for index, (sign, others) in enumerate(SHIFTS):
         number = quarters[..., index, :].int()
         words |= ((number >> 3) << sign) | ((number & 7) << others)
     return words.to(torch.int16).flatten(-2)
@@ -36,7 +36,7 @@ def dequantize_mxfp4(words: Tensor, exponents: Tensor, dtype: torch.dtype) -> Te
     """words (..., columns / 4), exponents uint8 (..., columns / 32) -> (..., columns), exact but for `dtype`."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], device=words.device)
     bits = words.int().view(*words.shape[:-1], -1, 1, chunk_of(words.shape[-1] * 4) // 4)
-    signs, others = (torch.tensor(places, device=words.device)[:, None] for places in zip(*PLACES, strict=True))
+    signs, others = (torch.tensor(shifts, device=words.device)[:, None] for shifts in zip(*SHIFTS, strict=True))
     numbers = (((bits >> signs) & 1) << 3) | ((bits >> others) & 7)
     groups = values[numbers.flatten(-3)].view(*exponents.shape, GROUP_SIZE)
     return torch.ldexp(groups, exponents.int()[..., None] - EXPONENT_BIAS).flatten(-2).to(dtype)

@@ -99,7 +99,7 @@ def _gather_row(
 def _divided_norm_kernel(
     pending_ptr, part_chosen_ptr, chosen_ptr, residual_ptr, weight_ptr, out_ptr, moved_ptr, addresses_ptr, epochs_ptr,
     num_rows, num_own, num_tokens, n, max_rows, combine_at, scatter_at, gather_at, eps, RANK: tl.constexpr,
-    SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr,
     GATHERS: tl.constexpr,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _divided_norm_kernel(
     if NUM_PARTS > 0:
         total = combine_row(
             pending_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens,
-            n, max_rows, combine_at, RANK, SIZE, RANKS, NUM_PARTS, PLACES, CHOICES, False, COUNTS, BLOCK, COMPILED,
+            n, max_rows, combine_at, RANK, SIZE, RANKS, NUM_PARTS, CHOICES, PADDED, False, COUNTS, BLOCK, COMPILED,
         )  # fmt: skip
     else:
         total = _scatter_row(
@@ -166,15 +166,15 @@ def _add_norm(
         raise ValueError("outputs and residual must be contiguous")
     out = torch.empty(num_tokens if gathers else rows, n, dtype=residual.dtype, device=residual.device)
     num_parts = 0 if chosen is None else pending.shape[0]
-    places = pending if chosen is None else chosen
+    indices = pending if chosen is None else chosen
     overlaps = overlaps_launches(residual)
     _divided_norm_kernel[(rows,)](
-        pending, places, places, residual, weight, out, memory.epochs if memory.moved is None else memory.moved,
+        pending, indices, indices, residual, weight, out, memory.epochs if memory.moved is None else memory.moved,
         memory.addresses, memory.epochs, rows, own_rows(num_tokens, memory), num_tokens, n, layout.max_rows,
         layout.inbox_at(COMBINE.value), layout.inbox_at(SCATTER.value), layout.inbox_at(GATHER.value), eps,
         RANK=memory.rank, SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts,
-        PLACES=num_parts,
-        CHOICES=triton.next_power_of_2(max(num_parts, 1)), GATHERS=gathers, COUNTS=memory.moved is not None,
+        CHOICES=num_parts,
+        PADDED=triton.next_power_of_2(max(num_parts, 1)), GATHERS=gathers, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, COMPILED=is_compiled(residual),
         num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip

@@ -52,7 +52,7 @@ class ExchangeLayout:
 
     @property
     def choices_at(self) -> int:
-        """In bytes, as all places."""
+        """In bytes, as all offsets."""
         return _aligned(4 * NUM_KINDS * self.size * self.max_rows)
 
     @property

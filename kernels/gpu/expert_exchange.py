@@ -67,15 +67,15 @@ def _chosen_of(choices, rank, HELD: tl.constexpr):
 def _dispatch_row(
     x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row,
     num_rows, num_own, n, max_rows, choices_at, received_at, RANK: tl.constexpr, SIZE: tl.constexpr,
-    RANKS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr, HELD: tl.constexpr,
+    RANKS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr, HELD: tl.constexpr,
     IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    columns, places = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
+    columns, ks = tl.arange(0, BLOCK), tl.arange(0, PADDED)
     exists = row < num_own
     epoch = tl.load(epochs_ptr + DISPATCH * max_rows + row) + 1
-    is_choice = places < TOP_K
-    choices = tl.load(chosen_ptr + row * PLACES + places, mask=(places < PLACES) & exists, other=-1)
-    shares = tl.load(shares_ptr + row * PLACES + places, mask=(places < PLACES) & exists, other=0.0)
+    is_choice = ks < TOP_K
+    choices = tl.load(chosen_ptr + row * CHOICES + ks, mask=(ks < CHOICES) & exists, other=-1)
+    shares = tl.load(shares_ptr + row * CHOICES + ks, mask=(ks < CHOICES) & exists, other=0.0)
     routed = tl.where(is_choice, choices, -1)  # without shared experts
     x = tl.load(x_ptr + row * n + columns, mask=(columns < n) & exists, other=0.0)
     of_ranks = _chosen_of(routed[:, None], tl.arange(0, RANKS)[None, :], HELD)
@@ -87,28 +87,28 @@ def _dispatch_row(
             rows = memory_of(addresses_ptr, peer, received_at, x.dtype)
             tl.store(rows + slot * n + columns, x, mask=(columns < n) & goes_there)
             packed = memory_of(addresses_ptr, peer, choices_at, tl.int32) + slot * (2 * TOP_K)
-            tl.store(packed + places, _chosen_of(routed, peer, HELD), mask=is_choice & goes_there)
+            tl.store(packed + ks, _chosen_of(routed, peer, HELD), mask=is_choice & goes_there)
             bits = shares.to(tl.int32, bitcast=True)
-            tl.store(packed + TOP_K + places, bits, mask=is_choice & goes_there)
+            tl.store(packed + TOP_K + ks, bits, mask=is_choice & goes_there)
     tl.debug_barrier()  # all threads have written
     raise_flags(addresses_ptr, row, max_rows, epoch, goes, DISPATCH, RANK, SIZE, RANKS)
     mine = _chosen_of(routed, RANK, HELD)
-    mine = tl.where(is_choice | (choices < 0), mine, HELD + places - TOP_K)
+    mine = tl.where(is_choice | (choices < 0), mine, HELD + ks - TOP_K)
     own_rows = memory_of(addresses_ptr, RANK, received_at, x.dtype)
     tl.store(own_rows + slot * n + columns, x, mask=(columns < n) & exists)
-    tl.store(out_chosen_ptr + slot * PLACES + places, mine, mask=places < PLACES)
-    tl.store(out_shares_ptr + slot * PLACES + places, shares, mask=places < PLACES)
+    tl.store(out_chosen_ptr + slot * CHOICES + ks, mine, mask=ks < CHOICES)
+    tl.store(out_shares_ptr + slot * CHOICES + ks, shares, mask=ks < CHOICES)
     own_choices = memory_of(addresses_ptr, RANK, choices_at, tl.int32)
     for sender in tl.static_range(SIZE):
         if sender != RANK:
             flag = flag_of(addresses_ptr, RANK, sender, row, max_rows, DISPATCH, SIZE)
             came = (wait_for_flag(flag, 2 * epoch, COMPILED) & 1) == 1
             slot = sender * num_rows + row
-            at = own_choices + slot * (2 * TOP_K) + places
+            at = own_choices + slot * (2 * TOP_K) + ks
             theirs = tl.load(at, mask=is_choice & came, other=-1, cache_modifier=".cv")
             bits = tl.load(at + TOP_K, mask=is_choice & came, other=0, cache_modifier=".cv")
-            tl.store(out_chosen_ptr + slot * PLACES + places, theirs, mask=places < PLACES)
-            tl.store(out_shares_ptr + slot * PLACES + places, bits.to(tl.float32, bitcast=True), mask=places < PLACES)
+            tl.store(out_chosen_ptr + slot * CHOICES + ks, theirs, mask=ks < CHOICES)
+            tl.store(out_shares_ptr + slot * CHOICES + ks, bits.to(tl.float32, bitcast=True), mask=ks < CHOICES)
     tl.store(epochs_ptr + DISPATCH * max_rows + row, epoch)
     if COUNTS:
         tl.atomic_add(moved_ptr + DISPATCH, num_peers(goes, RANK, SIZE, RANKS), sem="relaxed")
@@ -132,7 +132,7 @@ def _list_expert(
 def _dispatch_kernel(
     x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, order_ptr, counts_ptr, arrived_ptr, moved_ptr,
     addresses_ptr, epochs_ptr, num_rows, num_own, n, max_rows, choices_at, received_at, RANK: tl.constexpr,
-    SIZE: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr,
     HELD: tl.constexpr, IS_PADDED: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +142,8 @@ def _dispatch_kernel(
     if program < num_rows:
         _dispatch_row(
             x_ptr, shares_ptr, chosen_ptr, out_shares_ptr, out_chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr,
-            program, num_rows, num_own, n, max_rows, choices_at, received_at, RANK, SIZE, RANKS, TOP_K, PLACES,
-            CHOICES,
+            program, num_rows, num_own, n, max_rows, choices_at, received_at, RANK, SIZE, RANKS, TOP_K, CHOICES,
+            PADDED,
             HELD, IS_PADDED, COUNTS, BLOCK, COMPILED,
         )  # fmt: skip
         if LISTS:
@@ -151,8 +151,8 @@ def _dispatch_kernel(
             tl.atomic_add(arrived_ptr, 1, sem="release", scope="gpu")
     elif LISTS:
         _list_expert(
-            out_chosen_ptr, order_ptr, counts_ptr, arrived_ptr, num_rows, SIZE * num_rows * PLACES,
-            program - num_rows, HELD + PLACES - TOP_K, PAIRS,
+            out_chosen_ptr, order_ptr, counts_ptr, arrived_ptr, num_rows, SIZE * num_rows * CHOICES,
+            program - num_rows, HELD + CHOICES - TOP_K, PAIRS,
         )  # fmt: skip
 
 
@@ -166,29 +166,29 @@ def dispatch(
     rows, of which the last ranks' last do not exist. The first top_k choices are experts of all ranks, num_held each;
     behind those are experts that every rank has. is_padded: rows go to all ranks. lists: pairs by expert.
     """
-    layout, (rows, n), num_places = memory.layout, x.shape, chosen.shape[1]
+    layout, (rows, n), num_choices = memory.layout, x.shape, chosen.shape[1]
     if rows != rows_a_rank(num_tokens, layout.size):
         raise ValueError(f"{rows} rows are not a rank's part of {num_tokens}")
-    if rows > layout.max_rows or n != layout.width or x.dtype != layout.dtype or num_places < layout.top_k:
-        raise ValueError(f"{list(x.shape)} {x.dtype}, {num_places} choices do not fit {layout}")
+    if rows > layout.max_rows or n != layout.width or x.dtype != layout.dtype or num_choices < layout.top_k:
+        raise ValueError(f"{list(x.shape)} {x.dtype}, {num_choices} choices do not fit {layout}")
     if not (x.is_contiguous() and shares.is_contiguous() and chosen.is_contiguous()):
         raise ValueError("x, shares and choices must be contiguous")
-    total, num_lists = layout.size * rows, num_held + num_places - layout.top_k
-    out_shares = torch.empty(total, num_places, dtype=torch.float32, device=x.device)
-    out_chosen = torch.empty(total, num_places, dtype=torch.int32, device=x.device)
+    total, num_lists = layout.size * rows, num_held + num_choices - layout.top_k
+    out_shares = torch.empty(total, num_choices, dtype=torch.float32, device=x.device)
+    out_chosen = torch.empty(total, num_choices, dtype=torch.int32, device=x.device)
     pairs = None
     if lists:
-        order = torch.empty(total * num_places, dtype=torch.int32, device=x.device)
+        order = torch.empty(total * num_choices, dtype=torch.int32, device=x.device)
         pairs = SortedPairs(order, torch.empty(num_lists, dtype=torch.int32, device=x.device))
-    overlaps, pairs_block = overlaps_launches(x), sort_block(total * num_places)
+    overlaps, pairs_block = overlaps_launches(x), sort_block(total * num_choices)
     num_warps = 8 if lists and pairs_block == SORT_BLOCK else num_warps_for(n)
     _dispatch_kernel[(rows + (num_lists if lists else 0),)](
         x, shares, chosen, out_shares, out_chosen, pairs.order if pairs else out_chosen,
         pairs.counts if pairs else out_chosen, memory.arrived,
         memory.epochs if memory.moved is None else memory.moved, memory.addresses, memory.epochs, rows,
         own_rows(num_tokens, memory), n, layout.max_rows, layout.choices_at, layout.received_at, RANK=memory.rank,
-        SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), TOP_K=layout.top_k, PLACES=num_places,
-        CHOICES=triton.next_power_of_2(num_places),
+        SIZE=layout.size, RANKS=triton.next_power_of_2(layout.size), TOP_K=layout.top_k, CHOICES=num_choices,
+        PADDED=triton.next_power_of_2(num_choices),
         HELD=num_held, IS_PADDED=is_padded, LISTS=lists, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), PAIRS=pairs_block, OVERLAPS=overlaps,
         COMPILED=is_compiled(x), num_warps=num_warps, launch_pdl=overlaps,
@@ -211,14 +211,14 @@ def _partial_sum(
 
 @triton.jit
 def _comes_back(
-    chosen_ptr, row, num_rows, num_tokens, SIZE: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
-    CHOICES: tl.constexpr, IS_PADDED: tl.constexpr,
+    chosen_ptr, row, num_rows, num_tokens, SIZE: tl.constexpr, RANKS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Whether the row that a rank may have sent has come, for each of RANKS."""
-    peers, places = tl.arange(0, RANKS), tl.arange(0, CHOICES)
+    peers, ks = tl.arange(0, RANKS), tl.arange(0, PADDED)
     slots = peers * num_rows + row
-    is_there = (peers < SIZE)[:, None] & (places < PLACES)[None, :]
-    chosen = tl.load(chosen_ptr + slots[:, None] * PLACES + places[None, :], mask=is_there, other=-1)
+    is_there = (peers < SIZE)[:, None] & (ks < CHOICES)[None, :]
+    chosen = tl.load(chosen_ptr + slots[:, None] * CHOICES + ks[None, :], mask=is_there, other=-1)
     comes = tl.max(chosen, axis=1) >= 0
     if IS_PADDED:
         comes = slots < num_tokens
@@ -229,7 +229,7 @@ def _comes_back(
 def combine_row(
     parts_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n,
     max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    PLACES: tl.constexpr, CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr, PADDED: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Return that row of the other ranks, and add up what comes back of this rank's: float32 (BLOCK,)."""
@@ -238,7 +238,7 @@ def combine_row(
     dtype = parts_ptr.dtype.element_ty
     epoch = tl.load(epochs_ptr + COMBINE * max_rows + row) + 1
     comes = _comes_back(
-        chosen_ptr, row, num_rows, num_tokens, SIZE, RANKS, PLACES, CHOICES, IS_PADDED
+        chosen_ptr, row, num_rows, num_tokens, SIZE, RANKS, CHOICES, PADDED, IS_PADDED
     )  # fmt: skip
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -271,7 +271,7 @@ def combine_row(
 def _combine_kernel(
     parts_ptr, part_chosen_ptr, chosen_ptr, out_ptr, moved_ptr, addresses_ptr, epochs_ptr, num_rows, num_tokens, n,
     max_rows, inbox_at, RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, NUM_PARTS: tl.constexpr,
-    PLACES: tl.constexpr, CHOICES: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr, PADDED: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """A program for each row a rank has."""
@@ -280,7 +280,7 @@ def _combine_kernel(
     wait_for_predecessor(OVERLAPS)
     total = combine_row(
         parts_ptr, part_chosen_ptr, chosen_ptr, moved_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n,
-        max_rows, inbox_at, RANK, SIZE, RANKS, NUM_PARTS, PLACES, CHOICES, IS_PADDED, COUNTS, BLOCK, COMPILED,
+        max_rows, inbox_at, RANK, SIZE, RANKS, NUM_PARTS, CHOICES, PADDED, IS_PADDED, COUNTS, BLOCK, COMPILED,
     )  # fmt: skip
     tl.store(out_ptr + row * n + columns, total.to(out_ptr.dtype.element_ty), mask=columns < n)
 
@@ -307,15 +307,15 @@ def combine(
     if part_chosen is None:
         part_chosen = dispatched.chosen
     check_parts(parts, part_chosen, dispatched, layout)
-    rows, num_places = total // layout.size, dispatched.chosen.shape[1]
+    rows, num_choices = total // layout.size, dispatched.chosen.shape[1]
     out = torch.empty(rows, n, dtype=parts.dtype, device=parts.device)
     overlaps = overlaps_launches(parts)
     _combine_kernel[(rows,)](
         parts, part_chosen, dispatched.chosen, out, memory.epochs if memory.moved is None else memory.moved,
         memory.addresses, memory.epochs, rows, dispatched.num_tokens, n, layout.max_rows,
         layout.inbox_at(COMBINE.value), RANK=memory.rank, SIZE=layout.size,
-        RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts, PLACES=num_places,
-        CHOICES=triton.next_power_of_2(num_places), IS_PADDED=is_padded, COUNTS=memory.moved is not None,
+        RANKS=triton.next_power_of_2(layout.size), NUM_PARTS=num_parts, CHOICES=num_choices,
+        PADDED=triton.next_power_of_2(num_choices), IS_PADDED=is_padded, COUNTS=memory.moved is not None,
         BLOCK=triton.next_power_of_2(n), OVERLAPS=overlaps, COMPILED=is_compiled(parts),
         num_warps=16 if n > 4096 else num_warps_for(n), launch_pdl=overlaps,
     )  # fmt: skip

@@ -19,7 +19,7 @@ BLOCK = 256  # choices of a program
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _choose_slots_kernel(
-    chosen_ptr, table_ptr, counts_ptr, num_pairs, first_held, num_experts, most, num_held, PLACES: tl.constexpr,
+    chosen_ptr, table_ptr, counts_ptr, num_pairs, first_held, num_experts, most, num_held, CHOICES: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -28,7 +28,7 @@ def _choose_slots_kernel(
     experts = tl.load(chosen_ptr + pairs, mask=is_pair, other=0)
     is_routed = is_pair & (experts < num_experts)
     counts = tl.load(counts_ptr + experts, mask=is_routed, other=1)
-    turns = (pairs // PLACES) % counts
+    turns = (pairs // CHOICES) % counts
     slots = tl.load(table_ptr + experts * most + turns, mask=is_routed, other=0) - first_held
     slots = tl.where((slots >= 0) & (slots < num_held), slots, -1)
     slots = tl.where(is_routed, slots, num_held + experts - num_experts)
@@ -45,5 +45,5 @@ def choose_slots(chosen: Tensor, table: Tensor, counts: Tensor, held: range) -> 
     overlaps = overlaps_launches(chosen)
     _choose_slots_kernel[(triton.cdiv(num_pairs, BLOCK),)](
         chosen, table, counts, num_pairs, held.start, table.shape[0], table.shape[1], len(held),
-        PLACES=chosen.shape[1], BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
+        CHOICES=chosen.shape[1], BLOCK=BLOCK, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps,
     )  # fmt: skip

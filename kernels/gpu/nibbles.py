@@ -66,7 +66,7 @@ def unpack_plain(words, FORMAT: tl.constexpr):
         else:
             SIGN: tl.constexpr = (
                 15 if nibble == 0 else 12 if nibble == 1 else 16 - nibble
-            )  # PLACES of kernels/mxfp4.py
+            )  # SHIFTS of kernels/mxfp4.py
             sign, others = (bits >> SIGN) & 1, (bits >> (9 - 3 * nibble)) & 7
             number = ((sign << 31) | (others << 22)).to(tl.float32, bitcast=True)
             weight = number * 5.192296858534828e33  # 2^112
