@@ -9,19 +9,20 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import choose_clock
+from benchmarks.kernels.timing import graph_us_of_ranks
 from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
 from engine.layers.moe import Moe
 from engine.parallel.followers import READY, receive_fds
 from engine.parallel.group import GlooGroup
 from kvstore.layout import Shard
 
-NUM_CALLS, NUM_REPLAYS = 20, 15  # of a graph
+NUM_CALLS = 20  # of a graph
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ class GpuRanks:
             )
             combine(parts, came, self._memory, is_padded=is_padded)
 
-        layer_us, exchange_us = (_graph_us(call) for call in (lambda: served.output(x, num_tokens), alone))
+        layer_us, exchange_us = (
+            graph_us_of_ranks(call, NUM_CALLS) for call in (lambda: served.output(x, num_tokens), alone)
+        )
         row_bytes = x.shape[1] * x.itemsize
         dispatched = rows[0] * (row_bytes + 8 * block.num_chosen)
         return Measured(out, layer_us, exchange_us, MovedBytes(dispatched, rows[1] * row_bytes))
@@ -150,28 +153,6 @@ class GpuRanks:
         parts = [torch.empty_like(x) for _ in range(self._size)]
         self._group._nccl.allgather([parts], [x.contiguous()]).wait()
         return parts
-
-
-def _graph_us(call: Callable[[], object]) -> float:
-    event: Any = torch.cuda.Event  # it has no annotations
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(NUM_CALLS):
-                call()
-        times: list[float] = []
-        for _ in range(NUM_REPLAYS):
-            began, ended = (event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            times.append(began.elapsed_time(ended) / NUM_CALLS * 1e3)
-    return statistics.median(times)
 
 
 def share_fds(links: list[socket.socket]) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,34 +20,13 @@ import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks.harness import int_list
+from benchmarks.kernels.timing import graph_us_of_ranks
 from engine.gpu.group import DeviceGroup
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import Shard
 
 EPS = 1e-5
 MAX_GATHERED_ROWS = 256
-NUM_REPLAYS = 12
-
-
-def graph_us(call: Callable[[], object], count: int) -> float:
-    """Microseconds of one call, `count` of them in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(count):
-                call()
-        times = []
-        for _ in range(NUM_REPLAYS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            times.append(began.elapsed_time(ended) / count * 1e3)
-    return statistics.median(times)
 
 
 def by_nccl(group: DeviceGroup, x: Tensor, residual: Tensor, weight: Tensor) -> None:
@@ -73,13 +50,13 @@ def run_rank(rank: int, link: socket.socket, store: str, options: argparse.Names
         weight = torch.ones(n, dtype=torch.bfloat16, device=device)
         for rows in options.rows:
             x, residual = (torch.randn(rows, n, device=device).bfloat16() for _ in range(2))
-            ours = graph_us(partial(group.all_reduce_rms_norm, x, residual, weight, EPS), 200)
-            theirs = graph_us(partial(by_nccl, group, x, residual, weight), 200)
+            ours = graph_us_of_ranks(partial(group.all_reduce_rms_norm, x, residual, weight, EPS), 200)
+            theirs = graph_us_of_ranks(partial(by_nccl, group, x, residual, weight), 200)
             if rank == 0:
                 print(f"n {n} rows {rows}: ours {ours:.2f} us, NCCL and norm {theirs:.2f}", flush=True)
     for rows in (rows for rows in options.rows if rows <= MAX_GATHERED_ROWS):
         logits = torch.randn(rows, part, device=device).bfloat16()
-        found = graph_us(partial(group.all_gather, logits), 20)
+        found = graph_us_of_ranks(partial(group.all_gather, logits), 20)
         if rank == 0:
             print(f"all-gather of logits, rows {rows}: {found:.1f} us", flush=True)
 

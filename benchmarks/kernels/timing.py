@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ Config = TypeVar("Config")
 
 ROTATION_BYTES = 400 << 20
 WARM_SECONDS = 0.03
+RANK_REPLAYS = 12
 MAX_COMPILERS = 14  # processes
 MIN_CALLS = 32  # a graph takes 8 us to start: 1.2 us a call where seven input sets are called once each
 
@@ -31,7 +32,7 @@ def num_input_sets(bytes_per_call: int, most: int = 64) -> int:
 def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 7) -> float:
     """Median seconds per call, gaps between kernels included, as in a captured step of many layers."""
     calls = list(calls) * -(-MIN_CALLS // len(calls))
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -67,9 +68,10 @@ def compile_ahead(compile_some: Callable[[Sequence[Config]], object], configs: S
 
 
 def _median_seconds(run: Callable[[], object], replays: int) -> float:
-    times = []
+    event: Any = torch.cuda.Event  # it has no annotations
+    times: list[float] = []
     for _ in range(replays):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, stop = event(enable_timing=True), event(enable_timing=True)
         start.record()
         run()
         stop.record()
@@ -94,6 +96,23 @@ def read_bandwidth() -> float:
 def _best(run: Callable[[], object]) -> float:
     run()
     return min(_median_seconds(run, 1) for _ in range(10))
+
+
+def graph_us_of_ranks(call: Callable[[], object], count: int) -> float:
+    """Median microseconds of one call, `count` of them in a graph, with the same inputs.
+
+    Every rank runs it: all make as many calls, which `graph_seconds` does not promise.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles, and lets ranks meet
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(count):
+                call()
+        return _median_seconds(graph.replay, RANK_REPLAYS) / count * 1e6
 
 
 def report(kernel: str, shape: str, **figures: float | str) -> None:
