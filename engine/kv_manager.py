@@ -6,10 +6,9 @@ budgets or tensors; copies are only written into the step, for the runner to exe
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from engine.request import Request, RequestStatus
+from engine.request import Request
 from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_hash import block_key, root_key
 from kvstore.pool.block_pool import BlockPool
@@ -260,24 +259,3 @@ class KVManager:
                 self._roots.clear()
             root = self._roots[adapter, salt] = root_key(self._fingerprint, adapter, salt)
         return root
-
-
-class BlocksFreed:
-    """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
-
-    def __init__(self, kv: KVManager, newcomer: Request) -> None:
-        self._kv = kv
-        self._pool = kv.pool
-        self._counts: Counter[BlockId] = Counter()
-        # It shares these already: releasing them gains it nothing.
-        self._shared = set(kv.cached_blocks(newcomer)) if newcomer.status is RequestStatus.WAITING else set()
-
-    def add(self, victim: Request) -> int:
-        """Number of further blocks that preempting `victim` frees: those without any other reference."""
-        held = self._kv.held_blocks(victim)
-        self._counts.update(held)
-        return sum(
-            1
-            for block_id in held
-            if self._counts[block_id] == self._pool.refcount(block_id) and block_id not in self._shared
-        )

@@ -103,12 +103,17 @@ class GuardedPolicy:
     """A policy whose failure is logged once and has no other effect.
 
     After its first exception, or answer that is none, this one no longer asks it: requests rank as with
-    `PriorityPolicy`, and nobody gives way to a newcomer. The scheduler replaces it before its next step.
+    `PriorityPolicy`, and nobody gives way to a newcomer. The scheduler resets it before its next step.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.has_failed = False
-        self._policy = policy
+        self._policy: SchedulingPolicy = policy
+
+    def reset(self) -> None:
+        """Go on with the default policy. All requests are to be ranked anew."""
+        self.has_failed = False
+        self._policy = PriorityPolicy()
 
     def rank(self, request: Request) -> Rank:
         """The policy's key, made unique by the order of arrival."""

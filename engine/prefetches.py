@@ -18,7 +18,7 @@ MAX_PREFETCHES = 4  # under way at once; what comes beside them is pulled with t
 
 @dataclass(frozen=True, slots=True)
 class PrefetchJob:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `Scheduler.finish_prefetch`.
+    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `RemoteKv.finish_prefetch`.
 
     Without positions there is nothing to fill or report: the source can be let go.
     """

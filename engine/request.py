@@ -125,7 +125,7 @@ class RequestStatus(Enum):
 class Request:
     """One sequence of tokens and how far its KV is computed.
 
-    `num_tokens - num_computed_tokens` is the work left: a whole prompt, the rest of a chunked one, one token
+    `num_uncomputed_tokens` is the work left: a whole prompt, the rest of a chunked one, one token
     in decode, several in speculative decode. There is no other notion of phase.
     """
 
@@ -172,6 +172,12 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """The work left: `num_tokens - num_computed_tokens`."""
+        known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return known + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and not self.output_token_ids
 
@@ -205,7 +211,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `finish_load`.
+    """Fill `block_ids[i]` with block `positions[i]` of `source`; report with `RemoteKv.finish_load`.
 
     Without positions there is nothing to fill or report: local caches had it all, the source can be let go.
     """

@@ -30,7 +30,8 @@ class KvLoads:
     ) -> None:
         """can_read: whether all of the pool is in reach; else no handle is accepted."""
         self._can_read = can_read
-        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._remote_kv = scheduler.remote_kv
         self._puller = puller
         self._exporter = exporter
         self._block_size = block_size
@@ -46,7 +47,7 @@ class KvLoads:
         lease = self._open(handle)
         if lease is None:
             return None
-        if lease.num_tokens != num_tokens or lease.num_blocks != self._scheduler.kv.num_blocks_to_load(num_tokens):
+        if lease.num_tokens != num_tokens or lease.num_blocks != self._kv.num_blocks_to_load(num_tokens):
             logger.warning("a KV handle does not cover its request: computing the prompt here")
             self.abandon(lease)
             return None
@@ -72,11 +73,11 @@ class KvLoads:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")
             self.abandon(lease)
             return
-        self._scheduler.prefetches.add(lease, handle.block_keys)
+        self._remote_kv.prefetches.add(lease, handle.block_keys)
 
     def start(self, requests: Mapping[RequestId, OpenRequest], now: float) -> None:
         """Pull what the scheduler has reserved blocks for since the last call."""
-        jobs, prefetches = self._scheduler.take_load_jobs(), self._scheduler.prefetches.take_jobs()
+        jobs, prefetches = self._remote_kv.take_load_jobs(), self._remote_kv.prefetches.take_jobs()
         if jobs or prefetches:
             self._exporter.fence()
         for prefetch in prefetches:
@@ -106,7 +107,7 @@ class KvLoads:
         """Tell the scheduler of the prefetches that have ended, and return how all of them have."""
         ended, self._skipped = self._skipped, []
         for job, pull in self._puller.take_prefetched():
-            self._scheduler.finish_prefetch(job, pull.ok)
+            self._remote_kv.finish_prefetch(job, pull.ok)
             if pull.ok:
                 assert isinstance(job.source, PeerLease)
                 self._transports[job.source.worker_id] = pull.transport
@@ -123,7 +124,7 @@ class KvLoads:
         """Tell the scheduler of the pulls that have ended, and return those that count."""
         pulls = []
         for pull in self._puller.take_results():
-            self._scheduler.finish_load(pull.request_id, pull.ok)
+            self._remote_kv.finish_load(pull.request_id, pull.ok)
             entry = requests.get(pull.request_id)
             if entry is not None:
                 entry.finish_pull(pull, now)

@@ -35,7 +35,7 @@ class Peer:
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Blocks [first, last) of a prompt are computed."""
         keys = block_keys(list(prompt), BLOCK, root_key("test"))[:last]
-        self.scheduler.prefetches.add(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
+        self.scheduler.remote_kv.prefetches.add(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
         """The whole prompt is computed."""
@@ -50,8 +50,8 @@ class Peer:
     def step(self) -> dict[RequestId, list[int]]:
         """One turn of a worker's loop."""
         tokens = {output.request.request_id: output.new_token_ids for output in self.engine.step()}
-        self.loads += [job for job in self.scheduler.take_load_jobs() if job.positions]
-        jobs = self.scheduler.prefetches.take_jobs()
+        self.loads += [job for job in self.scheduler.remote_kv.take_load_jobs() if job.positions]
+        jobs = self.scheduler.remote_kv.prefetches.take_jobs()
         self.prefetches += [job for job in jobs if job.positions]
         self.num_skipped += sum(not job.positions for job in jobs)
         return tokens
@@ -59,12 +59,12 @@ class Peer:
     def finish_load(self, job: LoadJob, ok: bool = True) -> None:
         self.loads.remove(job)
         self._fill(job, ok)
-        self.scheduler.finish_load(job.request.request_id, ok)
+        self.scheduler.remote_kv.finish_load(job.request.request_id, ok)
 
     def finish_prefetch(self, job: PrefetchJob, ok: bool = True) -> None:
         self.prefetches.remove(job)
         self._fill(job, ok)
-        self.scheduler.finish_prefetch(job, ok)
+        self.scheduler.remote_kv.finish_prefetch(job, ok)
 
     def prefetch(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Offer a part, and pull it at once."""

@@ -140,9 +140,9 @@ def test_kv_of_a_peer_is_loaded_though_the_step_is_full() -> None:
     )
     engine.step()
     assert pulled.status is RequestStatus.LOADING
-    [job] = engine.scheduler.take_load_jobs()
+    [job] = engine.scheduler.remote_kv.take_load_jobs()
     assert len(job.block_ids) == 12 // BLOCK
-    engine.scheduler.finish_load(pulled.request_id, ok=False)
+    engine.scheduler.remote_kv.finish_load(pulled.request_id, ok=False)
     run_all(engine)
     assert_quiet(engine)
 

@@ -33,13 +33,14 @@ class Parts:
         self.results: list[Pull] = []
         self.prefetch_jobs: list[PrefetchJob] = []
         self.prefetched: list[tuple[PrefetchJob, Pull]] = []
-        scheduler: Any = SimpleNamespace(
+        remote_kv: Any = SimpleNamespace(
             take_load_jobs=lambda: self.jobs,
             finish_load=self._write("finish"),
-            kv=SimpleNamespace(num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE)),
             prefetches=SimpleNamespace(add=self._write("add"), take_jobs=lambda: self.prefetch_jobs),
             finish_prefetch=self._write("finish_prefetch"),
         )
+        kv = SimpleNamespace(num_blocks_to_load=lambda num_tokens: -(-num_tokens // BLOCK_SIZE))
+        scheduler: Any = SimpleNamespace(kv=kv, remote_kv=remote_kv)
         puller: Any = SimpleNamespace(
             keep_alive=self._write("keep"),
             abandon=self._write("abandon"),

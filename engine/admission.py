@@ -1,0 +1,116 @@
+"""Admission: which waiting and swapped requests start in a step, and with how many tokens."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from engine.kv_manager import KVManager
+from engine.policy import EngineView, GuardedPolicy
+from engine.preemption import Preemption
+from engine.remote_kv import RemoteKv
+from engine.request import Request, RequestStatus
+from engine.request_queues import RequestQueues
+from engine.scheduled_step import ScheduledStep
+
+_rank = attrgetter("rank")
+
+
+class Admission:
+    """Starts requests in the policy's order while the step, the batch and the block pool have room."""
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        kv: KVManager,
+        policy: GuardedPolicy,
+        preemption: Preemption,
+        remote_kv: RemoteKv,
+    ) -> None:
+        self._queues = queues
+        self._kv = kv
+        self._policy = policy
+        self._preemption = preemption
+        self._remote_kv = remote_kv
+
+    def admit(self, step: ScheduledStep, budget: int) -> None:
+        """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
+
+        A request moves once a step at most: KV that is swapped in by this step cannot be swapped out by it
+        (docs/decisions/0002). One that gave way with a token pending waits until that is known: it starts anew.
+        """
+        moved: set[Request] = set()
+        while (request := self._first_in_line()) is not None and request not in moved and self._is_admitted(request):
+            if request.num_pending_tokens:
+                return
+            loads = request.kv_source is not None  # which takes no tokens of the step
+            last = None if budget or loads else self._last_in_step(request, step)
+            if budget == 0 and last is None and not loads:
+                return
+            max_tokens = max(budget, 1)  # with an empty budget it gets some of others, at least one
+            victims = self._preemption.victims_for(request, max_tokens, moved)
+            if victims is None:
+                return
+            for victim in victims:
+                budget += self._preemption.preempt(victim, step)
+            if budget == 0 and last is not None:  # keeps its blocks and place in the queue, but sits this step out
+                budget += step.rows.pop(last).num_tokens
+            moved.update(victims)
+            moved.add(request)
+            if request.status is RequestStatus.SWAPPED:
+                budget -= self._resume(request, step, min(budget, max_tokens))
+            else:
+                budget -= self._start(request, step, budget)
+
+    def _first_in_line(self) -> Request | None:
+        """Swapped requests go before waiting ones, except before one to which they would give way."""
+        waiting, swapped = self._queues.waiting, self._queues.swapped
+        if not swapped or (waiting and self._policy.gives_way(swapped[0], waiting[0])):
+            return waiting[0] if waiting else None
+        return swapped[0]
+
+    def _is_admitted(self, request: Request) -> bool:
+        return not self._queues.num_active or self._policy.admits(request, self._engine_view())
+
+    def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
+        """The least urgent request in this step, if it gives way to `request`."""
+        last = max(step.rows, key=_rank, default=None)
+        return last if last is not None and self._policy.gives_way(last, request) else None
+
+    def _resume(self, request: Request, step: ScheduledStep, budget: int) -> int:
+        """Bring a swapped request back; returns the tokens of its row."""
+        self._kv.swap_in(request, step)
+        return self._run(request, step, budget)
+
+    def _start(self, request: Request, step: ScheduledStep, budget: int) -> int:
+        """Give a waiting request what caches have and a row for the rest, or start its load; returns its tokens."""
+        reusable = request.num_reusable_tokens
+        num_cached = self._kv.attach_cached(request, reusable)
+        if request.kv_source is not None:
+            num_kept = self._remote_kv.start_load(request, num_cached)
+            if num_kept is not None:
+                self._count_cache_use(request, num_kept)
+                return 0
+        num_cached += self._kv.attach_from_host(request, reusable, step)
+        self._count_cache_use(request, num_cached)
+        request.num_computed_tokens = num_cached
+        return self._run(request, step, budget)
+
+    def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
+        num_new = min(request.num_uncomputed_tokens, budget)
+        grown = self._kv.grow(request, request.num_computed_tokens + num_new)
+        assert grown, "victims_for has checked the room"
+        self._queues.move(request, RequestStatus.RUNNING)
+        if num_new:  # else what it was to load is cached here, and the step is full: its row is in the next one
+            step.add_row(request, num_new)
+        return num_new
+
+    def _count_cache_use(self, request: Request, num_cached: int) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            self._kv.stats.queried_tokens += request.num_prompt_tokens
+            self._kv.stats.hit_tokens += request.num_cached_tokens
+
+    def _engine_view(self) -> EngineView:
+        pool, queues = self._kv.pool, self._queues
+        num_waiting = len(queues.waiting) + len(queues.swapped)
+        return EngineView(pool.num_available, pool.num_blocks, self._kv.block_size, queues.num_active, num_waiting)

@@ -1,0 +1,98 @@
+"""All requests of one engine, each in the queue of its status, and each queue in the order of service.
+
+Moves requests and nothing else: whom to move, and what happens to its blocks, is decided by the scheduler and its
+parts. `forgotten` collects requests of which the runner need not know any more.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import attrgetter
+
+from common.step_times import num_pairs
+from engine.request import Request, RequestId, RequestStatus, SchedulerLoad
+
+_rank = attrgetter("rank")
+
+
+class RequestQueues:
+    """Lists by status, to read; `enter`, `move`, `remove` change them."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[RequestId, Request] = {}
+        self.waiting: list[Request] = []
+        self.awaiting: list[Request] = []
+        self.loading: list[Request] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self._by_status = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.AWAITING: self.awaiting,
+            RequestStatus.LOADING: self.loading,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
+        self._forgotten: list[RequestId] = []
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have a seat in the batch."""
+        return len(self.running) + len(self.loading)
+
+    def enter(self, request: Request, status: RequestStatus) -> None:
+        """Take in a request that has come, with its rank."""
+        self.by_id[request.request_id] = request
+        request.status = status
+        insort(self._by_status[status], request, key=_rank)
+
+    def move(self, request: Request, status: RequestStatus) -> None:
+        """Put a request into another queue."""
+        self._by_status[request.status].remove(request)
+        request.status = status
+        insort(self._by_status[status], request, key=_rank)
+
+    def remove(self, request: Request) -> None:
+        """Drop a request that has ended."""
+        self._by_status[request.status].remove(request)
+        del self.by_id[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.drafted = None  # callers keep their requests
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Let the runner drop what it knows of `request`."""
+        if request.num_planned_blocks >= 0:
+            self._forgotten.append(request.request_id)
+            request.num_planned_blocks = -1
+
+    def take_forgotten(self) -> list[RequestId]:
+        """Requests that the runner drops with the next step."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def sort(self) -> None:
+        """Restore the order after ranks have changed."""
+        for queue in self._by_status.values():
+            queue.sort(key=_rank)
+
+    def load(self, counts_contexts: bool) -> SchedulerLoad:
+        """Count what is here. counts_contexts: also what attention reads, for objectives."""
+        gap = sum(r.num_tokens for r in self.waiting if r.kv_source is None)
+        gap += sum(r.num_uncomputed_tokens for r in self.running if r.num_uncomputed_tokens > 1)
+        num_loading = len(self.loading) + len(self.awaiting)
+        pairs, context = self._contexts() if counts_contexts else (0, 0)
+        return SchedulerLoad(
+            len(self.running), len(self.waiting), len(self.swapped), num_loading, gap, pairs, context
+        )
+
+    def _contexts(self) -> tuple[int, int]:
+        """Pairs of a prompt token that is not computed with each token before it; tokens of requests that decode."""
+        pairs, context = 0.0, 0
+        for request in self.running:
+            num_left = request.num_uncomputed_tokens
+            if num_left > 1:
+                pairs += num_pairs(request.num_computed_tokens, num_left)
+            else:
+                context += request.num_tokens
+        pairs += sum(num_pairs(0, r.num_tokens) for r in self.waiting if r.kv_source is None)
+        return round(pairs), context
