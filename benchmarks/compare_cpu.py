@@ -23,8 +23,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.layers.weights import ShapeRecorder
 from engine.loader.gguf import GgufFile, GgufWeights
-from engine.models.config import ModelConfig, config_from_gguf
+from engine.models.config import ModelConfig
 from engine.models.families import family_of
+from engine.models.gguf_config import config_from_gguf
 
 MAX_TOKEN_ID = 40_000  # of prompts: ordinary tokens of the default model
 

@@ -29,8 +29,8 @@ from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
 from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.load import LoadedModel, load_model
-from engine.models.config import config_from_gguf
 from engine.models.families import family_of
+from engine.models.gguf_config import config_from_gguf
 
 MIN_LOGPROB = math.log(0.01)
 NUM_LIKELY = 5

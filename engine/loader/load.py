@@ -36,16 +36,10 @@ from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
-from engine.models.config import (
-    ExchangeKind,
-    ModelConfig,
-    architecture_of,
-    config_from_gguf,
-    config_from_hf,
-    read_hf_config,
-    with_latent,
-)
+from engine.models.config import ExchangeKind, ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.models.gguf_config import config_from_gguf
+from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model, OnBlock
 from engine.models.quantization import is_mxfp4, quantization_from_hf
 from engine.start_progress import OnProgress, no_progress

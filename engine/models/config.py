@@ -1,19 +1,16 @@
-"""Config of a decoder model, from a Hugging Face `config.json` or from GGUF metadata.
+"""Shape and constants of a decoder model, and what a rank or a layer has of them.
 
-Both spellings of transformers' files are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`). This
-module knows no family: what one family spells differently is corrected by its entry in `engine/models/registry.py`.
+Knows no file format (`hf_config` and `gguf_config` read those) and no family: what one family spells differently is
+corrected by its entry in `engine/models/registry.py`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from common.errors import ConfigError, UnsupportedModelError
-from engine.models.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from common.errors import ConfigError
+from engine.models.rope import RopeConfig
 
 ScoreKind = Literal["softmax", "sigmoid"]
 ExchangeKind = Literal["sum", "dispatch"]
@@ -215,49 +212,6 @@ class ModelConfig:
         return max_model_len or limit
 
 
-def read_hf_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with the end-of-sequence ids of `generation_config.json` when that file names any."""
-    raw = _read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        eos = _read_json(generation).get("eos_token_id")
-        if eos is not None:
-            raw["eos_token_id"] = eos
-    return raw
-
-
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Translate a Hugging Face config. Raises UnsupportedModelError or ConfigError with the field's name."""
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
-    num_heads = positive(raw, "num_attention_heads")
-    hidden_size = positive(raw, "hidden_size")
-    eos = raw.get("eos_token_id")
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    max_position = positive(raw, "max_position_embeddings")
-    config = ModelConfig(
-        architecture=architecture_of(raw),
-        vocab_size=positive(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=positive(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-        intermediate_size=positive(raw, "intermediate_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=rope_from_hf(raw, max_position),
-        max_position_embeddings=max_position,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        sliding_window=_sliding_window(raw),
-        full_layers=_full_layers(raw),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=tuple(int(token) for token in eos_ids),
-    )
-    check_config(config)
-    return config
-
-
 def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
     """The config with latent attention, and with heads as the pool keeps them in that form. Raises ConfigError."""
     qk_dim = latent.nope_head_dim + latent.rope_head_dim
@@ -270,105 +224,9 @@ def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
     return replace(config, latent=latent, num_kv_heads=1, head_dim=latent.kv_lora_rank + latent.rope_head_dim)
 
 
-def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
-    """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")  # as files and newer transformers write it
-    count = next((name for name in names if name in raw), names[0])
-    moe = MoeConfig(positive(raw, count), positive(raw, "num_experts_per_tok"), positive(raw, intermediate_size))
-    if moe.num_experts_per_token > moe.num_experts:
-        raise ConfigError(f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_experts}")
-    return moe
-
-
-def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_weight: bool) -> ModelConfig:
-    """Translate GGUF metadata (`{arch}.block_count`, ...). Raises UnsupportedModelError."""
-    arch = str(metadata["general.architecture"])
-
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
-        if value is None:
-            raise ConfigError(f"the GGUF file lacks the metadata key {arch}.{key}")
-        return value
-
-    num_heads, hidden_size = int(get("attention.head_count")), int(get("embedding_length"))
-    head_dim = int(get("attention.key_length", hidden_size // num_heads))
-    if (
-        int(get("attention.value_length", head_dim)) != head_dim
-        or int(get("rope.dimension_count", head_dim)) != head_dim
-    ):
-        raise UnsupportedModelError("keys, values and rotary embedding of different widths are not supported")
-    vocab = metadata.get(f"{arch}.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
-    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=int(vocab),
-        hidden_size=hidden_size,
-        num_layers=int(get("block_count")),
-        num_heads=num_heads,
-        num_kv_heads=int(get("attention.head_count_kv", num_heads)),
-        head_dim=head_dim,
-        intermediate_size=int(get("feed_forward_length")),
-        rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope=rope_from_gguf(metadata, arch),
-        max_position_embeddings=int(get("context_length")),
-        tie_word_embeddings=not has_output_weight,
-        sliding_window=metadata.get(f"{arch}.attention.sliding_window") or None,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
-    )
-    check_config(config)
-    return config
-
-
-def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The class name that `architectures` gives. Raises UnsupportedModelError without one."""
-    names = raw.get("architectures") or []
-    if not names:
-        raise UnsupportedModelError("config.json names no architecture (field 'architectures')")
-    return str(names[0])
-
-
 def check_config(config: ModelConfig) -> None:
     """Refuse shapes that do not fit together."""
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads")
     if config.head_dim % 2:
         raise ConfigError(f"head_dim {config.head_dim} is odd, rotary embedding needs pairs")
-
-
-def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """The window, when any layer uses one."""
-    window = raw.get("sliding_window")
-    layer_types = raw.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    if window is None or not raw.get("use_sliding_window", True):
-        return None
-    return int(window)
-
-
-def _full_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without a window in a model that has one."""
-    kinds = raw.get("layer_types") or () if _sliding_window(raw) is not None else ()
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(f"layer_types of {', '.join(sorted(map(str, unknown)))} are not supported")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path.name} cannot be read: {type(error).__name__}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} does not hold a JSON object")
-    return value
-
-
-def positive(raw: Mapping[str, Any], key: str) -> int:
-    """The field. Raises ConfigError with its name."""
-    value = raw.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value

@@ -15,7 +15,8 @@ from engine.layers.latent_attention import latent_attention
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
 from engine.layers.weights import WeightSource
-from engine.models.config import LatentConfig, ModelConfig, MoeConfig, ScoreKind, moe_from_hf, positive, with_latent
+from engine.models.config import LatentConfig, ModelConfig, MoeConfig, ScoreKind, with_latent
+from engine.models.hf_config import moe_from_hf, positive
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.models.rope import yarn_mscale

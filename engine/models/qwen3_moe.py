@@ -11,7 +11,8 @@ from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
 from engine.layers.weights import WeightSource
 from engine.models import qwen3
-from engine.models.config import ModelConfig, moe_from_hf
+from engine.models.config import ModelConfig
+from engine.models.hf_config import moe_from_hf
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 

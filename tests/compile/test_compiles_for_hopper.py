@@ -27,8 +27,8 @@ from engine.gpu.quantized import W4A16Linear
 from engine.kv_memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
-from engine.models.config import architecture_of, config_from_hf, read_hf_config
 from engine.models.families import family_of
+from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 from engine.models.model import Model
 from kernels.gpu.all_reduce import (
     GATHER_CHUNK,

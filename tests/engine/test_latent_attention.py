@@ -18,8 +18,9 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.kv_memory import kv_layout
 from engine.loader import load_model
-from engine.models.config import ModelConfig, config_from_hf, with_latent
+from engine.models.config import ModelConfig, with_latent
 from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import DEEPSEEK, TINY_MODELS, VOCAB_SIZE, TinyModel, reference_greedy, reference_logits

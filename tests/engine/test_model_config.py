@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from common.errors import ConfigError, UnsupportedModelError
 from engine.layers.rotary import rotary_frequencies
 from engine.loader.random_weights import DRY_RUN_CONFIG
-from engine.models.config import config_from_hf, read_hf_config
 from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.models.rope import RopeConfig
 
 OLD_STYLE: dict[str, Any] = {

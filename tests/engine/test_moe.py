@@ -17,7 +17,7 @@ from engine.layers.linear import Int4Linear, Int8Linear
 from engine.layers.moe import Moe
 from engine.loader import load_model
 from engine.loader.safetensors import SafetensorsWeights
-from engine.models.config import moe_from_hf
+from engine.models.hf_config import moe_from_hf
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.packed_files import FORMATS, SIZES, write
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, reference_logits

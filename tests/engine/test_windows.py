@@ -19,8 +19,9 @@ from engine.grouped_kv_manager import GroupedKVManager
 from engine.loader import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.loader.supported import check_attention
-from engine.models.config import LatentConfig, config_from_hf
+from engine.models.config import LatentConfig
 from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf
 from engine.request import Request
 from tests.engine.driving import GREEDY, Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import GEMMA3, SHAPE, TINY_MODELS, VOCAB_SIZE, reference_greedy

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.layers.weights import ShapeRecorder
-from engine.models.config import config_from_hf
 from engine.models.families import family_of
+from engine.models.hf_config import config_from_hf
 from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig
 
 CONFIG = {

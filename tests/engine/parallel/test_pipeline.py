@@ -32,7 +32,7 @@ from engine.kv_memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights, whole_shapes
-from engine.models.config import config_from_hf, read_hf_config
+from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
 from engine.parallel.runner import ParallelRunner

@@ -1,0 +1,114 @@
+"""A model's config from a Hugging Face `config.json`.
+
+Both spellings of transformers' files are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, UnsupportedModelError
+from engine.models.config import ModelConfig, MoeConfig, check_config
+from engine.models.rope import rope_from_hf
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """`config.json`, with the end-of-sequence ids of `generation_config.json` when that file names any."""
+    raw = _read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        eos = _read_json(generation).get("eos_token_id")
+        if eos is not None:
+            raw["eos_token_id"] = eos
+    return raw
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Translate a Hugging Face config. Raises UnsupportedModelError or ConfigError with the field's name."""
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"activation {activation!r} is not supported (known: silu)")
+    num_heads = positive(raw, "num_attention_heads")
+    hidden_size = positive(raw, "hidden_size")
+    eos = raw.get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    max_position = positive(raw, "max_position_embeddings")
+    config = ModelConfig(
+        architecture=architecture_of(raw),
+        vocab_size=positive(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=positive(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+        intermediate_size=positive(raw, "intermediate_size"),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope_from_hf(raw, max_position),
+        max_position_embeddings=max_position,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        sliding_window=_sliding_window(raw),
+        full_layers=_full_layers(raw),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(int(token) for token in eos_ids),
+    )
+    check_config(config)
+    return config
+
+
+def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
+    """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # as files and newer transformers write it
+    count = next((name for name in names if name in raw), names[0])
+    moe = MoeConfig(positive(raw, count), positive(raw, "num_experts_per_tok"), positive(raw, intermediate_size))
+    if moe.num_experts_per_token > moe.num_experts:
+        raise ConfigError(f"config.json: {moe.num_experts_per_token} experts a token of {moe.num_experts}")
+    return moe
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The class name that `architectures` gives. Raises UnsupportedModelError without one."""
+    names = raw.get("architectures") or []
+    if not names:
+        raise UnsupportedModelError("config.json names no architecture (field 'architectures')")
+    return str(names[0])
+
+
+def positive(raw: Mapping[str, Any], key: str) -> int:
+    """The field. Raises ConfigError with its name."""
+    value = raw.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """The window, when any layer uses one."""
+    window = raw.get("sliding_window")
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    if window is None or not raw.get("use_sliding_window", True):
+        return None
+    return int(window)
+
+
+def _full_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without a window in a model that has one."""
+    kinds = raw.get("layer_types") or () if _sliding_window(raw) is not None else ()
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"layer_types of {', '.join(sorted(map(str, unknown)))} are not supported")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} cannot be read: {type(error).__name__}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.name} does not hold a JSON object")
+    return value
