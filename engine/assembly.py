@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,73 +25,30 @@ from engine.grouped_kv_manager import GroupedKVManager
 from engine.kv_manager import KVManager
 from engine.kv_memory import (
     DTYPE_NAMES,
-    allocate_pool,
     check_kv_dtype,
     context_in_pool,
     host_buffer_over,
-    num_blocks_for,
     pool_geometry,
 )
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
-from engine.parallel.followers import FollowerPool, Followers, place_of
-from engine.parallel.remote_stage import RemoteStage
+from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
+from engine.parallel.followers import place_of
 from engine.policy import load_policy
+from engine.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.prompt_budget import budget_for
 from engine.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
 from engine.start_progress import OnProgress, no_progress
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
-from kvstore.tier.host_tier import HostTier, LocalHostTier
-from kvstore.transport.shared_memory import create_memfd
+from kvstore.tier.host_tier import HostTier
 
 if TYPE_CHECKING:
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
-    from engine.parallel.runner import ParallelRunner
 
 logger = logging.getLogger(__name__)
-
-
-class PoolMemory(Protocol):
-    """Gives the pool its bytes and, if there is one, the host tier behind it."""
-
-    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-        """A zeroed tensor, see PoolGeometry."""
-        ...
-
-    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
-        """A descriptor of zeroed host memory for the pool of a rank in another process."""
-        ...
-
-    shares_device_pools: bool
-    """Whether pools of other ranks' GPUs are allocated so that this process can map them, and are given to it."""
-
-    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
-        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
-        ...
-
-    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
-
-
-class PrivatePoolMemory:
-    """Memory of this process alone."""
-
-    shares_device_pools = False
-
-    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-        return allocate_pool(geometry, device)
-
-    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
-        return create_memfd("mini-infer-kv", geometry.pool_bytes)
-
-    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
-        raise AssertionError("ranks keep their pools to themselves")
-
-    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
-        num_slots = host_tier_bytes // geometry.block_bytes
-        return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
 
 
 @dataclass(frozen=True)
@@ -144,8 +101,8 @@ def _assemble(
         raise ConfigError("--expert-load-file counts on CPUs only so far: leave it out")
     if device.type == "cuda" and gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
+    followers = start_followers(config, device, gpu)
     shard, stage = place_of(0, config)
-    followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
     max_model_len = loaded.config.context_length(config.max_model_len)
@@ -154,29 +111,21 @@ def _assemble(
 
         config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
-    others = _other_shards(loaded.config, config)
     if followers is not None:
-        found = followers.wait_for_weights()
-        if any(one.fingerprint != loaded.fingerprint for one in found):
-            raise ConfigError("the stage on the other host holds another model: give both hosts the same files")
-        fitting = [one.num_blocks for one in found if one.num_blocks]
-        fitting += [num_blocks_for(replace(geometry, shard=other), config) for other in others]
-        geometry = replace(geometry, num_blocks=min(geometry.num_blocks, *fitting))
+        geometry = replace(geometry, num_blocks=common_num_blocks(followers, loaded, geometry, config))
     max_model_len = context_in_pool(max_model_len, geometry, config)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
-    host_buffer = None
-    if host_tier is not None:
-        host_buffer = host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
+    make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
     if followers is None:
-        runner = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len)
+        runner = make_runner()
     else:
-        runner = _make_parallel_runner(
-            loaded, pool, host_buffer, config, gpu, max_model_len, memory, geometry, followers, others
+        num_slots = 0 if host_tier is None else host_tier.num_slots
+        runner = parallel_runner(
+            make_runner, followers, loaded, memory, geometry, num_slots, max_model_len, config, gpu
         )
-    kv = make_kv_manager(geometry, config, host_tier)
     scheduler = Scheduler(
-        kv,
+        make_kv_manager(geometry, config, host_tier),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -184,7 +133,7 @@ def _assemble(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
-        num_stages=_num_in_flight(config, device, gpu),
+        num_stages=num_steps_in_flight(config, device, gpu),
     )
     engine = Engine(
         scheduler,
@@ -193,19 +142,7 @@ def _assemble(
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
     )
     runner.warmup(on_progress)
-    logger.info(
-        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
-        files.name,
-        device,
-        loaded.quant_mode,
-        geometry.num_blocks,
-        geometry.block_size,
-        geometry.block_bytes // geometry.block_size,
-        geometry.pool_bytes / 2**30,
-        geometry.layout,
-        time.monotonic() - began,
-    )
-    return EngineParts(
+    parts = EngineParts(
         engine,
         runner,
         files,
@@ -216,6 +153,24 @@ def _assemble(
         loaded.quant_mode,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
+    )
+    _log_ready(parts, time.monotonic() - began)
+    return parts
+
+
+def _log_ready(parts: EngineParts, seconds: float) -> None:
+    geometry = parts.geometry
+    logger.info(
+        "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
+        parts.files.name,
+        parts.device,
+        parts.quantization,
+        geometry.num_blocks,
+        geometry.block_size,
+        geometry.block_bytes // geometry.block_size,
+        geometry.pool_bytes / 2**30,
+        geometry.layout,
+        seconds,
     )
 
 
@@ -228,86 +183,18 @@ def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: Hos
     return KVManager(pool, config.block_size, name, host_tier, config.prefix_cache)
 
 
+def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Tensor | None:
+    if host_tier is None:
+        return None
+    return host_buffer_over(host_tier.buffer, host_tier.num_slots, geometry.block_bytes)
+
+
 def _speculation(config: EngineConfig, device: torch.device) -> Speculation | None:
     """On a GPU drafts are in steps that have a decode graph."""
     if not config.num_speculative_tokens:
         return None
     max_decode_tokens = config.max_num_seqs if device.type == "cuda" else None
     return Speculation(drafter_for(config), config.num_speculative_tokens, max_decode_tokens)
-
-
-def _start_followers(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> Followers | RemoteStage:
-    if config.stage_address:
-        return RemoteStage(config, device.type, gpu)
-    if device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
-        flags = [f"--{name} {size}" for name, size in (("pp", config.pp), ("tp", config.tp)) if size > 1]
-        raise ConfigError(
-            f"{' '.join(flags)} needs {config.num_ranks} GPUs, and {torch.cuda.device_count()} are visible"
-        )
-    return Followers(config, device.type, gpu)
-
-
-def _num_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
-    """Steps of a pipeline that run at the same time."""
-    return config.pp if gpu.overlap or device.type == "cpu" else 1
-
-
-def _other_shards(model: ModelConfig, config: EngineConfig) -> list[Shard]:
-    """What ranks 1, 2, ... have of the model."""
-    from engine.loader.staged import divide_layers, shard_of  # see `_assemble`
-
-    layers = divide_layers(model, config.pp)
-    places = [place_of(rank, config) for rank in range(1, config.num_ranks)]
-    return [shard if stage is None else shard_of(shard, layers[stage.index]) for shard, stage in places]
-
-
-def _make_parallel_runner(
-    loaded: LoadedModel,
-    pool: torch.Tensor,
-    host_buffer: torch.Tensor | None,
-    config: EngineConfig,
-    gpu: GpuConfig,
-    max_model_len: int,
-    memory: PoolMemory,
-    geometry: PoolGeometry,
-    followers: Followers | RemoteStage,
-    shards: Sequence[Shard],
-) -> ParallelRunner:
-    """Rank 0's runner, with the others behind it. `geometry` is rank 0's, whose number of blocks is everybody's.
-
-    shards: the others'.
-    """
-    from engine.parallel.group import GlooGroup
-    from engine.parallel.runner import ParallelRunner
-
-    num_slots = 0 if host_buffer is None else host_buffer.shape[0]
-    is_remote, on_gpu = isinstance(followers, RemoteStage), loaded.device.type == "cuda"
-    told = FollowerPool(geometry.num_blocks, num_slots, max_model_len, memory.shares_device_pools and not is_remote)
-    group: Any = None
-    ends = WHOLE_MODEL
-    if isinstance(followers, RemoteStage):
-        followers.give_pools(told)
-        ends = StageEnds(followers.hidden_source())
-    elif on_gpu:
-        from engine.gpu.group import open_group
-        from engine.gpu.stages import open_ends
-
-        followers.give_pools(told)
-        if told.is_shared:
-            for rank, (shard, fd) in enumerate(zip(shards, followers.receive(), strict=True), 1):
-                memory.adopt_for_rank(replace(geometry, shard=shard), torch.device("cuda", rank), fd)
-        if config.tp > 1:
-            group = open_group(loaded, config, followers.exchange, followers.folder)
-        ends = open_ends(loaded, config, followers.folder)
-    else:
-        followers.give_pools(told, [memory.allocate_for_rank(replace(geometry, shard=shard)) for shard in shards])
-        group = GlooGroup(loaded.shard, followers.folder) if config.tp > 1 else None
-        ends = StageEnds(followers.hidden_source()) if config.pp > 1 else WHOLE_MODEL
-    local = _make_runner(loaded, pool, host_buffer, config, gpu, max_model_len, group, ends)
-    if config.pp == 1:
-        return ParallelRunner(local, followers)
-    num_in_flight = _num_in_flight(config, loaded.device, gpu)
-    return ParallelRunner(local, followers, num_in_flight, is_eager=is_remote or not on_gpu)
 
 
 def _make_runner(

@@ -1,0 +1,52 @@
+"""Where the memory of KV pools comes from: a seam between an engine and the process it runs in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.kv_memory import allocate_pool
+from kvstore.layout import PoolGeometry
+from kvstore.tier.host_tier import HostTier, LocalHostTier
+from kvstore.transport.shared_memory import create_memfd
+
+
+class PoolMemory(Protocol):
+    """Gives the pool its bytes and, if there is one, the host tier behind it."""
+
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+        """A zeroed tensor, see PoolGeometry."""
+        ...
+
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        """A descriptor of zeroed host memory for the pool of a rank in another process."""
+        ...
+
+    shares_device_pools: bool
+    """Whether pools of other ranks' GPUs are allocated so that this process can map them, and are given to it."""
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
+        ...
+
+    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None: ...
+
+
+class PrivatePoolMemory:
+    """Memory of this process alone."""
+
+    shares_device_pools = False
+
+    def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
+        return allocate_pool(geometry, device)
+
+    def allocate_for_rank(self, geometry: PoolGeometry) -> int:
+        return create_memfd("mini-infer-kv", geometry.pool_bytes)
+
+    def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
+        raise AssertionError("ranks keep their pools to themselves")
+
+    def open_host_tier(self, geometry: PoolGeometry, host_tier_bytes: int) -> HostTier | None:
+        num_slots = host_tier_bytes // geometry.block_bytes
+        return LocalHostTier(num_slots, geometry.block_bytes) if num_slots else None
