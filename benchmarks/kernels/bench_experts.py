@@ -23,6 +23,7 @@ from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwid
 from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.launch_configs import GemvConfig, TileConfig, found
 from kernels.gpu.moe_routing import route
 from kernels.gpu.tuning import (
     DOWN_PAIRS,
@@ -32,9 +33,6 @@ from kernels.gpu.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    GemvConfig,
-    TileConfig,
-    found,
 )
 from kernels.mxfp4 import GROUP_SIZE
 from kernels.w4a16_gemm import MAX_CHUNK

@@ -19,7 +19,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
-from kernels.gpu.tuning import LATENT_DECODE, DecodeConfig
+from kernels.gpu.launch_configs import DecodeConfig
+from kernels.gpu.tuning import LATENT_DECODE
 
 RANK, ROTATED, NOPE, VALUE, BLOCK_SIZE = 512, 64, 128, 128, 64
 MAX_NAIVE_BYTES = 30 << 30

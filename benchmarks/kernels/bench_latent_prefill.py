@@ -23,8 +23,8 @@ from engine.gpu.attention.expanded import ExpandedLatents, is_cheaper_expanded, 
 from engine.gpu.attention.latents import PagedLatents
 from engine.models.config import LatentConfig
 from kernels.gpu.expanded_prefill import TILE_M, expanded_prefill
+from kernels.gpu.launch_configs import PrefillConfig
 from kernels.gpu.paged_prefill import prefill_tiles
-from kernels.gpu.tuning import PrefillConfig
 
 LATENT = LatentConfig(None, 512, 128, 64, 128)  # DeepSeek-V2-Lite has 16 heads
 BLOCK_SIZE, NUM_LAYERS = 64, 2

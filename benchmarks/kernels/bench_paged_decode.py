@@ -20,10 +20,10 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
 from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace, num_splits
+from kernels.gpu.launch_configs import DecodeConfig
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
 from kernels.gpu.simple_decode import simple_decode
-from kernels.gpu.tuning import DecodeConfig
 
 SHAPES = [(1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (64, 1024), (64, 4096), (256, 1024)]
 MODELS = {

@@ -13,6 +13,7 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, report
+from kernels.gpu.launch_configs import PrefillConfig
 from kernels.gpu.paged_prefill import (
     LARGE_TILE,
     SMALL_TILE,
@@ -21,7 +22,6 @@ from kernels.gpu.paged_prefill import (
     prefill_tiles,
     takes_boxes,
 )
-from kernels.gpu.tuning import PrefillConfig
 
 MODELS = {
     "qwen2.5-7b": (28, 4, 128), "qwen3-0.6b": (16, 8, 128), "gemma3-4b": (8, 4, 256), "gpt-oss-20b": (64, 8, 64)

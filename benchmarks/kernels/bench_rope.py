@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from kernels.gpu.launch_configs import RopeConfig
 from kernels.gpu.rope import rope_and_write_kv
-from kernels.gpu.tuning import RopeConfig
 from kernels.paged_attention import write_kv
 
 HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 128, 64, 4

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.silu_mul import gate_times
-from kernels.gpu.tuning import TileConfig
 
 MAX_ROWS = 64
 

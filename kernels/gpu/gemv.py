@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch_configs import GemvConfig
 from kernels.gpu.silu_mul import gate_times
-from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS, GemvConfig
+from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS
 
 LINE = tl.constexpr(64)  # elements of a line of the L2 cache
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from kernels.gpu.expert_formats import columns_of, form_of
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.nibbles import as_compute
 from kernels.gpu.silu_mul import clamped_times
-from kernels.gpu.tuning import TileConfig
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 SILU = (1.0, 0.0)  # the gate that is not clamped

@@ -24,8 +24,8 @@ from kernels.gpu.launch import (
     wait_first,
     wait_for_predecessor,
 )
+from kernels.gpu.launch_configs import GemvConfig
 from kernels.gpu.silu_mul import clamped_times
-from kernels.gpu.tuning import GemvConfig
 
 
 @triton.jit

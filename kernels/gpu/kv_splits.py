@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import num_multiprocessors, overlaps_launches, wait_for_predecessor
-from kernels.gpu.tuning import DECODE, DecodeConfig
+from kernels.gpu.launch_configs import DecodeConfig
+from kernels.gpu.tuning import DECODE
 
 MAX_SPLITS = 128
 MIN_SHARE = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save

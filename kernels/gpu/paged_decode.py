@@ -24,7 +24,8 @@ from torch import Tensor
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, decode_config, num_splits
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
-from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
+from kernels.gpu.launch_configs import DecodeConfig
+from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS
 
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 LOG2_E = 1.4426950408889634

@@ -25,13 +25,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.launch import num_multiprocessors
+from kernels.gpu.launch_configs import PrefillConfig
 from kernels.gpu.paged_decode import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
 from kernels.gpu.tuning import (
     PREFILL_BY_DESCRIPTOR,
     PREFILL_BY_POINTERS,
     PREFILL_WIDE_BY_DESCRIPTOR,
     PREFILL_WIDE_BY_POINTERS,
-    PrefillConfig,
 )
 
 LARGE_TILE, SMALL_TILE = 128, 64  # rows of (token, head) a program holds

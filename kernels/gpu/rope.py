@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first, wait_for_predecessor
-from kernels.gpu.tuning import ROPE, RopeConfig
+from kernels.gpu.launch_configs import RopeConfig
+from kernels.gpu.tuning import ROPE
 from kernels.paged_attention import write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
-from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS, TileConfig
+from kernels.gpu.tuning import MAX_PREFETCHED_WEIGHTS
 
 LINE_BITS = tl.constexpr(1024)  # of the L2 cache
 PREFETCHED = tl.constexpr(1024)  # weights of a row

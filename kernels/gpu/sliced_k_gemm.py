@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch_configs import SlicedKConfig
 from kernels.gpu.silu_mul import silu_times
 from kernels.gpu.skinny_gemm import join_planes
-from kernels.gpu.tuning import SlicedKConfig
 
 MAX_ROWS = 16
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache

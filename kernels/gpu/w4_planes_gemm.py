@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.nibbles import scale_and_zero
 from kernels.gpu.split_k import SplitKWorkspace, reduce_splits
-from kernels.gpu.tuning import TileConfig
 from kernels.w4a16_gemm import MAX_CHUNK, PackedW4
 
 WORDS = tl.constexpr(MAX_CHUNK // 4)  # of a chunk

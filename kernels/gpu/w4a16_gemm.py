@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.launch import is_compiled, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.launch_configs import SlicedKConfig
 from kernels.gpu.nibbles import chunk_sums, load_one_row, scale_and_zero
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import W4_PLANES, W4_ROWS, SlicedKConfig
+from kernels.gpu.tuning import W4_PLANES, W4_ROWS
 from kernels.gpu.w4_planes_gemm import MIN_GROUP, WORDS, w4_planes_gemm
 from kernels.w4a16_gemm import MAX_CHUNK, MAX_GROUP, PackedW4
 

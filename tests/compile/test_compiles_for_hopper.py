@@ -50,11 +50,12 @@ from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.latent_prefill import latent_prefill
 from kernels.gpu.latent_rope import rotate_and_write_latents
+from kernels.gpu.launch_configs import found
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP, found
+from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.kv_copy import WordCopy
 from kernels.w4a16_gemm import PackedW4
 from kvstore.layout import PoolGeometry

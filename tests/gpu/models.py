@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from engine.layers.weights import ShapeRecorder
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
-from kernels.gpu.tuning import GemvConfig, Rule, Table, TileConfig
+from kernels.gpu.launch_configs import GemvConfig, Rule, Table, TileConfig
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64,

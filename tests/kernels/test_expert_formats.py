@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.gpu.tuning import GemvConfig, TileConfig
+from kernels.gpu.launch_configs import GemvConfig, TileConfig
 from kernels.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from kernels.w4a16_gemm import dequantize_w4, pack_w4
 from tests.kernels.helpers import relative_error

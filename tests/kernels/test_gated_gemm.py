@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.gated_gemm import gated_linear
-from kernels.gpu.tuning import SKINNY_GATED, TileConfig
+from kernels.gpu.launch_configs import TileConfig
+from kernels.gpu.tuning import SKINNY_GATED
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 

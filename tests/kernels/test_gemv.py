@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from kernels.gpu.gemv import gemv
-from kernels.gpu.tuning import GemvConfig
+from kernels.gpu.launch_configs import GemvConfig
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, relative_error

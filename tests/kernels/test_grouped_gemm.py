@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
-from kernels.gpu.tuning import GemvConfig, TileConfig
+from kernels.gpu.launch_configs import GemvConfig, TileConfig
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error

@@ -5,7 +5,7 @@ import torch
 
 from kernels.gpu.kv_splits import DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
-from kernels.gpu.tuning import DecodeConfig
+from kernels.gpu.launch_configs import DecodeConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, block_tables_for, relative_error
 
 SMALL = DecodeConfig(16, 4, 2, 2)

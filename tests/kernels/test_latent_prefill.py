@@ -5,8 +5,8 @@ import torch
 
 from kernels.gpu.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 from kernels.gpu.latent_rope import rotate_and_write_latents
+from kernels.gpu.launch_configs import PrefillConfig
 from kernels.gpu.paged_prefill import prefill_tiles
-from kernels.gpu.tuning import PrefillConfig
 from kernels.paged_attention import attend_causally
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotate_

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
+from kernels.gpu.launch_configs import DecodeConfig
 from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
 from kernels.gpu.simple_decode import simple_decode
-from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, WIDE_HEADS, DecodeConfig
+from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, WIDE_HEADS
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,

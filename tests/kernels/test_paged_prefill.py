@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kernels.gpu.launch_configs import PrefillConfig
 from kernels.gpu.paged_prefill import (
     LARGE_TILE,
     SMALL_TILE,
@@ -13,7 +14,6 @@ from kernels.gpu.paged_prefill import (
     prefill_tiles,
     takes_boxes,
 )
-from kernels.gpu.tuning import PrefillConfig
 from kernels.paged_attention import attend_causally, attend_sequence
 from tests.kernels.helpers import (
     BFLOAT16_BOUND,

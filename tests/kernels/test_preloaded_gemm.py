@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.gpu.launch_configs import PreloadedConfig
 from kernels.gpu.preloaded_gemm import preloaded_linear
-from kernels.gpu.tuning import PreloadedConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.launch_configs import RopeConfig
 from kernels.gpu.rope import rope_and_write_kv, rope_reference
-from kernels.gpu.tuning import RopeConfig
 from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 
 HEAD_DIM, NUM_POSITIONS = 32, 50

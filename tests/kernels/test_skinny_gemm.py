@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.quantize import quantize_rows
 from kernels.gpu.skinny_gemm import skinny_gemm
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import SKINNY, TileConfig
+from kernels.gpu.tuning import SKINNY
 from kernels.quantized_gemm import quantize_rows_int8
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, QUANTIZERS, dequantized, relative_error
 

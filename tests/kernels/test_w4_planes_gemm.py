@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.gpu.launch_configs import TileConfig
 from kernels.gpu.quantize import quantize_with_sums
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import W4_PLANES, TileConfig
+from kernels.gpu.tuning import W4_PLANES
 from kernels.gpu.w4_planes_gemm import w4_planes_gemm
 from kernels.w4a16_gemm import dequantize_w4
 from tests.kernels.helpers import relative_error

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.gpu.launch_configs import SlicedKConfig
 from kernels.gpu.split_k import SplitKWorkspace
-from kernels.gpu.tuning import SlicedKConfig
 from kernels.gpu.w4a16_gemm import dequantize, w4_skinny_gemm, w4a16_linear
 from kernels.w4a16_gemm import PackedW4, dequantize_w4, pack_w4
 from kernels.w4a16_gemm import w4a16_linear as reference

@@ -22,6 +22,7 @@ from kernels.gpu.expert_formats import WORDS, bytes_of, fits
 from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
+from kernels.gpu.launch_configs import found
 from kernels.gpu.moe_routing import route
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import (
@@ -32,7 +33,6 @@ from kernels.gpu.tuning import (
     GROUPED_DOWN,
     GROUPED_GATE_UP,
     MAX_PAIRS,
-    found,
 )
 from kernels.w4a16_gemm import pack_words, unpack_words
 

@@ -17,10 +17,11 @@ from engine.layers.forward import AddNorm, Forward, Op
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.models.model import Model
+from kernels.gpu.launch_configs import PreloadedConfig
 from kernels.gpu.preloaded_gemm import COLUMN_MULTIPLE, fits_preloaded, preloaded_linear
 from kernels.gpu.rms_norm import add_rms_norm_of_partials
 from kernels.gpu.silu_mul import silu_mul_of_partials
-from kernels.gpu.tuning import PRELOADED, SPREAD_ROWS, PreloadedConfig
+from kernels.gpu.tuning import PRELOADED, SPREAD_ROWS
 
 MAX_HIDDEN = 2048
 
