@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
-from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.forward import FusedForward
 from engine.gpu.graphs import (
     LENGTH,
     NUM_QUERY_ROWS,
@@ -35,8 +33,9 @@ from engine.gpu.graphs import (
     stage_step,
 )
 from engine.gpu.group import DeviceGroup, VocabShards
-from engine.gpu.inputs import query_inputs, step_tokens, upload
+from engine.gpu.inputs import query_inputs, upload
 from engine.gpu.late_compiles import log_late_compiles
+from engine.gpu.mixed_inputs import mixed_inputs
 from engine.gpu.progress import check_alive, mark
 from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes, most_tokens
@@ -100,17 +99,7 @@ class GpuRunner:
         layout = kv_layout(model_config, kv_pool.dtype)
         self._num_groups = len(layout.groups)
         self._state = DeviceState(self._max_rows, max_blocks, loaded.device, self._num_groups)
-        attention: PrefillAttention
-        if model_config.latent is not None:
-            attention = open_latents(
-                gpu.attention_backend, kv_pool, model_config.num_heads, model_config.latent, loaded.dtype
-            )
-        else:
-            has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in loaded.model.blocks)
-            needs = "sliding windows" if layout.has_windows else "attention sinks" if has_sinks else ""
-            attention = open_attention(
-                gpu.attention_backend, kv_pool, model_config.num_heads, loaded.dtype, self._max_tokens, needs
-            )
+        attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
         num_packed = NUM_QUERY_ROWS if self._knows_tokens else NUM_ROWS
@@ -278,7 +267,7 @@ class GpuRunner:
         rows = batch.rows
         decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
         chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
-        inputs, last_of = self._mixed_inputs(batch, decodes, chunks)
+        inputs, last_of = mixed_inputs(batch, decodes, chunks, self._state, self._forward.attention, self._block_size)
         hidden = self._forward.hidden(inputs)
         if self._sink is not None:
             self._sink.send(hidden)
@@ -290,39 +279,6 @@ class GpuRunner:
             return
         logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
         self._samples.sample(logits, batch, sampling, self._turn, step)
-
-    def _mixed_inputs(
-        self, batch: GpuBatch, decodes: Sequence[int], chunks: Sequence[int]
-    ) -> tuple[GpuInputs, dict[int, int]]:
-        """Inputs of an eager step, and the index of each row's last token in them."""
-        device = self._device
-        pairs = list(zip(batch.rows, batch.requests, strict=True))
-        decode_rows, chunk_rows = [pairs[i] for i in decodes], [pairs[i] for i in chunks]
-        query_starts = list(accumulate((row.num_tokens for row, _ in chunk_rows), initial=0))
-        num_tokens = len(decodes) + query_starts[-1]
-        fields = upload(
-            step_tokens(decode_rows, chunk_rows, self._block_size, self._num_groups), torch.int32, device
-        )  # fmt: skip
-        token_ids, positions, *slots = fields[:, :num_tokens]
-        last_of = {i: index for index, i in enumerate(decodes)}
-        last_of |= {i: len(decodes) + stop - 1 for i, stop in zip(chunks, query_starts[1:], strict=True)}
-        seq_lens = [row.stop for row, _ in chunk_rows]
-        index = upload([batch.device_rows[i] for i in (*decodes, *chunks)], torch.int64, device)
-        of_decodes, of_chunks = index[: len(decodes)], index[len(decodes) :]
-        ids = token_ids.long()
-        pending = [k for k, (row, request) in enumerate(decode_rows) if row.start >= len(request.token_ids)]
-        if pending:  # the step before samples them
-            indices = upload(pending, torch.int64, device)
-            ids[indices] = self._state.last_tokens[of_decodes[indices]]
-        groups: list[GroupInputs] = []
-        for own, table in zip(slots, self._state.block_tables, strict=True):
-            decode_tables, tables = table[of_decodes], table[of_chunks]
-            if not groups:
-                plan = self._forward.attention.plan(query_starts, seq_lens, tables)
-            else:  # of several groups all are the paged kernel's, and differ in their tables alone
-                plan = replace(plan, block_tables=tables)
-            groups.append(GroupInputs(own, decode_tables, plan))
-        return GpuInputs(ids, positions, positions[: len(decodes)] + 1, groups), last_of
 
     def _slots(self, batch: GpuBatch, group: int) -> list[int]:
         size, count = self._block_size, self._num_groups
@@ -344,3 +300,14 @@ class GpuRunner:
     def _whole_logits(self, hidden: Tensor) -> Tensor:
         logits = self._forward.logits(hidden)
         return logits if self._shards is None else self._shards.whole(logits)
+
+
+def _prefill_attention(
+    loaded: LoadedModel, pool: Tensor, has_windows: bool, wanted: str, max_tokens: int
+) -> PrefillAttention:
+    config = loaded.model.config
+    if config.latent is not None:
+        return open_latents(wanted, pool, config.num_heads, config.latent, loaded.dtype)
+    has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in loaded.model.blocks)
+    needs = "sliding windows" if has_windows else "attention sinks" if has_sinks else ""
+    return open_attention(wanted, pool, config.num_heads, loaded.dtype, max_tokens, needs)
