@@ -28,6 +28,7 @@ from typing import cast
 import uvloop
 
 from common.rpc import open_channel
+from common.token_ids import pack_ids
 from protos import decode_pb2_grpc
 from protos import types_pb2 as pb
 
@@ -132,7 +133,9 @@ async def measure_worker(address: str, num_tokens: int, seconds: float) -> Figur
         await call.read()
         cpu_before, began = time.process_time(), time.perf_counter()
         while time.perf_counter() < began + seconds:
-            submit = pb.Submit(request_id=f"direct-{len(firsts)}", prompt_token_ids=range(64), sampling=sampling)
+            submit = pb.Submit(
+                request_id=f"direct-{len(firsts)}", prompt_token_ids=pack_ids(range(64)), sampling=sampling
+            )
             sent = time.perf_counter()
             await call.write(pb.Command(submit=submit))
             deltas = (await call.read()).deltas

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.token_ids import pack_ids
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
-from kvstore.pool.block_hash import block_key, root_key
+from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
 from kvstore.types import BlockId, BlockKey
@@ -196,9 +197,7 @@ class KVManager:
         if len(keys) >= num_full:
             return
         parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
-        for index in range(len(keys), num_full):
-            parent = block_key(parent, request.token_ids(index * size, (index + 1) * size))
-            keys.append(parent)
+        keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
 
     # -- host tier -------------------------------------------------------------------------------------------
 

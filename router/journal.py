@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.token_ids import pack_ids
 from protos import types_pb2 as pb
 
 
@@ -17,6 +18,7 @@ class Journal:
 
     choice_id: str
     prompt_token_ids: list[int]
+    packed_prompt: bytes = field(init=False)
     sampling: pb.SamplingParams
     deadline: float
     arrival: float
@@ -38,6 +40,9 @@ class Journal:
     last_token_time: float = 0.0
     events: list[tuple[float, str]] = field(default_factory=list)  # the time line, for /explain
     outcome: str = "abort"  # how it ended: stop, length, refused, error; abort until something is known
+
+    def __post_init__(self) -> None:
+        self.packed_prompt = pack_ids(self.prompt_token_ids)
 
     def note(self, now: float, what: str) -> None:
         self.events.append((now, what))
@@ -63,7 +68,7 @@ class Journal:
         self.num_legs += 1
         return pb.Submit(
             request_id=f"{self.choice_id}.{self.num_legs}",
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self.packed_prompt,
             output_token_ids=self.output_token_ids,
             sampling=self._sampling(),
             priority=self.priority,

@@ -12,6 +12,7 @@ from math import inf
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError
 from common.logging import RateLimit
+from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
 from engine.engine import StepStats
 from engine.request import FinishReason, RequestId, RequestOutput
@@ -149,11 +150,11 @@ class EngineProcess:
 
     def _submit(self, submit: Submit) -> None:
         now = time.monotonic()
-        num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last one is computed here
+        num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
         lease = None if submit.handle is None else self._loads.accept(submit.handle, num_tokens)
         try:
             request = self._engine.add_request(
-                submit.prompt_token_ids,
+                unpack_ids(submit.prompt_token_ids),
                 submit.params,
                 request_id=submit.request_id,
                 output_token_ids=submit.output_token_ids,

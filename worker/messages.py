@@ -41,7 +41,7 @@ class Start(Message):
 
 class Submit(Message):
     request_id: RequestId
-    prompt_token_ids: list[TokenId]
+    prompt_token_ids: bytes  # see `common.token_ids`
     output_token_ids: list[TokenId]  # generated before; a migration replays them
     params: SamplingParams
     priority: int

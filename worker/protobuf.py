@@ -36,7 +36,7 @@ def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> S
     """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
         request_id=request_id,
-        prompt_token_ids=list(submit.prompt_token_ids),
+        prompt_token_ids=submit.prompt_token_ids,
         output_token_ids=list(submit.output_token_ids),
         params=sampling_params(submit.sampling),
         priority=submit.priority,

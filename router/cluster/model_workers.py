@@ -73,13 +73,13 @@ class ModelWorkers:
             vocab_size=min(tokenizer_vocab_size, min(info.vocab_size for info in infos)),
         )
 
-    def cached_tokens(self, token_ids: list[int], adapter: str, salt: str) -> dict[WorkerId, int]:
+    def cached_tokens(self, packed_ids: bytes, adapter: str, salt: str) -> dict[WorkerId, int]:
         """Leading tokens of a prompt that each worker has in its cache, by the index."""
         infos = self.infos()
         if not infos or not self.index.num_keys:
             return {}
         info = infos[0]  # all agree on block size and fingerprint
-        keys = block_keys(token_ids, info.block_size, root_key(info.model_fingerprint, adapter, salt))
+        keys = block_keys(root_key(info.model_fingerprint, adapter, salt), packed_ids, info.block_size)
         return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
 
     # -- who joins and leaves ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
 from common.step_times import num_pairs
+from common.token_ids import num_ids
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.cluster.backlog import Backlog
@@ -119,7 +120,7 @@ class WorkerLink:
         """Open a leg here. Raises WorkerLostError when the stream is not open."""
         if self._connection is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        num_prompt_tokens = len(message.prompt_token_ids)
+        num_prompt_tokens = num_ids(message.prompt_token_ids)
         decodes = self.role == "decode" or message.keep
         now = time.monotonic()
         late_until = now + message.due_seconds if message.is_late else 0.0

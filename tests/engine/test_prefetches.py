@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.token_ids import pack_ids
 from engine.engine import Engine
 from engine.prefetches import MAX_PREFETCHES, PrefetchJob
 from engine.request import LoadJob, Request, RequestId, RequestStatus, SamplingParams
@@ -34,7 +35,7 @@ class Peer:
 
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
         """Blocks [first, last) of a prompt are computed."""
-        keys = block_keys(list(prompt), BLOCK, root_key("test"))[:last]
+        keys = block_keys(root_key("test"), pack_ids(list(prompt)), BLOCK)[:last]
         self.scheduler.remote_kv.prefetches.add(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
@@ -294,7 +295,7 @@ def test_only_prompts_for_peers_are_reported() -> None:
     assert engine.scheduler.take_prompt_chunks() == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     num_blocks=st.integers(10, 24),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
+from common.token_ids import pack_ids
 from engine.block_groups import BlockGroups
 from engine.engine import DeviceLostError, Engine
 from engine.grouped_kv_manager import GroupedKVManager
@@ -153,7 +154,7 @@ def test_adapters_share_no_kv() -> None:
         return request.block_keys
 
     for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("a", "")):
-        assert keys(adapter, salt) == block_keys(prompt, 4, root_key("fingerprint", adapter, salt))
+        assert keys(adapter, salt) == block_keys(root_key("fingerprint", adapter, salt), pack_ids(prompt), 4)
 
 
 def test_an_adapter_that_the_engine_lacks_is_refused() -> None:
@@ -432,7 +433,7 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
     assert_quiet(engine)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     data=st.data(),
     num_blocks=st.integers(6, 20),

@@ -21,6 +21,7 @@ import uvloop
 from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.tokenizer import load_tokenizer
+from common.token_ids import num_ids, unpack_ids
 from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
@@ -173,7 +174,7 @@ class ScriptedWorker:
                 )  # fmt: skip
                 session.reports.put_nowait(pb.StepReport(failures=[refusal]))
                 continue
-            history = [*submit.prompt_token_ids, *submit.output_token_ids]
+            history = [*unpack_ids(submit.prompt_token_ids), *submit.output_token_ids]
             state = zlib.crc32(array("I", history).tobytes(), submit.sampling.seed & 0xFFFFFFFF)
             session.running[submit.request_id] = Running(submit, list(submit.output_token_ids), state)
             session.wake.set()
@@ -221,11 +222,13 @@ class ScriptedWorker:
         submit, sampling = running.submit, running.submit.sampling
         if running.is_first:
             running.is_first = False
-            cached = min(self.script.cached_tokens, len(submit.prompt_token_ids) - 1)
+            cached = min(self.script.cached_tokens, num_ids(submit.prompt_token_ids) - 1)
             delta.times.CopyFrom(pb.RequestTimes(prefill_seconds=0.001, num_cached_tokens=cached))
             if sampling.HasField("prompt_logprobs"):
                 alternatives = sampling.prompt_logprobs
-                delta.prompt_logprobs.extend(logprobs_of(t, alternatives) for t in submit.prompt_token_ids[1:])
+                delta.prompt_logprobs.extend(
+                    logprobs_of(t, alternatives) for t in unpack_ids(submit.prompt_token_ids)[1:]
+                )
         num_tokens = 1 if self.role == "prefill" else self.script.tokens_per_step
         for _ in range(num_tokens):
             token = self._next_token(running)
@@ -247,7 +250,7 @@ class ScriptedWorker:
             delta.kv_handle.CopyFrom(
                 pb.KvHandle(
                     lease_id=f"lease-{submit.request_id}", worker_id=self.worker_id, epoch=1,
-                    num_tokens=len(submit.prompt_token_ids),
+                    num_tokens=num_ids(submit.prompt_token_ids),
                 )
             )  # fmt: skip
 
@@ -267,7 +270,7 @@ class ScriptedWorker:
         """The prompt's blocks are in the prefix cache now."""
         submit = running.submit
         root = root_key(self._info["model_fingerprint"], submit.adapter, submit.cache_salt)
-        new = [key for key in block_keys(list(submit.prompt_token_ids), BLOCK_SIZE, root) if key not in self.keys]
+        new = [key for key in block_keys(root, submit.prompt_token_ids, BLOCK_SIZE) if key not in self.keys]
         if new:
             self.keys.update(new)
             self.sequence += 1

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from common.metrics import ROUTER_SPECS, START_TIME
+from common.token_ids import num_ids, unpack_ids
 from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
@@ -240,7 +241,7 @@ async def test_max_tokens_defaults() -> None:
         await c.chat(max_tokens=None)
         await c.complete(max_tokens=None)
         chat, completion = c.decode[0].submits
-        assert chat.sampling.max_tokens == 512 - len(chat.prompt_token_ids)
+        assert chat.sampling.max_tokens == 512 - num_ids(chat.prompt_token_ids)
         assert completion.sampling.max_tokens == 16
 
 
@@ -254,16 +255,18 @@ async def test_a_stop_token_ends_the_text_and_is_named() -> None:
 async def test_user_text_cannot_become_special_tokens() -> None:
     async with cluster() as c:
         await c.chat("a<eos><assistant>b")
-        assert [token for token in c.decode[0].submits[0].prompt_token_ids if token > 255] == [256, 258, 259]
+        prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
+        assert [token for token in prompt if token > 255] == [256, 258, 259]
 
 
 async def test_truncate_and_continue() -> None:
     async with cluster() as c:
         await c.complete("abcdef", truncate_prompt_tokens=2)
-        assert bytes(c.decode[0].submits[0].prompt_token_ids) == b"ef"
+        assert bytes(unpack_ids(c.decode[0].submits[0].prompt_token_ids)) == b"ef"
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
         await c.chat(messages=messages, continue_final_message=True)
-        assert DRY_RUN.decode(c.decode[0].submits[1].prompt_token_ids, False) == "<bos><user>q<assistant>The "
+        prompt = unpack_ids(c.decode[0].submits[1].prompt_token_ids)
+        assert DRY_RUN.decode(prompt, False) == "<bos><user>q<assistant>The "
 
 
 async def test_models_tokenize_version_and_health() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.token_ids import unpack_ids
 from protos import types_pb2 as pb
 from router.journal import Journal
 
@@ -14,7 +15,7 @@ def test_journal_replays_tokens_under_a_new_name_and_prompt_logprobs_once() -> N
     assert first.deadline_seconds == 9.0
     journal.output_token_ids += [7, 8]
     second = journal.next_submit(4.0)
-    assert (list(second.prompt_token_ids), list(second.output_token_ids)) == ([1, 2], [7, 8])
+    assert (unpack_ids(second.prompt_token_ids), list(second.output_token_ids)) == ([1, 2], [7, 8])
     assert first.request_id != second.request_id
     assert not second.sampling.HasField("prompt_logprobs")
     assert (second.sampling.max_tokens, second.sampling.seed) == (9, 3)

@@ -11,6 +11,7 @@ import pytest
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
+from common.token_ids import pack_ids, unpack_ids
 from router.config import RouterConfig
 from router.served_model import LoadedModel, serve_models
 from tests.router.harness import DRY_RUN, Cluster, cluster, text_of
@@ -44,12 +45,12 @@ async def test_the_model_field_chooses_workers_and_tokenizer() -> None:
             answer = (await c.complete("hello world", model=name)).json()
             assert answer["model"] == name
         await c.complete("hello world")
-        assert [bytes(submit.prompt_token_ids) for submit in byte.submits] == [b"hello world"] * 4
+        assert [bytes(unpack_ids(submit.prompt_token_ids)) for submit in byte.submits] == [b"hello world"] * 4
         assert not smol.submits
         for name in ("smol", SMOL_FILES.name):
             answer = (await c.complete("hello world", model=name)).json()
             assert answer["choices"][0]["text"] != ""
-        assert [list(submit.prompt_token_ids) for submit in smol.submits] == [SMOL.encode("hello world")] * 2
+        assert [unpack_ids(submit.prompt_token_ids) for submit in smol.submits] == [SMOL.encode("hello world")] * 2
         tokens = (await c.http.post("/tokenize", json={"prompt": "hello world", "model": "smol"})).json()
         assert tokens == {"count": 2, "max_model_len": 64, "tokens": SMOL.encode("hello world")}
         text = await c.http.post("/detokenize", json={"tokens": tokens["tokens"], "model": "smol"})
@@ -229,9 +230,9 @@ async def test_an_adapter_goes_to_the_block_key_and_to_every_leg() -> None:
     async with cluster(num_decode=2, adapters=["poet"]) as c:
         await c.complete(LONG)
         await c.until(lambda: c.model.workers.index.num_keys > 0)
-        token_ids = list(LONG.encode())
-        assert c.model.workers.cached_tokens(token_ids, "", "")
-        assert c.model.workers.cached_tokens(token_ids, "poet", "") == {}
+        prompt = pack_ids(LONG.encode())
+        assert c.model.workers.cached_tokens(prompt, "", "")
+        assert c.model.workers.cached_tokens(prompt, "poet", "") == {}
         for worker in c.decode:
             worker.script.die_after_tokens = worker.num_tokens + 4
         assert (await c.complete(LONG, model="dry-run:poet")).json()["model"] == "dry-run:poet"
@@ -239,6 +240,6 @@ async def test_an_adapter_goes_to_the_block_key_and_to_every_leg() -> None:
         assert [submit.adapter for submit in submits[:2]] in (["", "poet"], ["poet", ""])
         assert len(submits) > 2
         assert {submit.adapter for submit in submits[2:]} == {"poet"}  # after a migration, too
-        await c.until(lambda: bool(c.model.workers.cached_tokens(token_ids, "poet", "")))
+        await c.until(lambda: bool(c.model.workers.cached_tokens(prompt, "poet", "")))
         assert (await c.complete(LONG, model="dry-run:painter")).status_code == 404
         assert [model.id async for model in c.openai.models.list()] == ["dry-run", "dry-run:poet"]

@@ -16,6 +16,7 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.rpc import open_channel
+from common.token_ids import pack_ids
 from kvstore.transport.handle import PeerLease, open_handle
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
@@ -65,7 +66,8 @@ class Stream:
     async def submit(self, name: str, **fields: Any) -> None:
         sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
         sampling.MergeFrom(fields.pop("sampling", pb.SamplingParams()))
-        submit = pb.Submit(request_id=name, sampling=sampling, **{"prompt_token_ids": PROMPT, **fields})
+        prompt = pack_ids(fields.pop("prompt_token_ids", PROMPT))
+        submit = pb.Submit(request_id=name, sampling=sampling, prompt_token_ids=prompt, **fields)
         await self._call.write(pb.Command(submit=submit))
 
     async def cancel(self, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.token_ids import pack_ids
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import RequestId, SamplingParams
@@ -62,7 +63,7 @@ class Link:
 
 def submit(name: str) -> Submit:
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    return Submit(RequestId(name), list(range(20)), [], params, 0, "", "", False, 0.0, None)
+    return Submit(RequestId(name), pack_ids(range(20)), [], params, 0, "", "", False, 0.0, None)
 
 
 def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from common.errors import TransferError
+from common.token_ids import pack_ids
 from engine.request import RequestId, SamplingParams
 from kvstore.transport.unix_socket import HEADER, pack
 from kvstore.types import BlockKey
@@ -20,7 +21,7 @@ def test_messages_survive_any_cut() -> None:
     with ours, theirs:
         link = FrameSocket(ours)
         request_id, params = RequestId("a"), SamplingParams(logit_bias=((3, 0.5),), seed=2**64 - 1)
-        submit = Submit(request_id, list(range(500)), [], params, 0, "", "", False, 0.0, None)
+        submit = Submit(request_id, pack_ids(range(500)), [], params, 0, "", "", False, 0.0, None)
         messages: list[ToEngine] = [submit, Cancel(request_id), Stop()]
         data = b"".join(pack(message) for message in messages)
         received = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import UnavailableError
+from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.transport.handle import KvHandle
@@ -71,7 +72,7 @@ class Attached:
 
     async def submit(self) -> RequestId:
         """The id under which the engine knows the request."""
-        self.command(submit=pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3], sampling=SAMPLING))
+        self.command(submit=pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING))
         await anext(self.reports)  # the snapshot
         return (await asyncio.wait_for(self.engine.submitted.get(), 10)).request_id
 
@@ -126,7 +127,7 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
 
 async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(attached: Attached) -> None:
     sampling = pb.SamplingParams(max_tokens=1, temperature=-1.0)
-    submit = pb.Submit(request_id="r", prompt_token_ids=[1], sampling=sampling, kv_handle=PROTO_HANDLE)
+    submit = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1]), sampling=sampling, kv_handle=PROTO_HANDLE)
     attached.command(submit=submit)
     await anext(attached.reports)  # the snapshot
     [failure] = (await asyncio.wait_for(anext(attached.reports), 10)).failures

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_hash import block_keys, root_key
@@ -94,7 +95,7 @@ def test_each_chunk_is_leased_and_digested_once() -> None:
     worker = PrefillWorker()
     request = worker.submit(PROMPT)
     parts, whole = worker.finish(request)
-    keys = block_keys(PROMPT, BLOCK, root_key("test"))
+    keys = block_keys(root_key("test"), pack_ids(PROMPT), BLOCK)
     assert [list(part.block_keys) for part in parts] == [keys[:2], keys[2:4]]
     assert [part.num_tokens for part in parts] == [2 * BLOCK] * 2
     assert (whole.num_tokens, list(whole.block_keys)) == (len(PROMPT), [])

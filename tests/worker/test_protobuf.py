@@ -15,6 +15,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
+from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transport.unix_socket import pack
 from protos import types_pb2 as pb
@@ -68,7 +69,9 @@ def test_every_sampling_field_reaches_the_engine_process() -> None:
     params = SamplingParams(**SAMPLING)
     unchanged = [name for name, value in SAMPLING.items() if value == getattr(SamplingParams(), name)]
     assert not unchanged, f"{unchanged} would pass if they were lost: choose other values than the defaults"
-    submit = submit_of(pb.Submit(prompt_token_ids=[1], sampling=MESSAGE), RequestId("r"), prefill_only=False)
+    submit = submit_of(
+        pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE), RequestId("r"), prefill_only=False
+    )
     arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit).params
     lost = {name for name in SAMPLING if getattr(arrived, name) != getattr(params, name)}
     assert not lost, f"lost between router and engine process: {lost}; see sampling_params in worker/protobuf.py"

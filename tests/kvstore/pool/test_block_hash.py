@@ -2,12 +2,14 @@
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.pool.block_hash import block_key, block_keys, extend_keys, root_key
+from common.token_ids import pack_ids
+from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.types import BlockKey
 
 ROOT = root_key("model")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -15,7 +17,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 def test_formula() -> None:
     expected = hashlib.sha256(ROOT + struct.pack("<3I", 1, 70000, 2**32 - 1)).digest()
-    assert block_key(ROOT, [1, 70000, 2**32 - 1]) == expected
+    assert block_keys(ROOT, pack_ids([1, 70000, 2**32 - 1]), 3) == [expected]
 
 
 def test_root_separates_its_fields() -> None:
@@ -34,32 +36,25 @@ def test_root_separates_its_fields() -> None:
     assert root_key("x") == root_key("x", "", "")
 
 
+def keys_of(token_ids: Sequence[int], block_size: int, parent: BlockKey = ROOT) -> list[BlockKey]:
+    return block_keys(parent, pack_ids(token_ids), block_size)
+
+
 def test_only_full_blocks_have_keys() -> None:
-    assert block_keys(range(7), 8, ROOT) == []
-    assert len(block_keys(range(8), 8, ROOT)) == 1
-    assert len(block_keys(range(23), 8, ROOT)) == 2
+    assert keys_of(range(7), 8) == []
+    assert len(keys_of(range(8), 8)) == 1
+    assert len(keys_of(range(23), 8)) == 2
 
 
 def test_a_key_depends_on_all_tokens_before() -> None:
-    a = block_keys([1, 2, 3, 4, 5, 6], 2, ROOT)
-    b = block_keys([1, 9, 3, 4, 5, 6], 2, ROOT)
+    a = keys_of([1, 2, 3, 4, 5, 6], 2)
+    b = keys_of([1, 9, 3, 4, 5, 6], 2)
     assert not set(a) & set(b)
-    assert block_keys([1, 2, 3, 9], 2, ROOT)[0] == a[0]
+    assert keys_of([1, 2, 3, 9], 2)[0] == a[0]
 
 
-@given(tokens, st.integers(1, 9), st.integers(0, 40))
-def test_extending_equals_computing_at_once(token_ids: list[int], block_size: int, cut: int) -> None:
-    whole = block_keys(token_ids, block_size, ROOT)
-    keys = extend_keys([], token_ids[:cut], block_size, ROOT)
-    assert extend_keys(keys, token_ids, block_size, ROOT) is keys
-    assert keys == whole
-    parent = ROOT
-    for i, key in enumerate(whole):
-        parent = block_key(parent, token_ids[i * block_size : (i + 1) * block_size])
-        assert key == parent
-
-
-def test_a_token_id_that_does_not_fit_is_refused() -> None:
-    for bad in (-1, 2**32):
-        with pytest.raises(OverflowError):
-            block_key(ROOT, [bad])
+@given(tokens, st.integers(1, 9), st.integers(0, 5))
+def test_going_on_from_a_block(token_ids: list[int], block_size: int, num_first: int) -> None:
+    first = keys_of(token_ids[: num_first * block_size], block_size)
+    rest = keys_of(token_ids[num_first * block_size :], block_size, first[-1] if first else ROOT)
+    assert first + rest == keys_of(token_ids, block_size)

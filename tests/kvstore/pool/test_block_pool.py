@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import OverloadedError
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool, PoolExhausted
 from kvstore.types import BlockId, BlockKey
 
-KEYS = block_keys(range(12), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(12)), 1)
 
 
 def test_a_block_is_found_shared_and_cached() -> None:
@@ -203,5 +204,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase

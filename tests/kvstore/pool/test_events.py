@@ -1,10 +1,11 @@
 """The event log's numbers, its snapshot, and its messages."""
 
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.events import CacheEvent, EventLog, to_proto
 from protos import types_pb2
 
-KEYS = block_keys(range(6), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(6)), 1)
 
 
 def test_numbers_are_consecutive_and_a_snapshot_takes_none() -> None:

@@ -6,12 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.events import EventLog
 from kvstore.pool.index import IndexState, PrefixIndex
 from kvstore.types import BlockKey, WorkerId
 
-KEYS = block_keys(range(10), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(10)), 1)
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
@@ -80,7 +81,7 @@ def test_removing_a_worker_forgets_it_and_reuses_its_bit() -> None:
 
 
 def test_a_thousand_keys_on_eight_workers_match_fast() -> None:
-    keys = block_keys(range(1000), 1, root_key("model"))
+    keys = block_keys(root_key("model"), pack_ids(range(1000)), 1)
     index = PrefixIndex()
     for i in range(8):
         index.snapshot(WorkerId(str(i)), 0, keys[: 1000 - 50 * i])
@@ -149,5 +150,5 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(masks.values())
 
 
-IndexMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestIndex = IndexMachine.TestCase

@@ -16,6 +16,7 @@ import pytest
 
 from cli.ports import free_ports
 from common.errors import ConfigError, OverloadedError, UnavailableError
+from common.token_ids import pack_ids
 from kvstore.config import AgentConfig
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.agent_client import AgentHostTier
@@ -24,15 +25,16 @@ from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
 from kvstore.transport.unix_socket import connect_unix, pack, recv_frame, send_frame
 
-KEYS = block_keys(range(8), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 BLOCK_BYTES = 4096
 NUM_SLOTS = 6
 
 CLIENT_PROCESS = """
 import sys
+from common.token_ids import pack_ids
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.pool.block_hash import block_keys, root_key
-keys = block_keys(range(8), 1, root_key("model"))
+keys = block_keys(root_key("model"), pack_ids(range(8)), 1)
 tier = AgentHostTier(sys.argv[1], "model", 4096)
 committed, open_slots = tier.reserve(keys[:2]), tier.reserve([keys[2], None])
 for slot in committed:

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ConfigError
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.host_tier import HostTier, HostTierAllocator, LocalHostTier
 from kvstore.types import BlockKey, HostSlot
 
-KEYS = block_keys(range(8), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 
 
 def test_a_written_block_is_found_and_pinned() -> None:
@@ -122,5 +123,5 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.check_integrity()
 
 
-TierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestTier = TierMachine.TestCase

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.tier.protocol import TierSession, parse_hello
 from kvstore.types import HostSlot
 
-KEYS = block_keys(range(6), 1, root_key("model"))
+KEYS = block_keys(root_key("model"), pack_ids(range(6)), 1)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3) | st.sampled_from(KEYS),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
@@ -28,7 +29,7 @@ requests = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 1), requests), max_size=30))
 def test_whatever_they_ask_no_slot_is_lost(conversation: list[tuple[int, Any]]) -> None:
     tier = HostTierAllocator(5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.index import IndexState
 from kvstore.types import WorkerId
@@ -21,7 +22,7 @@ HIDDEN = list(range(48))  # a prompt whose blocks the worker stores without tell
 
 def lose_events(worker: ScriptedWorker) -> None:
     """The worker stores the blocks of HIDDEN, and the events that say so do not arrive."""
-    worker.keys.update(block_keys(HIDDEN, BLOCK_SIZE, root_key("f" * 64, "", "")))
+    worker.keys.update(block_keys(root_key("f" * 64), pack_ids(HIDDEN), BLOCK_SIZE))
     worker.sequence += 3
 
 
@@ -38,12 +39,12 @@ async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -
         stream = asyncio.create_task(c.events(max_tokens=150))
         await c.until(lambda: worker.num_tokens > 5)
         lose_events(worker)
-        assert c.model.workers.cached_tokens(HIDDEN, "", "") == {}
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {}
         await c.chat("a prompt that is stored", max_tokens=1)  # the event after the gap
         await c.until(lambda: knows_all(c))
         assert not stream.done()
         assert worker.num_streams == 2
-        assert c.model.workers.cached_tokens(HIDDEN, "", "") == {D0: len(HIDDEN)}
+        assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {D0: len(HIDDEN)}
         await c.until(lambda: len(worker.sessions) == 1)  # the second stream was for the snapshot only
         assert text_of(await stream) == control
         assert len(worker.submits) == 2
