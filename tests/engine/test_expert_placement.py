@@ -20,7 +20,7 @@ from engine.layers.expert_slots import ExpertSlots
 
 
 @given(data=st.data(), num_ranks=st.integers(1, 8), per_rank=st.integers(1, 8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_placement_is_whole(data: st.DataObject, num_ranks: int, per_rank: int) -> None:
     num_experts = data.draw(st.integers(per_rank, per_rank * num_ranks))
     loads = data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts))

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.load.results import Objectives, RequestRecord, distribution_ms, percentile, summarize
@@ -20,7 +20,6 @@ def test_percentile_interpolates_between_the_closest_ranks():
     assert percentile(list(range(101)), 0.9) == pytest.approx(90.0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
 def test_percentile_equals_numpy(values, quantile):
     assert percentile(values, quantile) == pytest.approx(float(np.percentile(values, quantile * 100)), abs=1e-6)

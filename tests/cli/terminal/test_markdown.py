@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.terminal.markdown import MAX_SPAN, Markdown
@@ -56,14 +56,12 @@ def cut(text, places):
     return [text[begin:end] for begin, end in pairwise(edges)]
 
 
-@settings(deadline=None)
 @given(MARKED, st.lists(st.integers(0, 1000), max_size=12), st.integers(4, 30))
 def test_the_output_does_not_depend_on_the_pieces(text, places, columns):
     assert show(text, columns, cut(text, places)) == show(text, columns)
     assert show(text, columns, list(text)) == show(text, columns)
 
 
-@settings(deadline=None)
 @given(st.lists(WORDS, max_size=20), st.lists(st.sampled_from([" ", "  ", "\n", "\n\n"]), min_size=20, max_size=20))
 def test_plain_text_is_wrapped_and_nothing_else(words, gaps):
     text = "".join(word + gap for word, gap in zip(words, gaps, strict=False))
@@ -80,7 +78,6 @@ def test_plain_text_is_wrapped_and_nothing_else(words, gaps):
             assert word in in_rows
 
 
-@settings(deadline=None)
 @given(MARKED)
 def test_marked_text_loses_marks_alone(text):
     def without_marks(shown):

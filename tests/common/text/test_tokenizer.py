@@ -71,7 +71,7 @@ def test_token_ids_equal_transformers(oracle: Any, text: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     text=st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cs"]), max_size=60)
     | st.text(alphabet=" \t\n0123456789ab'é你😀<|>", max_size=60)

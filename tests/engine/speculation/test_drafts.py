@@ -211,7 +211,7 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
     assert_quiet(engine)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.data(),
     num_blocks=st.integers(6, 20),

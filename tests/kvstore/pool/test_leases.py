@@ -122,5 +122,5 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) == 0
 
 
-LeaseMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+LeaseMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestLeases = LeaseMachine.TestCase
