@@ -26,6 +26,7 @@ from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, r
 from kvstore.types import Epoch, WorkerId
 from worker.device_pool import DevicePool
 from worker.kv_exporter import HostRows
+from worker.mapped_rows import MappedRowsTransport
 from worker.nccl_pool import NcclPool, open_nccl
 from worker.pinned_staging import StagedTransport
 
@@ -144,5 +145,6 @@ def device_client(
     if nccl is not None and "nccl" in transports:
         made.append(NcclTransport(nccl, token))
     through_host = host_transports(rows.blocks, leases, transports, nixl)
-    made += [StagedTransport(each, rows, device_pool) for each in through_host]
+    for staged in (StagedTransport(each, rows, device_pool) for each in through_host):
+        made.append(MappedRowsTransport(staged, leases, device_pool) if staged.name == "shm" else staged)
     return KvClient(geometry, made, leases)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +45,64 @@ def rows_of_lease(
     return rows_at(staged, [position - first for position in positions], num_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """Host memory of a peer as it is mapped here: its pool, or rows in front of one in GPU memory."""
+
+    info: PoolInfo
+    blocks: Blocks  # read-only
+    prepared: Any  # what `prepare` made of it
+
+
+class PeerMappings:
+    """Memory of peers by (worker, rank, epoch), least recently used first out. Safe to use from several threads."""
+
+    def __init__(self, prepare: Callable[[PeerShard, Blocks], Any] = lambda *_: None) -> None:
+        """prepare: called once for each mapping; its result is kept as long."""
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def clear(self) -> None:
+        """Forget all of them; each ends when its last reader is done."""
+        with self._lock:
+            self._found.clear()
+
+    def of(self, shard: PeerShard) -> PeerMemory:
+        """The memory that holds the shard, or its copies. Raises TransferError when the peer does not hand it out."""
+        key = (shard.pool_name, shard.epoch)
+        with self._lock:
+            known = self._found.get(key)
+            if known is not None:
+                self._found.move_to_end(key)
+        if known is None:
+            known = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
+            with self._lock:
+                for old in [k for k in self._found if k[0] == key[0]]:
+                    del self._found[old]  # an earlier life of the same pool
+                self._found[key] = known
+                if len(self._found) > MAX_MAPPINGS:
+                    self._found.popitem(last=False)
+        shard.check_offer(known.info)
+        return known
+
+    def _map(self, shard: PeerShard) -> PeerMemory:
+        info, fd = fetch_pool(shard.address.shm_socket, FETCH_SECONDS)
+        try:
+            shard.check_offer(info)
+            geometry = info.geometry
+            mapping = map_fd(fd, geometry.pool_bytes, writable=False)
+            blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
+            return PeerMemory(info, blocks, self._prepare(shard, blocks))
+        finally:
+            os.close(fd)
+
+
 class ShmTransport:
-    """Mappings of peers' pools by (worker, rank, epoch), least recently used first out."""
+    """Copies blocks from peers' memory."""
 
     name = "shm"
 
@@ -52,18 +110,17 @@ class ShmTransport:
         """`pool` is what is pulled into; `leases` stays the caller's to close."""
         self._pool = pool
         self._leases = leases
-        self._lock = threading.Lock()
-        self._pools: OrderedDict[tuple[PoolName, Epoch], tuple[PoolInfo, Blocks]] = OrderedDict()
+        self._mappings = PeerMappings()
 
     @property
     def num_mappings(self) -> int:
-        return len(self._pools)
+        return len(self._mappings)
 
     def offered_by(self, shard: PeerShard) -> bool:
         return bool(shard.address.shm_socket)
 
     def open(self, shard: PeerShard) -> None:
-        self._mapping(shard)
+        self._mappings.of(shard)
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         return pull_parts(self._read, pull, self._pool)
@@ -71,39 +128,10 @@ class ShmTransport:
     def _read(
         self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
     ) -> None:
-        info, pool = self._mapping(shard)
-        shard.check_offer(info)
-        remote_ids = rows_of_lease(shard, positions, len(pool), self._leases, deadline_seconds)
+        theirs = self._mappings.of(shard).blocks
+        remote_ids = rows_of_lease(shard, positions, len(theirs), self._leases, deadline_seconds)
         for remote, local, count in merged_runs(list(zip(remote_ids, rows, strict=True))):
-            np.copyto(blocks[local : local + count], pool[remote : remote + count])
+            np.copyto(blocks[local : local + count], theirs[remote : remote + count])
 
     def close(self) -> None:
-        """Forget all mappings; each ends when its last reader is done."""
-        with self._lock:
-            self._pools.clear()
-
-    def _mapping(self, shard: PeerShard) -> tuple[PoolInfo, Blocks]:
-        key = (shard.pool_name, shard.epoch)
-        with self._lock:
-            known = self._pools.get(key)
-            if known is not None:
-                self._pools.move_to_end(key)
-                return known
-        pool = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
-        with self._lock:
-            for old in [k for k in self._pools if k[0] == key[0]]:
-                del self._pools[old]  # an earlier life of the same pool
-            self._pools[key] = pool
-            if len(self._pools) > MAX_MAPPINGS:
-                self._pools.popitem(last=False)
-        return pool
-
-    def _map(self, shard: PeerShard) -> tuple[PoolInfo, Blocks]:
-        info, fd = fetch_pool(shard.address.shm_socket, FETCH_SECONDS)
-        try:
-            shard.check_offer(info)
-            geometry = info.geometry
-            mapping = map_fd(fd, geometry.pool_bytes, writable=False)
-            return info, blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
-        finally:
-            os.close(fd)
+        self._mappings.clear()
