@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -47,6 +48,7 @@ from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transport.shared_memory import create_memfd
 
 if TYPE_CHECKING:
+    from engine.expert_loads import ExpertLoadRecorder
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
     from engine.parallel.runner import ParallelRunner
@@ -108,6 +110,7 @@ class EngineParts:
     quantization: str
     max_num_seqs: int
     cuda_graphs: bool
+    expert_loads: ExpertLoadRecorder | None = None
 
 
 def assemble(
@@ -129,6 +132,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
+    from engine.expert_loads import CountedRunner, ExpertLoadRecorder
     from engine.loader.load import load_model, read_config, resolve_device
     from engine.loader.supported import check_attention
 
@@ -148,6 +152,7 @@ def _assemble(
     followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
+    loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file)) if config.expert_load_file else None
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import num_blocks_that_fit
@@ -188,11 +193,13 @@ def _assemble(
     )
     engine = Engine(
         scheduler,
-        runner,
+        runner if loads is None else CountedRunner(runner, loads),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
     )
     runner.warmup(on_progress)
+    if loads is not None:
+        loads.restart()
     logger.info(
         "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
         files.name,
@@ -216,6 +223,7 @@ def _assemble(
         loaded.quant_mode,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
+        expert_loads=loads,
     )
 
 

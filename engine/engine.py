@@ -32,7 +32,10 @@ class DeviceLostError(Exception):
 class Runner(Protocol):
     """Executes plans, each of which continues those before it."""
 
-    max_steps_in_flight: int  # 1: a step's result is taken before the next step is planned
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: a step's result is taken before the next step is planned."""
+        ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step behind those launched before.

@@ -1,4 +1,4 @@
-"""Counts of the tokens that chose each expert, in a file that `--expert-placement` reads.
+"""Counts of the tokens that chose each expert: how even ranks are, and a file that `--expert-placement` reads.
 
     {"num_experts": 8, "layers": [[12, 0, 3, ...], [], ...]}
 
@@ -11,32 +11,40 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
+from collections import deque
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
-from engine.expert_placement import Slots, balanced_placement
+from engine.engine import Runner
+from engine.expert_placement import Slots, balanced_placement, plain_placement, rank_loads
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
 from engine.models.model import Model
+from engine.plan import PendingStep, StepPlan
 
-WRITE_SECONDS = 10.0
+READ_SECONDS = 10.0
+NUM_READS = 6  # of the window: a minute in which tokens were routed
 
 
 class ExpertLoadRecorder:
-    """Counts what blocks of experts route, and writes it now and then."""
+    """Lets blocks of experts count what they route, and reads it now and then."""
 
     def __init__(self, model: Model, path: Path) -> None:
         """Raise ConfigError for a model without experts, or a file that cannot be written."""
-        moe = model.config.moe
-        if moe is None:
+        if model.config.moe is None:
             raise ConfigError("--expert-load-file: the model has no experts")
-        self._num_experts, self._path = moe.num_experts, path
-        counts = iter([_start_counting(block) for block in model.blocks if isinstance(block, Moe)])
-        layers = range(model.config.num_layers)
-        self._layers = [next(counts) if model.config.has_experts(layer) else None for layer in layers]
-        self._due = time.monotonic() + WRITE_SECONDS
+        self._has_experts = [model.config.has_experts(layer) for layer in range(model.config.num_layers)]
+        self._blocks = [block for block in model.blocks if isinstance(block, Moe)]
+        shape = len(self._blocks), model.config.moe.num_experts
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=self._blocks[0].router.device)
+        for block, counts in zip(self._blocks, self._counts, strict=True):
+            block.loads = counts
+        self._path = path
+        self.restart()
         try:
             self.write()
         except OSError as error:
@@ -44,25 +52,82 @@ class ExpertLoadRecorder:
 
     def restart(self) -> None:
         """Forget what was counted."""
-        for counts in self._layers:
-            if counts is not None:
-                counts.zero_()
+        self._counts.zero_()
+        self._total = torch.zeros(self._counts.shape, dtype=torch.int64)
+        self._window: deque[Tensor] = deque(maxlen=NUM_READS)
+        self._due = time.monotonic() + READ_SECONDS
+        self.rank_tokens = [0.0] * self.num_ranks
+        """Choices of experts by tokens up to the last read, by the rank that has the expert."""
+        self.balancedness = 0.0
+        """Tokens of the mean rank over those of the one with the most, layers added up, in the window: 1 is best."""
 
-    def after_step(self) -> None:
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that experts are divided among."""
+        return self._blocks[0].rule.expert_ranks
+
+    def poll(self) -> None:
+        """Read the counts if that is due."""
         if time.monotonic() >= self._due:
+            self.read()
             self.write()
-            self._due = time.monotonic() + WRITE_SECONDS
+            self._due = time.monotonic() + READ_SECONDS
+
+    def read(self) -> None:
+        """Take up what was counted since the last time."""
+        total = self._counts.clone()
+        new, self._total = total - self._total, total
+        if not new.any():
+            return
+        self._window.append(new)
+        for of_layer in self._rank_loads(new):
+            self.rank_tokens = [sum(pair) for pair in zip(self.rank_tokens, of_layer, strict=True)]
+        of_layers = self._rank_loads(torch.stack(list(self._window)).sum(dim=0))
+        self.balancedness = sum(map(sum, of_layers)) / self.num_ranks / sum(map(max, of_layers))
 
     def write(self) -> None:
-        layers = [[] if counts is None else counts.tolist() for counts in self._layers]
+        """Write the file, with what was counted up to now."""
+        counts = iter(self._counts.tolist())
+        layers = [next(counts) if has_experts else [] for has_experts in self._has_experts]
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({"num_experts": self._num_experts, "layers": layers}))
+        unfinished.write_text(json.dumps({"num_experts": self._counts.shape[1], "layers": layers}))
         unfinished.replace(self._path)
 
+    def _rank_loads(self, counts: Tensor) -> list[list[float]]:
+        """Tokens of each rank, by layer."""
+        pairs = zip(self._blocks, counts.tolist(), strict=True)
+        return [
+            rank_loads(block.rule.slots or plain_placement(len(loads)), loads, self.num_ranks)
+            for block, loads in pairs
+        ]
 
-def _start_counting(block: Moe) -> torch.Tensor:
-    block.loads = torch.zeros(block.rule.num_experts, dtype=torch.int64, device=block.router.device)
-    return block.loads
+
+class CountedRunner:
+    """A `Runner` whose experts are counted, in the steps of another one."""
+
+    def __init__(self, runner: Runner, loads: ExpertLoadRecorder) -> None:
+        self._runner, self._loads = runner, loads
+        weakref.finalize(self, loads.write)
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """See Runner."""
+        return self._runner.max_steps_in_flight
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See Runner."""
+        pending = self._runner.launch(plan)
+        self._loads.poll()
+        return pending
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        """See Runner."""
+        return self._runner.needs_known_tokens(plan)
+
+    def check(self) -> None:
+        """See Runner. Without work this is what reads the last steps' counts."""
+        self._runner.check()
+        self._loads.poll()
 
 
 def placements_of(path: Path, config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:

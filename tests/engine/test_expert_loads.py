@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import ConfigError
 from engine import LLM
-from engine.expert_loads import placements_of
+from engine.expert_loads import NUM_READS, ExpertLoadRecorder, placements_of
+from engine.layers.moe import Moe
+from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.rope import RopeConfig
 
@@ -57,3 +61,25 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         placements_of(save(tmp_path / "loads", [[], []]), replace(CONFIG, moe=None), 2, 0)
     with pytest.raises(ConfigError, match="the model has no experts"):
         LLM("dry-run", device="cpu", expert_load_file=str(tmp_path / "loads"))
+
+
+def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None:
+    """Of a window: what is older than it counts in totals alone."""
+    sharded = replace(CONFIG, expert_slots=((), (0, 1, 2, 0, 1, 3))).shard(1, None).of_layer(1)
+    assert sharded.moe is not None
+    config = replace(sharded, moe=replace(sharded.moe, expert_ranks=2))
+    block = Moe(config, RandomWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
+    recorder = ExpertLoadRecorder(SimpleNamespace(config=config, blocks=[block]), tmp_path / "loads")  # type: ignore[arg-type]
+    recorder.read()
+    assert (recorder.rank_tokens, recorder.balancedness) == ([0.0, 0.0], 0.0)
+    for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # expert 2 is the first rank's alone, 0 and 1 are both's
+        assert block.loads is not None
+        block.loads += torch.tensor(new)
+        recorder.read()
+        if new[2]:
+            assert (recorder.rank_tokens, recorder.balancedness) == ([4.0, 0.0], 0.5)
+    assert recorder.rank_tokens == [4.0 + 2 * NUM_READS, 2.0 * NUM_READS]
+    assert recorder.balancedness == 1.0
+    recorder.restart()
+    recorder.write()
+    assert json.loads((tmp_path / "loads").read_text())["layers"] == [[], [0, 0, 0, 0]]
