@@ -144,8 +144,6 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
-    if config.expert_load_file and device.type == "cuda":
-        raise ConfigError("--expert-load-file counts on CPUs only so far: leave it out")
     if device.type == "cuda" and gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
     shard, stage = place_of(0, config)

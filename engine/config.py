@@ -77,7 +77,7 @@ class EngineConfig:
     expert_load_file: str = setting(
         "",
         "file that gets counts of the tokens that chose each expert, every 10 seconds and at the end; with `serve` "
-        "one of each worker, its name behind this one; CPUs only",
+        "one of each worker, its name behind this one",
     )
     expert_placement: str = setting(
         "", "such a file, by which --expert-parallel gives ranks experts so that they have as much work"

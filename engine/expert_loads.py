@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,22 @@ from engine.plan import PendingStep, StepPlan
 
 READ_SECONDS = 10.0
 NUM_READS = 6  # of the window: a minute in which tokens were routed
+
+
+class HostCopy:
+    """A tensor as it will be when the device has done what it was given until now."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.values = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self.values.copy_(source, non_blocking=True)
+        self._event: Any = None
+        if source.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """Whether its values have come. Waits for nothing."""
+        return self._event is None or bool(self._event.query())
 
 
 class ExpertLoadRecorder:
@@ -53,6 +70,7 @@ class ExpertLoadRecorder:
     def restart(self) -> None:
         """Forget what was counted."""
         self._counts.zero_()
+        self._coming: HostCopy | None = None
         self._total = torch.zeros(self._counts.shape, dtype=torch.int64)
         self._window: deque[Tensor] = deque(maxlen=NUM_READS)
         self._due = time.monotonic() + READ_SECONDS
@@ -67,15 +85,17 @@ class ExpertLoadRecorder:
         return self._blocks[0].rule.expert_ranks
 
     def poll(self) -> None:
-        """Read the counts if that is due."""
-        if time.monotonic() >= self._due:
-            self.read()
-            self.write()
+        """Read the counts if that is due, and take them up when they have come: the device is not waited for."""
+        if self._coming is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + READ_SECONDS
+            self._coming = HostCopy(self._counts)
+        if self._coming is not None and self._coming.is_there():
+            total, self._coming = self._coming.values, None
+            self.take(total)
+            self._write(total)
 
-    def read(self) -> None:
-        """Take up what was counted since the last time."""
-        total = self._counts.clone()
+    def take(self, total: Tensor) -> None:
+        """Take up what was counted since the last time. total: counts since the start, on the host."""
         new, self._total = total - self._total, total
         if not new.any():
             return
@@ -87,7 +107,10 @@ class ExpertLoadRecorder:
 
     def write(self) -> None:
         """Write the file, with what was counted up to now."""
-        counts = iter(self._counts.tolist())
+        self._write(self._counts)
+
+    def _write(self, total: Tensor) -> None:
+        counts = iter(total.tolist())
         layers = [next(counts) if has_experts else [] for has_experts in self._has_experts]
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         unfinished.write_text(json.dumps({"num_experts": self._counts.shape[1], "layers": layers}))

@@ -70,12 +70,12 @@ def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None
     config = replace(sharded, moe=replace(sharded.moe, expert_ranks=2))
     block = Moe(config, RandomWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
     recorder = ExpertLoadRecorder(SimpleNamespace(config=config, blocks=[block]), tmp_path / "loads")  # type: ignore[arg-type]
-    recorder.read()
+    assert block.loads is not None
+    recorder.take(block.loads[None].clone())
     assert (recorder.rank_tokens, recorder.balancedness) == ([0.0, 0.0], 0.0)
     for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # expert 2 is the first rank's alone, 0 and 1 are both's
-        assert block.loads is not None
         block.loads += torch.tensor(new)
-        recorder.read()
+        recorder.take(block.loads[None].clone())
         if new[2]:
             assert (recorder.rank_tokens, recorder.balancedness) == ([4.0, 0.0], 0.5)
     assert recorder.rank_tokens == [4.0 + 2 * NUM_READS, 2.0 * NUM_READS]
