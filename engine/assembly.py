@@ -49,6 +49,7 @@ from kvstore.transport.shared_memory import create_memfd
 
 if TYPE_CHECKING:
     from engine.expert_loads import ExpertLoadRecorder
+    from engine.expert_rebalancing import Rebalancer
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
     from engine.parallel.runner import ParallelRunner
@@ -111,6 +112,7 @@ class EngineParts:
     max_num_seqs: int
     cuda_graphs: bool
     expert_loads: ExpertLoadRecorder | None = None
+    rebalancer: Rebalancer | None = None
 
 
 def assemble(
@@ -132,7 +134,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.expert_loads import CountedRunner, ExpertLoadRecorder
+    from engine.expert_rebalancing import CountedRunner
     from engine.loader.load import load_model, read_config, resolve_device
     from engine.loader.supported import check_attention
 
@@ -144,13 +146,18 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
+    if config.expert_rebalance_interval and device.type == "cuda":
+        raise ConfigError(
+            "--expert-rebalance-interval moves experts between CPUs only so far: count them with --expert-load-file, "
+            "and place them with --expert-placement at the next start"
+        )
     if device.type == "cuda" and gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
     shard, stage = place_of(0, config)
     followers = _start_followers(config, device, gpu) if config.num_ranks > 1 else None
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
-    loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file)) if config.expert_load_file else None
+    loads, rebalancer = _expert_loads(loaded, config)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import num_blocks_that_fit
@@ -191,7 +198,7 @@ def _assemble(
     )
     engine = Engine(
         scheduler,
-        runner if loads is None else CountedRunner(runner, loads),
+        runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
     )
@@ -222,7 +229,20 @@ def _assemble(
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
         expert_loads=loads,
+        rebalancer=rebalancer,
     )
+
+
+def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoadRecorder | None, Rebalancer | None]:
+    """What counts experts, and what places them by that, as far as it is wanted."""
+    if not (config.expert_load_file or config.expert_rebalance_interval):
+        return None, None
+    from engine.expert_loads import ExpertLoadRecorder  # see `_assemble`
+    from engine.expert_rebalancing import Rebalancer
+
+    loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file) if config.expert_load_file else None)
+    interval = config.expert_rebalance_interval
+    return loads, Rebalancer(loads, interval) if interval else None
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.engine import Runner
 from engine.expert_placement import Slots, balanced_placement, plain_placement, rank_loads
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
 from engine.models.model import Model
-from engine.plan import PendingStep, StepPlan
 
 READ_SECONDS = 10.0
 NUM_READS = 6  # of the window: a minute in which tokens were routed
@@ -50,15 +47,15 @@ class HostCopy:
 class ExpertLoadRecorder:
     """Lets blocks of experts count what they route, and reads it now and then."""
 
-    def __init__(self, model: Model, path: Path) -> None:
-        """Raise ConfigError for a model without experts, or a file that cannot be written."""
+    def __init__(self, model: Model, path: Path | None) -> None:
+        """path: of the file, if there is to be one. Raises ConfigError if it cannot be, or without experts."""
         if model.config.moe is None:
             raise ConfigError("--expert-load-file: the model has no experts")
         self._has_experts = [model.config.has_experts(layer) for layer in range(model.config.num_layers)]
-        self._blocks = [block for block in model.blocks if isinstance(block, Moe)]
-        shape = len(self._blocks), model.config.moe.num_experts
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=self._blocks[0].router.device)
-        for block, counts in zip(self._blocks, self._counts, strict=True):
+        self.blocks = [block for block in model.blocks if isinstance(block, Moe)]
+        shape = len(self.blocks), model.config.moe.num_experts
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=self.blocks[0].router.device)
+        for block, counts in zip(self.blocks, self._counts, strict=True):
             block.loads = counts
         self._path = path
         self.restart()
@@ -82,13 +79,13 @@ class ExpertLoadRecorder:
     @property
     def num_ranks(self) -> int:
         """Ranks that experts are divided among."""
-        return self._blocks[0].rule.expert_ranks
+        return self.blocks[0].rule.expert_ranks
 
     def poll(self) -> None:
         """Read the counts if that is due, and take them up when they have come: the device is not waited for."""
         if self._coming is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + READ_SECONDS
-            self._coming = HostCopy(self._counts)
+            self._coming = self.start_copy()
         if self._coming is not None and self._coming.is_there():
             total, self._coming = self._coming.values, None
             self.take(total)
@@ -109,7 +106,13 @@ class ExpertLoadRecorder:
         """Write the file, with what was counted up to now."""
         self._write(self._counts)
 
+    def start_copy(self) -> HostCopy:
+        """What will have been counted behind the steps launched until now, a row for each of `blocks`."""
+        return HostCopy(self._counts)
+
     def _write(self, total: Tensor) -> None:
+        if self._path is None:
+            return
         counts = iter(total.tolist())
         layers = [next(counts) if has_experts else [] for has_experts in self._has_experts]
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
@@ -118,39 +121,22 @@ class ExpertLoadRecorder:
 
     def _rank_loads(self, counts: Tensor) -> list[list[float]]:
         """Tokens of each rank, by layer."""
-        pairs = zip(self._blocks, counts.tolist(), strict=True)
-        return [
-            rank_loads(block.rule.slots or plain_placement(len(loads)), loads, self.num_ranks)
-            for block, loads in pairs
-        ]
+        pairs = zip(self.blocks, counts.tolist(), strict=True)
+        return [rank_loads(placement_of(block), loads, self.num_ranks) for block, loads in pairs]
 
 
-class CountedRunner:
-    """A `Runner` whose experts are counted, in the steps of another one."""
+def placement_of(block: Moe) -> Slots:
+    """The placement that a block has now."""
+    return plain_placement(block.rule.num_experts) if block.slots is None else block.slots.placement
 
-    def __init__(self, runner: Runner, loads: ExpertLoadRecorder) -> None:
-        self._runner, self._loads = runner, loads
-        weakref.finalize(self, loads.write)
 
-    @property
-    def max_steps_in_flight(self) -> int:
-        """See Runner."""
-        return self._runner.max_steps_in_flight
-
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """See Runner."""
-        pending = self._runner.launch(plan)
-        self._loads.poll()
-        return pending
-
-    def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner."""
-        return self._runner.needs_known_tokens(plan)
-
-    def check(self) -> None:
-        """See Runner. Without work this is what reads the last steps' counts."""
-        self._runner.check()
-        self._loads.poll()
+def first_placements(config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:
+    """A placement for each layer while no loads are known; () of layers without experts. Raises ConfigError."""
+    if config.moe is None:
+        raise ConfigError("--expert-rebalance-interval: the model has no experts")
+    count = config.moe.num_experts
+    slots = balanced_placement([1.0] * count, num_ranks, num_redundant) if num_redundant else plain_placement(count)
+    return tuple(slots if config.has_experts(layer) else () for layer in range(config.num_layers))
 
 
 def placements_of(path: Path, config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:

@@ -28,6 +28,7 @@ class WorkerMetrics:
             "host_hit_tokens": metrics.counter("mini_infer_host_tier_hit_tokens"),
             "host_stored_blocks": metrics.counter("mini_infer_host_tier_stored_blocks"),
             "draft_tokens": metrics.counter("vllm:spec_decode_num_draft_tokens"),
+            "expert_placements": metrics.counter("mini_infer_expert_placements"),
             "accepted_tokens": metrics.counter("vllm:spec_decode_num_accepted_tokens"),
         }
         self._totals = dict.fromkeys(self._counters, 0)

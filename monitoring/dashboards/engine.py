@@ -22,6 +22,7 @@ RATIO = "mini_infer_step_seconds_over_predicted"
 STEP, STEP_TOKENS, TOKENS = "mini_infer_step_seconds", "vllm:iteration_tokens_total", "mini_infer_step_tokens"
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 BALANCEDNESS, EXPERT_TOKENS = "mini_infer_expert_balancedness", "mini_infer_expert_tokens"
+PLACEMENTS = "mini_infer_expert_placements"
 HITS, QUERIES = "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"
 
 
@@ -60,6 +61,8 @@ def steps() -> Section:
               "0 where experts are not counted.", "percentunit", {"{{worker}}": series(BALANCEDNESS)}),
         lines("Tokens of experts per second", "By worker and the rank that has the expert: each choice of an expert "
               "by a token.", "short", {"{{worker}} rank {{rank}}": rate(EXPERT_TOKENS, "worker, rank")}),
+        lines("Layers placed anew per second", "By worker: ranks exchange experts of a layer before a step, which "
+              "waits.", "ops", {"{{worker}}": rate(PLACEMENTS, "worker")}),
         lines("Steps per second", "An engine without work makes none.", "ops",
               {"{{worker}}": f"sum by (worker) (rate({STEP}_count{{{WORKER}}}[$__rate_interval]))"}),
     ]  # fmt: skip

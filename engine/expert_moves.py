@@ -1,0 +1,108 @@
+"""Experts that go from rank to rank while serving: every rank executes the same change of a layer (decision 0277).
+
+    sent        copies of the experts whose new slots are on other ranks, as bytes, in one all-to-all
+    written     into the layers of the slots that change, in the same memory; then the map of slots
+
+Which rank sends which expert follows from the two placements alone, so ranks say nothing to each other first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.expert_placement import Slots
+from engine.layers.linear import Int8Linear, Linear
+from engine.layers.moe import Expert, Moe
+from engine.layers.parallel import Group
+from engine.models.model import Model
+from engine.plan import PlacedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A slot that gets another expert, and a slot that has it."""
+
+    expert: int
+    source: int
+    target: int
+
+
+def moves_between(before: Slots, after: Slots, num_ranks: int) -> list[Move]:
+    """One for each slot that changes: from the same rank if it has the expert, else from one that does, in turn."""
+    count = len(before) // num_ranks
+    moves: list[Move] = []
+    for target, (old, expert) in enumerate(zip(before, after, strict=True)):
+        if old == expert:
+            continue
+        sources = [slot for slot, held in enumerate(before) if held == expert]
+        own = [slot for slot in sources if slot // count == target // count]
+        moves.append(Move(expert, own[0] if own else sources[target % len(sources)], target))
+    return moves
+
+
+class ExpertMover:
+    """One rank's part. All ranks call `place` with the same changes in the same order."""
+
+    def __init__(self, model: Model, group: Group) -> None:
+        """Raise ConfigError for experts that cannot be moved."""
+        self._blocks = [block for block in model.blocks if isinstance(block, Moe)]
+        self._group = group
+        for block in self._blocks:
+            for expert in block.experts.values():
+                _layers(expert)
+
+    def place(self, placed: PlacedExperts) -> None:
+        """Exchange the experts of a layer, and route by the new placement from now on."""
+        block, group = self._blocks[placed.index], self._group
+        assert block.slots is not None, "the model was loaded to have its experts moved"
+        count, ranks = len(placed.slots) // group.size, range(group.size)
+        moves = moves_between(block.slots.placement, placed.slots, group.size)
+        sent = [[move for move in moves if _ranks_of(move, count) == (group.rank, rank)] for rank in ranks]
+        came = [[move for move in moves if _ranks_of(move, count) == (rank, group.rank)] for rank in ranks]
+        packed = [_packed(block.experts[move.source]) for to_rank in sent for move in to_rank]  # copies
+        width = sum(tensor.nbytes for tensor in _tensors(block.experts[group.rank * count]))
+        rows = torch.stack(packed) if packed else torch.empty(0, width, dtype=torch.uint8)
+        received = group.all_to_all(rows, [len(each) for each in sent], [len(each) for each in came])
+        targets = [move.target for from_rank in came for move in from_rank]
+        for slot, row in zip(targets, received, strict=True):
+            _unpack(row, block.experts[slot])
+        block.slots.place(placed.slots)
+
+
+def _ranks_of(move: Move, count: int) -> tuple[int, int]:
+    """The rank that has the expert, and the one that gets it; count: slots of a rank."""
+    return move.source // count, move.target // count
+
+
+def _layers(expert: Expert) -> list[Linear | Int8Linear]:
+    layers = [layer for layer in (expert.gate_up, expert.down) if isinstance(layer, Linear | Int8Linear)]
+    if len(layers) < 2:
+        raise ConfigError(
+            "--expert-rebalance-interval moves plain and int8 experts alone: choose --quant-mode none or int8-weight"
+        )
+    return layers
+
+
+def _tensors(expert: Expert) -> list[Tensor]:
+    return [tensor for layer in _layers(expert) for tensor in layer.tensors()]
+
+
+def _packed(expert: Expert) -> Tensor:
+    """A copy, uint8."""
+    return torch.cat([tensor.contiguous().view(torch.uint8).flatten() for tensor in _tensors(expert)])
+
+
+def _unpack(row: Tensor, expert: Expert) -> None:
+    """Make `expert` the one that was packed."""
+    pieces = iter(torch.split(row, [tensor.nbytes for tensor in _tensors(expert)]))
+    for layer in _layers(expert):
+        layer.take_over([_as(next(pieces), tensor) for tensor in layer.tensors()])
+
+
+def _as(piece: Tensor, like: Tensor) -> Tensor:
+    """Bytes as a tensor of that type and shape; in memory of its own, which is aligned."""
+    return piece.clone().view(like.dtype).view(like.shape)
