@@ -110,11 +110,11 @@ def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:
             block.slots.place(change.slots)
         return changes
 
-    assert steps([30, 30, 2, 1]) == []  # too few, which the next look has, too
-    (change,) = steps([1, 0, 0, 0])
+    assert steps([480, 480, 32, 16]) == []  # too few, which the next look has, too
+    (change,) = steps([16, 0, 0, 0])
     assert (change.index, set(change.slots[:2])) in [(0, {0, 2}), (0, {0, 3})]
     assert steps([1000, 999, 1000, 999]) == []  # as even as before
     hot = change.slots[:2]
-    (again,) = steps([500 * (expert in hot) for expert in range(4)])
+    (again,) = steps([5000 * (expert in hot) for expert in range(4)])
     assert len({*hot} & {*again.slots[:2]}) == 1
     assert rebalancer.num_changes == 2
