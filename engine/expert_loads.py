@@ -9,6 +9,7 @@ routes, which are its part of all.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.expert_placement import Slots, balanced_placement, plain_placement, rank_loads
+from engine.expert_placement import Slots, balanced_placement, first_placement, plain_placement, rank_loads
 from engine.layers.moe import Moe
 from engine.models.config import ModelConfig
 from engine.models.model import Model
 
+logger = logging.getLogger(__name__)
 READ_SECONDS = 10.0
 NUM_READS = 6  # of the window: a minute in which tokens were routed
 
@@ -60,7 +62,7 @@ class ExpertLoadRecorder:
         self._path = path
         self.restart()
         try:
-            self.write()
+            self._write(self._counts)
         except OSError as error:
             raise ConfigError(f"--expert-load-file {path}: {error.strerror}") from error
 
@@ -89,7 +91,7 @@ class ExpertLoadRecorder:
         if self._coming is not None and self._coming.is_there():
             total, self._coming = self._coming.values, None
             self.take(total)
-            self._write(total)
+            self.write(total)
 
     def take(self, total: Tensor) -> None:
         """Take up what was counted since the last time. total: counts since the start, on the host."""
@@ -102,9 +104,12 @@ class ExpertLoadRecorder:
         of_layers = self._rank_loads(torch.stack(list(self._window)).sum(dim=0))
         self.balancedness = sum(map(sum, of_layers)) / self.num_ranks / sum(map(max, of_layers))
 
-    def write(self) -> None:
-        """Write the file, with what was counted up to now."""
-        self._write(self._counts)
+    def write(self, total: Tensor | None = None) -> None:
+        """Write the file, if there is one. total: None: what was counted up to now."""
+        try:
+            self._write(self._counts if total is None else total)
+        except OSError as error:  # steps go on without it
+            logger.warning("loads of experts are not written to %s: %s", self._path, error.strerror)
 
     def start_copy(self) -> HostCopy:
         """What will have been counted behind the steps launched until now, a row for each of `blocks`."""
@@ -134,8 +139,7 @@ def first_placements(config: ModelConfig, num_ranks: int, num_redundant: int) ->
     """A placement for each layer while no loads are known; () of layers without experts. Raises ConfigError."""
     if config.moe is None:
         raise ConfigError("--expert-rebalance-interval: the model has no experts")
-    count = config.moe.num_experts
-    slots = balanced_placement([1.0] * count, num_ranks, num_redundant) if num_redundant else plain_placement(count)
+    slots = first_placement(config.moe.num_experts, num_ranks, num_redundant)
     return tuple(slots if config.has_experts(layer) else () for layer in range(config.num_layers))
 
 

@@ -8,6 +8,7 @@ Which rank sends which expert follows from the two placements alone, so ranks sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.expert_placement import Slots
+from engine.layers.block import Block
 from engine.layers.linear import Int8Linear, Linear
 from engine.layers.moe import Expert, Moe
 from engine.layers.parallel import Group
-from engine.models.model import Model
 from engine.plan import PlacedExperts
 
 
@@ -47,9 +48,9 @@ def moves_between(before: Slots, after: Slots, num_ranks: int) -> list[Move]:
 class ExpertMover:
     """One rank's part. All ranks call `place` with the same changes in the same order."""
 
-    def __init__(self, model: Model, group: Group) -> None:
-        """Raise ConfigError for experts that cannot be moved."""
-        self._blocks = [block for block in model.blocks if isinstance(block, Moe)]
+    def __init__(self, blocks: Sequence[Block], group: Group) -> None:
+        """blocks: of a model, whose experts alone are moved. Raises ConfigError for experts that cannot be."""
+        self._blocks = [block for block in blocks if isinstance(block, Moe)]
         self._group = group
         for block in self._blocks:
             for expert in block.experts.values():

@@ -25,6 +25,11 @@ def plain_placement(num_experts: int) -> Slots:
     return tuple(range(num_experts))
 
 
+def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) -> Slots:
+    """A placement while no loads are known; without redundant slots the plain one. Raises ConfigError."""
+    return balanced_placement([0.0] * num_experts, num_ranks, num_redundant)
+
+
 def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Slots:
     """A placement for loads[expert], the tokens that chose it. num_redundant: slots beyond one for each expert.
 

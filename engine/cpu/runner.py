@@ -80,7 +80,7 @@ class ModelRunner:
         )
         self._mover: ExpertMover | None = None
         if config.expert_rebalance_interval and group is not None:
-            self._mover = ExpertMover(loaded.model, group)
+            self._mover = ExpertMover(loaded.model.blocks, group)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import torch
 
 from common.errors import ConfigError
 from engine import LLM
+from engine.assembly import assemble
+from engine.config import EngineConfig
 from engine.expert_loads import NUM_READS, ExpertLoadRecorder, placements_of
 from engine.expert_rebalancing import Rebalancer
 from engine.layers.moe import Moe
@@ -94,6 +97,26 @@ def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None
     recorder.restart()
     recorder.write()
     assert json.loads((tmp_path / "loads").read_text())["layers"] == [[], [0, 0, 0, 0]]
+
+
+def test_a_file_that_cannot_be_written_any_more_stops_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    recorder, block = make_recorder((), tmp_path / "folder" / "loads")
+    (tmp_path / "folder" / "loads").unlink()
+    (tmp_path / "folder").rmdir()
+    count(block, [1, 2, 3, 4])
+    monkeypatch.setattr("time.monotonic", lambda: inf)
+    recorder.poll()
+    assert recorder.rank_tokens == [3.0, 7.0]
+    assert "loads of experts are not written" in caplog.text
+
+
+def test_gpus_do_not_exchange_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loader.load.resolve_device", lambda _config: torch.device("cuda"))
+    with pytest.raises(ConfigError, match="between CPUs only"):
+        assemble(EngineConfig("dry-run", tp=2, expert_parallel=True, expert_rebalance_interval=5))
 
 
 def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:

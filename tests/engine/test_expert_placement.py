@@ -12,6 +12,7 @@ from engine.expert_placement import (
     balanced_placement,
     better_placement,
     check_placement,
+    first_placement,
     imbalance,
     plain_placement,
     rank_loads,
@@ -52,6 +53,11 @@ def test_a_change_moves_no_more_than_it_must(data: st.DataObject, num_ranks: int
         assert all(old[i] == expert for i, expert in enumerate(new) if expert in old)
     order = data.draw(st.permutations(slots_of_ranks(before, num_ranks)))
     assert with_fewest_moves(tuple(expert for held in order for expert in held), before, num_ranks) == before
+
+
+def test_without_loads_experts_are_in_order() -> None:
+    assert first_placement(6, 2) == plain_placement(6)
+    assert first_placement(6, 2, 2) == (0, 1, 2, 3, 0, 1, 4, 5)
 
 
 def test_a_placement_changes_for_a_gain_alone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(kind: type[Moe], dtype: 
         with torch.inference_mode():
             block = make_block(kind, dtype, is_int8, rank, FIRST, False)
             lowered = with_dense(block)
-            mover = ExpertMover(SimpleNamespace(blocks=[block]), group)  # type: ignore[arg-type]
+            mover = ExpertMover([block], group)
             for slots in LATER:
                 mover.place(PlacedExperts(0, slots))
                 for form, is_dense in ((block, False), (lowered, True)):
@@ -102,4 +101,4 @@ def test_experts_that_cannot_be_moved_are_refused() -> None:
     for ref in block.linears():
         ref.replace(int4(ref.layer))
     with pytest.raises(ConfigError, match="plain and int8 experts alone"):
-        ExpertMover(SimpleNamespace(blocks=[block]), ThreadGroup(SIZE))  # type: ignore[arg-type]
+        ExpertMover([block], ThreadGroup(SIZE))
