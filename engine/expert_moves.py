@@ -64,11 +64,13 @@ class ExpertMover:
         moves = moves_between(block.slots.placement, placed.slots, group.size)
         sent = [[move for move in moves if _ranks_of(move, count) == (group.rank, rank)] for rank in ranks]
         came = [[move for move in moves if _ranks_of(move, count) == (rank, group.rank)] for rank in ranks]
-        packed = [_packed(block.experts[move.source]) for to_rank in sent for move in to_rank]  # copies
-        width = sum(tensor.nbytes for tensor in _tensors(block.experts[group.rank * count]))
-        rows = torch.stack(packed) if packed else torch.empty(0, width, dtype=torch.uint8)
-        received = group.all_to_all(rows, [len(each) for each in sent], [len(each) for each in came])
+        sources = [move.source for to_rank in sent for move in to_rank]
         targets = [move.target for from_rank in came for move in from_rank]
+        width = sum(_sizes(block.experts[group.rank * count]))
+        rows = torch.empty(len(sources), width, dtype=torch.uint8)
+        for slot, row in zip(sources, rows, strict=True):
+            _pack(block.experts[slot], row)
+        received = group.all_to_all(rows, [len(each) for each in sent], [len(each) for each in came])
         for slot, row in zip(targets, received, strict=True):
             _unpack(row, block.experts[slot])
         block.slots.place(placed.slots)
@@ -92,14 +94,19 @@ def _tensors(expert: Expert) -> list[Tensor]:
     return [tensor for layer in _layers(expert) for tensor in layer.tensors()]
 
 
-def _packed(expert: Expert) -> Tensor:
-    """A copy, uint8."""
-    return torch.cat([tensor.contiguous().view(torch.uint8).flatten() for tensor in _tensors(expert)])
+def _sizes(expert: Expert) -> list[int]:
+    return [tensor.nbytes for tensor in _tensors(expert)]
+
+
+def _pack(expert: Expert, row: Tensor) -> None:
+    """Copy all that the expert is into a row of bytes."""
+    for piece, tensor in zip(torch.split(row, _sizes(expert)), _tensors(expert), strict=True):
+        piece.copy_(tensor.contiguous().view(torch.uint8).flatten())
 
 
 def _unpack(row: Tensor, expert: Expert) -> None:
     """Make `expert` the one that was packed."""
-    pieces = iter(torch.split(row, [tensor.nbytes for tensor in _tensors(expert)]))
+    pieces = iter(torch.split(row, _sizes(expert)))
     for layer in _layers(expert):
         layer.take_over([_as(next(pieces), tensor) for tensor in layer.tensors()])
 
