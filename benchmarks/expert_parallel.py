@@ -12,8 +12,10 @@ combine without the layer around them. Routing is `uniform`, or `skewed`: expert
 once to each other rank that has an expert of it, and one partial sum back. Each form's output is compared with the
 whole layer's.
 
-A `balanced` placement is made of the loads of other rows than those measured. `imbalance` is the rows that experts of
-the busiest rank compute, over the mean of ranks.
+A `balanced` placement is made of the loads of other rows than those measured. A `rebalanced` one is that, too, but
+ranks begin without it (with replicas of the first experts) and exchange experts as they do while serving: `move_us`
+is how long that takes, `moved` how many slots get another expert. `imbalance` is the rows that experts of the busiest
+rank compute, over the mean of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from torch import Tensor
 
 from benchmarks.expert_ranks import CpuRanks, GpuRanks, Ranks, share_fds
 from benchmarks.harness import add_cpu_time_argument, int_list, report
-from engine.expert_placement import Slots, balanced_placement
+from engine.expert_moves import moves_between
+from engine.expert_placement import Slots, balanced_placement, first_placement, with_fewest_moves
 from engine.layers.expert_exchange import ExchangeForm, ideal_bytes
 from engine.layers.moe import Moe
 from engine.loader.random_weights import RandomWeights
@@ -61,6 +64,8 @@ class Found:
     ideal_combined_bytes: int
     error: float  # relative, against one rank
     imbalance: float
+    move_us: float
+    moved: int
 
 
 def make_block(
@@ -85,6 +90,13 @@ def place_experts(whole: Moe, options: argparse.Namespace, device: torch.device)
     """The wanted placement; all ranks make the same."""
     if options.placement == "plain":
         return ()
+    if options.placement == "rebalanced":
+        return first_placement(options.experts, options.ranks, options.redundant)
+    return profiled_placement(whole, options, device)
+
+
+def profiled_placement(whole: Moe, options: argparse.Namespace, device: torch.device) -> Slots:
+    """Balanced for the loads of rows that are not measured."""
     _, chosen = whole.route(make_rows(NUM_PROFILED, options.ranks, options, device))
     loads = torch.bincount(chosen.flatten(), minlength=options.experts).tolist()
     return balanced_placement(loads, options.ranks, options.redundant)
@@ -125,6 +137,10 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
         for routing in options.routing:
             whole = make_block(options, device, routing)
             block = make_block(options, device, routing, shard, place_experts(whole, options, device))
+            move_us, moved = 0.0, 0
+            if options.placement == "rebalanced":
+                assert isinstance(ranks, CpuRanks), "see `parse`"
+                move_us, moved = rebalance(block, ranks, profiled_placement(whole, options, device))
             for num_tokens in options.tokens:
                 x = make_rows(num_tokens // shard.size, shard.rank, options, device)
                 chosen = [each.cpu() for each in ranks.gather(block.route(x)[1])]
@@ -136,15 +152,24 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
                     found = Found(
                         form.value, one.layer_us, one.exchange_us, one.moved.dispatched, one.moved.combined,
                         ideal.dispatched, ideal.combined, error,
-                        imbalance_of(chosen, block),
+                        imbalance_of(chosen, block), move_us, moved,
                     )  # fmt: skip
                     results.put((routing, num_tokens, found))
+
+
+def rebalance(block: Moe, ranks: CpuRanks, wanted: Slots) -> tuple[float, int]:
+    """Let ranks exchange experts. Returns the microseconds that it takes, and how many slots change."""
+    assert block.slots is not None, "it has a placement"
+    before, size = block.slots.placement, block.rule.expert_ranks
+    slots = with_fewest_moves(wanted, before, size)
+    return ranks.move(block, slots), len(moves_between(before, slots, size))
 
 
 def figures_of(routing: str, num_tokens: int, found: Sequence[Found], options: argparse.Namespace) -> dict[str, Any]:
     """Of all ranks: the slowest one's times, bytes of all."""
     total = {name: sum(getattr(each, name) for each in found) for name in Found.__annotations__ if "bytes" in name}
-    times = {name: round(max(getattr(each, name) for each in found), 2) for name in ("layer_us", "exchange_us")}
+    names = ("layer_us", "exchange_us", *(("move_us", "moved") if found[0].moved else ()))
+    times = {name: round(max(getattr(each, name) for each in found), 2) for name in names}
     return {
         "device": options.device, "ranks": options.ranks, "routing": routing, "tokens": num_tokens,
         "placement": options.placement, "redundant": options.redundant, "imbalance": round(found[0].imbalance, 3),
@@ -163,7 +188,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument("--dtype", default="", choices=("", *DTYPES), help="float32 on a CPU, else bfloat16")
     parser.add_argument("--routing", type=lambda text: text.split(","), default=list(ROUTINGS))
-    parser.add_argument("--placement", default="plain", choices=("plain", "balanced"), help="of experts on ranks")
+    parser.add_argument("--placement", default="plain", choices=("plain", "balanced", "rebalanced"),
+                        help="of experts on ranks")  # fmt: skip
     parser.add_argument("--redundant", type=int, default=0, help="slots for replicas of the hottest, all ranks'")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a measurement on CPUs")
     add_cpu_time_argument(parser)
@@ -176,6 +202,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--redundant: a plain placement has no replicas")
     if options.redundant % options.ranks or not 0 <= options.redundant <= options.experts * (options.ranks - 1):
         parser.error("--redundant must be a multiple of --ranks, and no rank have an expert twice")
+    if options.placement == "rebalanced" and options.device == "cuda":
+        parser.error("--placement rebalanced: GPUs do not exchange experts")
     if not set(options.routing) <= set(ROUTINGS):
         parser.error(f"--routing: choose of {', '.join(ROUTINGS)}")
     return options

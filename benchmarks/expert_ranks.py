@@ -8,6 +8,7 @@ import socket
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Protocol
 
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from benchmarks.harness import choose_clock
 from benchmarks.kernels.timing import graph_us_of_ranks
+from engine.expert_moves import ExpertMover
+from engine.expert_placement import Slots
 from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
 from engine.layers.moe import Moe
 from engine.parallel.followers import READY, receive_fds
 from engine.parallel.group import GlooGroup
+from engine.plan import PlacedExperts
 from kvstore.layout import Shard
 
 NUM_CALLS = 20  # of a graph
@@ -74,6 +78,15 @@ class CpuRanks:
     def gather(self, x: Tensor) -> list[Tensor]:
         """See Ranks."""
         return list(self._group.all_gather(x.flatten()).view(self._size, *x.shape))
+
+    def move(self, block: Moe, slots: Slots) -> float:
+        """Give the layer another placement, as while serving. Returns the microseconds that it takes."""
+        assert block.slots is not None, "it is to be moved"
+        mover, placements = ExpertMover([block], self._group), cycle((slots, block.slots.placement))
+        median = self._median_us(lambda: mover.place(PlacedExperts(0, next(placements))))
+        if block.slots.placement != slots:
+            mover.place(PlacedExperts(0, slots))
+        return median
 
     def _median_us(self, call: Callable[[], object]) -> float:
         """All ranks begin each call together, and call as often."""

@@ -107,6 +107,12 @@ WORKER_SPECS: tuple[MetricSpec, ...] = (
         _RATIOS,
     ),
     _counter("mini_infer_step_tokens", "Tokens that steps computed: of prompts, or of outputs", "phase"),
+    _gauge(
+        "mini_infer_expert_balancedness",
+        "Tokens of the mean rank over those of the one with the most, where experts are counted: 1 is best",
+    ),
+    _counter("mini_infer_expert_tokens", "Choices of experts by tokens, by the rank that has the expert", "rank"),
+    _counter("mini_infer_expert_placements", "Layers whose experts have been placed anew while serving"),
     _gauge("mini_infer_kv_blocks", "KV blocks by state", "state"),
     _gauge("mini_infer_kv_leases", "Leases held on blocks of this worker"),
     _gauge("mini_infer_kv_loading", "Requests whose KV is being pulled"),

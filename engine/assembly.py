@@ -10,6 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,8 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
 
 if TYPE_CHECKING:
+    from engine.expert_loads import ExpertLoadRecorder
+    from engine.expert_rebalancing import Rebalancer
     from engine.loader.load import LoadedModel
     from engine.models.config import ModelConfig
 
@@ -65,6 +68,8 @@ class EngineParts:
     quantization: str
     max_num_seqs: int
     cuda_graphs: bool
+    expert_loads: ExpertLoadRecorder | None = None
+    rebalancer: Rebalancer | None = None
 
 
 def assemble(
@@ -86,6 +91,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
+    from engine.expert_rebalancing import CountedRunner
     from engine.loader.load import load_model, read_config, resolve_device
     from engine.loader.supported import check_attention
 
@@ -97,14 +103,18 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
-    if config.expert_load_file and device.type == "cuda":
-        raise ConfigError("--expert-load-file counts on CPUs only so far: leave it out")
+    if config.expert_rebalance_interval and device.type == "cuda":
+        raise ConfigError(
+            "--expert-rebalance-interval moves experts between CPUs only so far: count them with --expert-load-file, "
+            "and place them with --expert-placement at the next start"
+        )
     if device.type == "cuda" and gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
     followers = start_followers(config, device, gpu)
     shard, stage = place_of(0, config)
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
+    loads, rebalancer = _expert_loads(loaded, config)
     max_model_len = loaded.config.context_length(config.max_model_len)
     if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         from engine.gpu.memory import num_blocks_that_fit
@@ -137,11 +147,13 @@ def _assemble(
     )
     engine = Engine(
         scheduler,
-        runner,
+        runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
     )
     runner.warmup(on_progress)
+    if loads is not None:
+        loads.restart()
     parts = EngineParts(
         engine,
         runner,
@@ -153,6 +165,8 @@ def _assemble(
         loaded.quant_mode,
         config.max_num_seqs,
         cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
+        expert_loads=loads,
+        rebalancer=rebalancer,
     )
     _log_ready(parts, time.monotonic() - began)
     return parts
@@ -172,6 +186,18 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
         geometry.layout,
         seconds,
     )
+
+
+def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoadRecorder | None, Rebalancer | None]:
+    """What counts experts, and what places them by that, as far as it is wanted."""
+    if not (config.expert_load_file or config.expert_rebalance_interval):
+        return None, None
+    from engine.expert_loads import ExpertLoadRecorder  # see `_assemble`
+    from engine.expert_rebalancing import Rebalancer
+
+    loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file) if config.expert_load_file else None)
+    interval = config.expert_rebalance_interval
+    return loads, Rebalancer(loads, interval) if interval else None
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:

@@ -77,14 +77,20 @@ class EngineConfig:
     expert_load_file: str = setting(
         "",
         "file that gets counts of the tokens that chose each expert, every 10 seconds and at the end; with `serve` "
-        "one of each worker, its name behind this one; CPUs only",
+        "one of each worker, its name behind this one",
     )
     expert_placement: str = setting(
         "", "such a file, by which --expert-parallel gives ranks experts so that they have as much work"
     )
     num_redundant_experts: int = setting(
-        0, "experts of a layer beyond one of each, all ranks': replicas of the hottest, with --expert-placement"
+        0,
+        "experts of a layer beyond one of each, all ranks': replicas of the hottest, with --expert-placement or "
+        "--expert-rebalance-interval",
     )
+    expert_rebalance_interval: int = setting(
+        0, "steps between looks at the loads of experts, after which ranks of --expert-parallel exchange experts if "
+        "that divides the work better by a tenth; 0: they keep what they start with; CPUs only",
+    )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",
         flags=("--pipeline-parallel-size",),
@@ -147,12 +153,17 @@ class EngineConfig:
             "--expert-placement is of ranks that have whole experts: give --expert-parallel",
         )
         require(
-            not self.num_redundant_experts or bool(self.expert_placement),
-            "--num-redundant-experts: which ones, the file of --expert-placement says",
+            not self.num_redundant_experts or bool(self.expert_placement or self.expert_rebalance_interval),
+            "--num-redundant-experts: which ones, --expert-placement or --expert-rebalance-interval says",
         )
         require(
-            self.pp == 1 or not (self.expert_load_file or self.expert_placement),
-            "--pp with --expert-load-file or --expert-placement is not supported yet",
+            self.expert_rebalance_interval == 0 or (self.expert_rebalance_interval > 0 and self.expert_parallel),
+            f"--expert-rebalance-interval {self.expert_rebalance_interval}: choose 1 or more, between ranks of "
+            "--expert-parallel, or 0 for never",
+        )
+        require(
+            self.pp == 1 or not (self.expert_load_file or self.expert_placement or self.expert_rebalance_interval),
+            "--pp with --expert-load-file, --expert-placement or --expert-rebalance-interval is not supported yet",
         )
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")

@@ -35,7 +35,10 @@ class DeviceLostError(Exception):
 class Runner(Protocol):
     """Executes plans, each of which continues those before it."""
 
-    max_steps_in_flight: int  # 1: a step's result is taken before the next step is planned
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: a step's result is taken before the next step is planned."""
+        ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start the step behind those launched before.
@@ -238,10 +241,12 @@ class Engine:
             return
         size = StepSize.of(plan.rows)
         rows, prompts, cost = size.num_decode_tokens, size.num_prompt_tokens, budget.times.cost
-        is_known = cost.base and cost.prompt_token and rows and prompts
+        is_like_others = plan.placed is None  # else ranks exchanged experts first
+        is_known = is_like_others and cost.base and cost.prompt_token and rows and prompts
         predicted = cost.seconds(rows, prompts, size.context, size.pairs) if is_known else 0.0
         self.last_step = StepStats(prompts, rows, seconds, size.context, size.pairs, predicted)
-        budget.times.observe(rows, prompts, seconds, size.context, size.pairs)
+        if is_like_others:
+            budget.times.observe(rows, prompts, seconds, size.context, size.pairs)
 
     def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         named = [

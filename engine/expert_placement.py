@@ -25,6 +25,11 @@ def plain_placement(num_experts: int) -> Slots:
     return tuple(range(num_experts))
 
 
+def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) -> Slots:
+    """A placement while no loads are known; without redundant slots the plain one. Raises ConfigError."""
+    return balanced_placement([0.0] * num_experts, num_ranks, num_redundant)
+
+
 def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Slots:
     """A placement for loads[expert], the tokens that chose it. num_redundant: slots beyond one for each expert.
 
@@ -43,6 +48,38 @@ def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: in
     if not num_redundant and imbalance(plain, loads, num_ranks) < imbalance(slots, loads, num_ranks):
         return plain
     return slots
+
+
+def better_placement(before: Slots, loads: Sequence[float], num_ranks: int, min_gain: float) -> Slots | None:
+    """A placement for these loads whose busiest rank has less to do by a factor of `min_gain` or more.
+
+    As many slots as possible keep their expert. None: there is none.
+    """
+    found = balanced_placement(loads, num_ranks, len(before) - len(loads))
+    most_before, most = (max(rank_loads(slots, loads, num_ranks)) for slots in (before, found))
+    if not most or most_before < min_gain * most:
+        return None
+    found = with_fewest_moves(found, before, num_ranks)
+    return None if found == before else found
+
+
+def with_fewest_moves(slots: Slots, before: Slots, num_ranks: int) -> Slots:
+    """The same sets of experts on ranks, those in such an order that many slots keep the expert that they have."""
+    old, new = slots_of_ranks(before, num_ranks), [set(held) for held in slots_of_ranks(slots, num_ranks)]
+    pairs = [
+        (-len(held.intersection(old[rank])), rank, one) for rank in range(num_ranks) for one, held in enumerate(new)
+    ]
+    given: dict[int, set[int]] = {}
+    taken: set[int] = set()
+    for _, rank, one in sorted(pairs):
+        if rank not in given and one not in taken:
+            given[rank] = new[one]
+            taken.add(one)
+    found: list[int] = []
+    for rank, held in enumerate(old):
+        coming = iter(sorted(given[rank].difference(held)))
+        found += [expert if expert in given[rank] else next(coming) for expert in held]
+    return tuple(found)
 
 
 def check_placement(slots: Slots, num_experts: int, num_ranks: int) -> None:

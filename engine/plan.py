@@ -71,8 +71,16 @@ class StepSize:
         )
 
 
+class PlacedExperts(msgspec.Struct, gc=False):
+    """A layer's new placement of experts, see `engine/expert_placement.py`."""
+
+    index: int  # of the layer among those with experts
+    slots: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, gc=False):
-    """Everything one step does, in order: forget `finished`, learn `new`, copies out, copies in, the forward pass.
+    """Everything one step does, in order: forget `finished`, learn `new`, place experts, copies out, copies in, the
+    forward pass.
 
     Decode rows (`is_decode`) come first, so that a runner can split the batch by slicing.
     """
@@ -82,6 +90,7 @@ class StepPlan(msgspec.Struct, gc=False):
     finished: list[RequestId] = msgspec.field(default_factory=list)
     copies_out: list[tuple[BlockId, HostSlot]] = msgspec.field(default_factory=list)
     copies_in: list[tuple[HostSlot, BlockId]] = msgspec.field(default_factory=list)
+    placed: PlacedExperts | None = None
 
     @property
     def num_tokens(self) -> int:

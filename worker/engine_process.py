@@ -63,6 +63,7 @@ class EngineProcess:
         self._link = link
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
+        self._expert_loads, self._rebalancer = parts.expert_loads, parts.rebalancer
         self._leases = leases
         self._exports = exports
         self._loads = loads
@@ -228,6 +229,11 @@ class EngineProcess:
         stats = scheduler.kv.stats
         report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
         report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
+        if self._expert_loads is not None:
+            report.expert_rank_tokens = self._expert_loads.rank_tokens
+            report.expert_balancedness = self._expert_loads.balancedness
+        if self._rebalancer is not None:
+            report.expert_placements = self._rebalancer.num_changes
         self._link.send(report)
         self._report = StepReport()
 

@@ -257,6 +257,9 @@ class StepReport(Message):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     step_predicted_seconds: float = 0.0  # of the step in `load`; 0: not predicted
+    expert_placements: int = 0  # total since the start
+    expert_rank_tokens: list[float] = []  # totals since the start, where experts are counted
+    expert_balancedness: float = 0.0  # see ExpertLoadRecorder; 0: not counted
 
     @property
     def has_news(self) -> bool:

@@ -28,6 +28,7 @@ class WorkerMetrics:
             "host_hit_tokens": metrics.counter("mini_infer_host_tier_hit_tokens"),
             "host_stored_blocks": metrics.counter("mini_infer_host_tier_stored_blocks"),
             "draft_tokens": metrics.counter("vllm:spec_decode_num_draft_tokens"),
+            "expert_placements": metrics.counter("mini_infer_expert_placements"),
             "accepted_tokens": metrics.counter("vllm:spec_decode_num_accepted_tokens"),
         }
         self._totals = dict.fromkeys(self._counters, 0)
@@ -46,6 +47,9 @@ class WorkerMetrics:
         self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
         self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
         self._step_ratio = metrics.step_histogram("mini_infer_step_seconds_over_predicted")
+        self._expert_tokens = [metrics.counter("mini_infer_expert_tokens", rank="0")]  # of others when they report
+        self._expert_totals = [0.0]
+        self._balancedness = metrics.gauge("mini_infer_expert_balancedness")
         self._prefetches = {
             outcome: metrics.counter("mini_infer_kv_prefetches", outcome=outcome.value) for outcome in PrefetchOutcome
         }
@@ -76,6 +80,9 @@ class WorkerMetrics:
             self._observe_step(load)
             if report.step_predicted_seconds:
                 self._step_ratio.observe(load.step_seconds / report.step_predicted_seconds)
+        self._balancedness.set(report.expert_balancedness)
+        if report.expert_rank_tokens not in ([], self._expert_totals):  # it changes every few seconds
+            self._observe_experts(report.expert_rank_tokens)
         for pull in report.pulls:
             self._observe_pull(pull)
         for prefetched in report.prefetches:
@@ -90,6 +97,14 @@ class WorkerMetrics:
         self._decode_tokens.inc(load.step_decode_tokens)
         self._step_tokens.observe(load.step_prefill_tokens + load.step_decode_tokens)
         self._step_seconds.observe(load.step_seconds)
+
+    def _observe_experts(self, rank_tokens: list[float]) -> None:
+        for rank in range(len(self._expert_tokens), len(rank_tokens)):
+            self._expert_tokens.append(self._set.counter("mini_infer_expert_tokens", rank=str(rank)))
+            self._expert_totals.append(0.0)
+        for counter, total, before in zip(self._expert_tokens, rank_tokens, self._expert_totals, strict=True):
+            counter.inc(total - before)
+        self._expert_totals = rank_tokens
 
     def _observe_pull(self, pull: Pull) -> None:
         label = pull.transport or NO_TRANSPORT

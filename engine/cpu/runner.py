@@ -6,10 +6,8 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from engine.cpu.batch import StepBatch, build_batch
 from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.expert_loads import ExpertLoadRecorder
+from engine.expert_moves import ExpertMover
 from engine.kv_memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
@@ -77,13 +75,12 @@ class ModelRunner:
             shape = config.max_num_batched_tokens, model_config.hidden_size
             self._inbox = Inbox(ends.source, torch.zeros(shape, device=loaded.device))  # float32, as the residual is
         look_up = None if self._inbox is None else self._inbox.look_up
-        self._loads: ExpertLoadRecorder | None = None
-        if config.expert_load_file and (group is None or group.rank == 0):
-            self._loads = ExpertLoadRecorder(loaded.model, Path(config.expert_load_file))
-            weakref.finalize(self, self._loads.write)
         self._forwards = CpuForwards(
             loaded.model, group, loaded.config.vocab_size, look_up, passes_on=ends.sink is not None
         )
+        self._mover: ExpertMover | None = None
+        if config.expert_rebalance_interval and group is not None:
+            self._mover = ExpertMover(loaded.model.blocks, group)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -99,13 +96,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Do everything in `plan`, in its order."""
         requests = self._requests.apply(plan)
+        if plan.placed is not None:
+            assert self._mover is not None, "a plan places experts without ranks that exchange them"
+            self._mover.place(plan.placed)
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))
         if rows:
             self._run(rows, requests, result)
-        if self._loads is not None:
-            self._loads.after_step()
         return CompletedStep(result) if self._sink is None else UnsampledStep(rows, requests)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
@@ -145,8 +143,6 @@ class ModelRunner:
         for num_tokens in (1, longest):
             self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups))
         self._requests.clear()
-        if self._loads is not None:
-            self._loads.restart()
 
     def _forward_for(self, batch: StepBatch) -> Forward[Step]:
         only_decodes = (

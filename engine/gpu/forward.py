@@ -130,9 +130,8 @@ class FusedForward:
         forward = self._forwards.choose(token_ids.shape[0], not inputs.has_prompts)
         if self._inbox is not None:
             token_ids = self._inbox.token_ids(token_ids.shape[0])
-        return forward.hidden(
-            GpuStep(token_ids, partial(self._attend, inputs), partial(self._attend_latents, inputs))
-        )
+        attend, attend_latents = partial(self._attend, inputs), partial(self._attend_latents, inputs)
+        return forward.hidden(GpuStep(token_ids, inputs.groups[0].slots, attend, attend_latents))
 
     def _attend(self, inputs: GpuInputs, block: Attention, qkv: Tensor, spreads_next: bool = True) -> Tensor:
         """See `Attend`."""

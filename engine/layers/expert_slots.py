@@ -19,15 +19,28 @@ class ExpertSlots:
 
     def __init__(self, slots: Sequence[int], device: torch.device) -> None:
         """slots: the expert in each, all of them at least once."""
-        replicas: list[list[int]] = [[] for _ in range(max(slots) + 1)]
-        for slot, expert in enumerate(slots):
-            replicas[expert].append(slot)
-        most = max(map(len, replicas))
-        self.table = torch.tensor([own + own[:1] * (most - len(own)) for own in replicas], device=device)
-        self.counts = torch.tensor([len(own) for own in replicas], device=device)
+        self.placement = tuple(slots)
+        self.table, self.counts = _tensors(slots, device)
+
+    def place(self, slots: Sequence[int]) -> None:
+        """Change the placement, in the same memory. slots: as many, of the same experts."""
+        self.placement = tuple(slots)
+        table, counts = _tensors(slots, self.table.device)
+        self.table.copy_(table)
+        self.counts.copy_(counts)
 
     def choose(self, chosen: Tensor) -> Tensor:
         """Slots of experts, int64 (num_tokens, top_k) both."""
         rows = torch.arange(chosen.shape[0], device=chosen.device)[:, None]
         slots: Tensor = self.table[chosen, rows % self.counts[chosen]]
         return slots
+
+
+def _tensors(slots: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Table and counts. Any placement of so many slots has the same shapes."""
+    replicas: list[list[int]] = [[] for _ in range(max(slots) + 1)]
+    for slot, expert in enumerate(slots):
+        replicas[expert].append(slot)
+    most = len(slots) - len(replicas) + 1
+    table = torch.tensor([own + own[:1] * (most - len(own)) for own in replicas], device=device)
+    return table, torch.tensor([len(own) for own in replicas], device=device)

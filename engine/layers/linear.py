@@ -5,6 +5,7 @@ A model is built with `Linear`; loaders put others with the same call in its pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +32,15 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
 
+    def tensors(self) -> list[Tensor]:
+        """All that the layer is: with the contents of another's, it is that one."""
+        return [self.weight, *([] if self.bias is None else [self.bias])]
+
+    def take_over(self, tensors: Sequence[Tensor]) -> None:
+        """Become a layer of the same shape, in the same memory. tensors: see `tensors`."""
+        for own, other in zip(self.tensors(), tensors, strict=True):
+            own.copy_(other)
+
 
 class PackedLinear:
     """A bfloat16 weight in the order in which oneDNN reads it, which it would otherwise bring about in every GEMM.
@@ -50,8 +60,12 @@ class PackedLinear:
         y: Tensor = self._gemm(x, self.packed, self.bias, "none", [], "")
         return y
 
+    def repack(self, weight: Tensor) -> None:
+        """Become the layer of another weight of the same shape."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
-def dense_linear(weight: Tensor, bias: Tensor | None) -> LinearLayer:
+
+def dense_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | Linear:
     """The faster of `PackedLinear` and `Linear` that this machine has. weight: (out, in), may be given up after."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if fits and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -118,6 +132,19 @@ class Int8Linear:
             return self.dense(x)
         y: Tensor = torch._weight_int8pack_mm(x, self.weight_int8, self.scales)
         return y if self.bias is None else y.add_(self.bias)
+
+    def tensors(self) -> list[Tensor]:
+        """See Linear."""
+        return [self.weight_int8, self.scales, *([] if self.bias is None else [self.bias])]
+
+    def take_over(self, tensors: Sequence[Tensor]) -> None:
+        """See Linear."""
+        for own, other in zip(self.tensors(), tensors, strict=True):
+            own.copy_(other)
+        if isinstance(self.dense, PackedLinear):
+            self.dense.repack(self.weight)
+        else:
+            self.dense.weight.copy_(self.weight)
 
 
 class Int4Linear:

@@ -14,7 +14,7 @@ import torch
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
-from engine.expert_loads import placements_of
+from engine.expert_loads import first_placements, placements_of
 from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
@@ -202,6 +202,9 @@ def _build_shard(
         if engine_config.expert_placement:
             path, num_redundant = Path(engine_config.expert_placement), engine_config.num_redundant_experts
             config = replace(config, expert_slots=placements_of(path, config, shard.size, num_redundant))
+        elif engine_config.expert_rebalance_interval:
+            num_redundant = engine_config.num_redundant_experts
+            config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
         config = config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
         weights = ShardedWeights(weights, _shapes_of(source, source.config), shard)
     else:

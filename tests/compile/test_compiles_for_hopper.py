@@ -41,6 +41,7 @@ from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kernels.gpu.expert_exchange import combine, dispatch
 from kernels.gpu.expert_formats import bytes_of
+from kernels.gpu.expert_loads import count_choices
 from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.gather_kv import gather_kv
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm
@@ -341,12 +342,14 @@ def test_exchanges_around_experts(compiled: list[Compiled]) -> None:
     scatter_add_rms_norm(y, residual, y[0], 1e-5, memory, gathers=True)
     shares = torch.empty(64 // size, 8, device=META)
     chosen = shares.int()
+    count_choices(chosen, ints(64), ints(128, dtype=torch.int64))
     choose_slots(chosen, ints(128, 3, dtype=torch.int64), ints(128, dtype=torch.int64), range(136))
     came = dispatch(x, shares, chosen, 64, 136 // size, memory)
     parts = torch.empty(8, 64, 2048, dtype=torch.bfloat16, device=META)
     combine(parts, came, memory)
     combine_add_rms_norm(parts, came, residual, y[0], 1e-5, memory, gathers=True)
-    check(compiled, "_choose_slots_kernel", "_divided_norm_kernel", "_dispatch_kernel", "_combine_kernel")
+    check(compiled, "_count_choices_kernel", "_choose_slots_kernel")
+    check(compiled, "_divided_norm_kernel", "_dispatch_kernel", "_combine_kernel")
 
 
 def test_copies_of_blocks(compiled: list[Compiled]) -> None:

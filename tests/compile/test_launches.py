@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from engine.gpu.forward import FusedForward, GpuInputs
+from engine.layers.moe import Moe
 from tests.compile import hopper
 from tests.compile.test_compiles_for_hopper import decode_inputs, forward_over, model_of, prompt_inputs
 
@@ -123,6 +124,19 @@ def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router
     found = launched(forward, decode_inputs(rows), launches)
     norm = "divided_norm"
     assert found == repeated(["vocab_parallel_embed", norm], attention, moe, norm, norm)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_counting_is_a_kernel_behind_the_choice_of_experts(num_ranks: int, launches: list[str]) -> None:
+    """Where a rank has a part of them, another one picks out its own."""
+    model = model_of("qwen3-30b-a3b", "fp8" if num_ranks == 1 else "none", NUM_LAYERS, num_ranks=num_ranks)
+    for block in model.blocks:
+        if isinstance(block, Moe):
+            block.loads = torch.zeros(block.rule.num_experts, dtype=torch.int64, device="meta")
+    found = launched(forward_over(model, torch.bfloat16, num_ranks=num_ranks), decode_inputs(8), launches)
+    behind = [found[at + 1] for at, name in enumerate(found) if name == "route"]
+    assert behind == ["count_choices"] * NUM_LAYERS
+    assert "choose_slots" not in found  # with one rank all are held, and dispatch numbers all
 
 
 def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:

@@ -41,13 +41,15 @@ def test_what_cannot_be_divided_is_refused(flags: list[str], capsys: pytest.Capt
     assert "--r" in capsys.readouterr().err
 
 
-def test_a_balanced_placement_of_skewed_experts(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("placement", ["balanced", "rebalanced"])
+def test_a_balanced_placement_of_skewed_experts(placement: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Outputs are compared with the plain whole layer's there."""
-    flags = ["--ranks", "2", "--routing", "skewed", "--placement", "balanced", "--redundant", "2"]
+    flags = ["--ranks", "2", "--routing", "skewed", "--placement", placement, "--redundant", "2"]
     assert expert_parallel.main([*SMALL, *flags]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [line["form"] for line in lines] == ["padded", "packed", "grouped"]
     for line in lines:
         assert line["imbalance"] < 1.2
+        assert (line.get("move_us", 0) > 0) == (line.get("moved", 0) > 0) == (placement == "rebalanced")
     for line in lines[1:]:
         assert line["dispatched_bytes"] == line["ideal_dispatched_bytes"]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import ConfigError
 from engine import LLM
-from engine.expert_loads import placements_of
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.expert_loads import NUM_READS, ExpertLoadRecorder, placements_of
+from engine.expert_rebalancing import Rebalancer
+from engine.layers.moe import Moe
+from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.rope import RopeConfig
+from engine.plan import PlacedExperts
 
 CONFIG = ModelConfig(
     architecture="Qwen3MoeForCausalLM", vocab_size=1, hidden_size=1, num_layers=2, num_heads=1, num_kv_heads=1,
@@ -57,3 +66,78 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         placements_of(save(tmp_path / "loads", [[], []]), replace(CONFIG, moe=None), 2, 0)
     with pytest.raises(ConfigError, match="the model has no experts"):
         LLM("dry-run", device="cpu", expert_load_file=str(tmp_path / "loads"))
+
+
+def make_recorder(slots: tuple[int, ...], path: Path | None = None) -> tuple[ExpertLoadRecorder, Moe]:
+    """One layer of experts on two ranks."""
+    assert CONFIG.moe is not None
+    config = replace(CONFIG, moe=replace(CONFIG.moe, slots=slots, expert_ranks=2))
+    block = Moe(config, RandomWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
+    model = SimpleNamespace(config=config, blocks=[block])
+    return ExpertLoadRecorder(model, path), block  # type: ignore[arg-type]
+
+
+def count(block: Moe, new: list[int]) -> None:
+    assert block.loads is not None
+    block.loads += torch.tensor(new)
+
+
+def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None:
+    """Of a window: what is older than it counts in totals alone."""
+    recorder, block = make_recorder((0, 1, 2, 0, 1, 3), tmp_path / "loads")
+    recorder.take(recorder.start_copy().values)
+    assert (recorder.rank_tokens, recorder.balancedness) == ([0.0, 0.0], 0.0)
+    for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # expert 2 is the first rank's alone, 0 and 1 are both's
+        count(block, new)
+        recorder.take(recorder.start_copy().values)
+        if new[2]:
+            assert (recorder.rank_tokens, recorder.balancedness) == ([4.0, 0.0], 0.5)
+    assert recorder.rank_tokens == [4.0 + 2 * NUM_READS, 2.0 * NUM_READS]
+    assert recorder.balancedness == 1.0
+    recorder.restart()
+    recorder.write()
+    assert json.loads((tmp_path / "loads").read_text())["layers"] == [[], [0, 0, 0, 0]]
+
+
+def test_a_file_that_cannot_be_written_any_more_stops_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    recorder, block = make_recorder((), tmp_path / "folder" / "loads")
+    (tmp_path / "folder" / "loads").unlink()
+    (tmp_path / "folder").rmdir()
+    count(block, [1, 2, 3, 4])
+    monkeypatch.setattr("time.monotonic", lambda: inf)
+    recorder.poll()
+    assert recorder.rank_tokens == [3.0, 7.0]
+    assert "loads of experts are not written" in caplog.text
+
+
+def test_gpus_do_not_exchange_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loader.load.resolve_device", lambda _config: torch.device("cuda"))
+    with pytest.raises(ConfigError, match="between CPUs only"):
+        assemble(EngineConfig("dry-run", tp=2, expert_parallel=True, expert_rebalance_interval=5))
+
+
+def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:
+    """Of enough tokens, and by those since the last look alone."""
+    recorder, block = make_recorder((0, 1, 2, 3))
+    rebalancer = Rebalancer(recorder, interval=3)
+
+    def steps(new: list[int]) -> list[PlacedExperts]:
+        """Changes within an interval, executed as ranks do."""
+        count(block, new)
+        changes = [change for change in (rebalancer.next_change() for _ in range(3)) if change is not None]
+        for change in changes:
+            assert block.slots is not None
+            block.slots.place(change.slots)
+        return changes
+
+    assert steps([480, 480, 32, 16]) == []  # too few, which the next look has, too
+    (change,) = steps([16, 0, 0, 0])
+    assert (change.index, set(change.slots[:2])) in [(0, {0, 2}), (0, {0, 3})]
+    assert steps([1000, 999, 1000, 999]) == []  # as even as before
+    hot = change.slots[:2]
+    (again,) = steps([5000 * (expert in hot) for expert in range(4)])
+    assert len({*hot} & {*again.slots[:2]}) == 1
+    assert rebalancer.num_changes == 2

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from common.errors import ConfigError
 from engine.expert_placement import (
     balanced_placement,
+    better_placement,
     check_placement,
+    first_placement,
     imbalance,
     plain_placement,
     rank_loads,
     slots_of_ranks,
+    with_fewest_moves,
 )
 from engine.layers.expert_slots import ExpertSlots
 
@@ -32,6 +35,39 @@ def test_a_placement_is_whole(data: st.DataObject, num_ranks: int, per_rank: int
     if not num_redundant:
         plain = imbalance(plain_placement(num_experts), loads, num_ranks)
         assert imbalance(slots, loads, num_ranks) <= plain + 1e-9
+
+
+@given(data=st.data(), num_ranks=st.integers(1, 5), per_rank=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_a_change_moves_no_more_than_it_must(data: st.DataObject, num_ranks: int, per_rank: int) -> None:
+    """Sets of experts stay those of the ranks, in any order; a placement with ranks renamed is the one before."""
+    num_experts = data.draw(st.integers(per_rank, per_rank * num_ranks))
+    loads = st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts)
+    before, after = (
+        balanced_placement(data.draw(loads), num_ranks, num_ranks * per_rank - num_experts) for _ in range(2)
+    )
+    moved = with_fewest_moves(after, before, num_ranks)
+    sets = [sorted(map(sorted, slots_of_ranks(slots, num_ranks))) for slots in (moved, after)]
+    assert sets[0] == sets[1]
+    for old, new in zip(slots_of_ranks(before, num_ranks), slots_of_ranks(moved, num_ranks), strict=True):
+        assert all(old[i] == expert for i, expert in enumerate(new) if expert in old)
+    order = data.draw(st.permutations(slots_of_ranks(before, num_ranks)))
+    assert with_fewest_moves(tuple(expert for held in order for expert in held), before, num_ranks) == before
+
+
+def test_without_loads_experts_are_in_order() -> None:
+    assert first_placement(6, 2) == plain_placement(6)
+    assert first_placement(6, 2, 2) == (0, 1, 2, 3, 0, 1, 4, 5)
+
+
+def test_a_placement_changes_for_a_gain_alone() -> None:
+    before, skewed = (0, 1, 2, 3), [40, 30, 20, 10]
+    assert better_placement(before, skewed, 2, 1.41) is None
+    better = better_placement(before, skewed, 2, 1.4)
+    assert better is not None
+    assert rank_loads(better, skewed, 2) == [50, 50]
+    assert better_placement(better, skewed, 2, 1.0) is None
+    assert better_placement(before, [0, 0, 0, 0], 2, 1.0) is None
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import pytest
 
 from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
+from engine.plan import PlacedExperts, StepPlan
 from engine.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from tests.engine.fakes import expected_tokens
@@ -211,6 +213,27 @@ def test_contexts_reach_the_budget_and_the_report() -> None:
     without.add_request(list(range(20)), LONG)
     without.step()
     assert without.scheduler.load().context_tokens == without.last_step.num_context_tokens == 0
+
+
+def test_steps_that_move_experts_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = learned()
+    engine, runner = make_engine(64, budget=32, prompt_budget=budget)
+    launch, observed, moved = runner.launch, list[int](), list[int]()
+
+    def launch_and_move(plan: StepPlan) -> Any:
+        if len(runner.plans) % 3 == 1:
+            plan.placed = PlacedExperts(0, (0, 1))
+            moved.append(plan.num_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(runner, "launch", launch_and_move)
+    monkeypatch.setattr(budget.times, "observe", lambda rows, prompts, *_: observed.append(rows + prompts))
+    engine.add_request([1, 2, 3], LONG)
+    engine.add_request([4] * 40, LONG)
+    run_all(engine)
+    computed = sum(plan.num_tokens for plan in runner.plans)
+    assert moved
+    assert sum(observed) == computed - sum(moved)
 
 
 # -- handed over --------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from benchmarks.expert_parallel import make_block, make_rows
 from common.model_files import ModelFiles
+from engine.assembly import assemble
 from engine.config import EngineConfig
+from engine.expert_loads import ExpertLoadRecorder
 from engine.gpu.config import GpuConfig
 from engine.gpu.ops.divided_rows import DispatchedExperts
 from engine.gpu.ops.experts import StackedExperts
@@ -30,7 +32,7 @@ from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, sy
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kvstore.layout import Shard
 from tests.gpu.models import save_family, use_small_tiles
-from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu, reference
+from tests.gpu.test_engine import PROMPTS, generate, greedy, open_gpu
 from tests.gpu.test_latents import V2
 from tests.kernels.helpers import relative_error
 from tests.kernels.interpreter import take_short_cuts
@@ -82,7 +84,7 @@ def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
 def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
     """An engine of this rank's own, which plans what the other's does."""
     use_small_tiles(patch, 4)
-    group = FileGroup(folder, rank)
+    group, counting = FileGroup(folder, rank), list[ExpertLoadRecorder]()
 
     def make_runner(loaded: LoadedModel, pool: Tensor, _host: None, config: Any, gpu: GpuConfig, length: int) -> Any:
         of_rank = EngineConfig(
@@ -90,28 +92,46 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
             expert_parallel=True, expert_exchange="dispatch", **SETTINGS,
         )  # fmt: skip
         shard = load_model(ModelFiles("m", "directory", folder), of_rank, CPU, Shard(rank, SIZE))
+        if rank == 0:
+            counting.append(ExpertLoadRecorder(shard.model, None))
         geometry = pool_geometry(shard.config, of_rank, shard.fingerprint, shard.dtype, shard.shard)
         return GpuRunner(shard, allocate_pool(geometry, CPU), None, of_rank, gpu, length, cast(Any, group))
 
     patch.setattr(sys.modules[open_gpu.__module__], "GpuRunner", make_runner)
     made, _ = open_gpu(folder, patch, GpuConfig(), **SETTINGS)
+    for recorder in counting:
+        recorder.restart()
     tokens = generate(made, greedy(NUM_TOKENS), PROMPTS[:2])
+    counts = [recorder.start_copy().values for recorder in counting]
     assert group.rows.moved is not None
     for form in ExchangeForm:
         check_block(form, rank, group.rows)
-    torch.save((tokens, group.rows.moved.tolist()), folder / f"found{rank}.pt")
+    torch.save((tokens, group.rows.moved.tolist(), counts), folder / f"found{rank}.pt")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's processes share files")
 def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
-    """Chunks of prompts beside decode rows, steps of one row, a dense layer, and shared experts."""
+    """Chunks of prompts beside decode rows, steps of one row, a dense layer, and shared experts.
+
+    The first rank counts the choices of its rows.
+    """
     save_family(tmp_path, V2)
     make_files(tmp_path, "gather", SIZE, GATHER_BYTES)
     make_files(tmp_path, "rows", SIZE, LAYOUT.num_bytes)
     run_ranks("tests.gpu.test_divided_rows", tmp_path, SIZE)
-    expected = generate(reference(tmp_path), greedy(NUM_TOKENS), PROMPTS[:2])
+    config = EngineConfig(
+        str(tmp_path), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64,
+        expert_load_file=str(tmp_path / "loads"),
+    )  # fmt: skip
+    plain = assemble(config)
+    expected = generate(plain.engine, greedy(NUM_TOKENS), PROMPTS[:2])
     found = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(SIZE)]
-    assert [tokens for tokens, _ in found] == [expected] * SIZE
+    assert [tokens for tokens, *_ in found] == [expected] * SIZE
+    assert plain.expert_loads is not None
+    counted, (first,) = plain.expert_loads.start_copy().values, found[0][2]
+    assert (first <= counted).all()
+    assert (counted.sum(dim=1) <= first.sum(dim=1) * SIZE).all()  # it has half of each step's rows, or one more
+    assert first.sum() < counted.sum()
     (sent, returned), (came, sent_back) = found[0][1], found[1][1]
     assert 0 < sent == sent_back
     assert 0 < came == returned

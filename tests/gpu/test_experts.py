@@ -94,7 +94,7 @@ def test_equals_the_block(
     assert relative_error(partials.sum(dim=0), expected) < 2e-6
     if num_tokens == 1:
         before = residual.clone()
-        moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual)
+        moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual, None)  # type: ignore[arg-type]
         assert relative_error(residual - before, expected) < 1e-5
 
 

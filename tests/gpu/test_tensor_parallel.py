@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -90,6 +91,30 @@ def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: P
         del made
         gc.collect()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("exchange", ["sum", "dispatch"])
+def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) -> None:
+    """As one GPU does; where rows are divided, those that it routes."""
+    model, path = save_tiny_model(tmp_path, inner=32, num_experts=4), tmp_path / "loads"
+    found = []
+    for tp in (1, 2):
+        config = EngineConfig(
+            str(model), device="cuda", dtype="float32", quant_mode="none", tp=tp, num_gpu_blocks=128, max_num_seqs=8,
+            max_num_batched_tokens=1024, max_model_len=250, expert_parallel=tp > 1,
+            expert_exchange=exchange if tp > 1 else "sum", expert_load_file=str(path),
+        )  # fmt: skip
+        parts = assemble(config)
+        tokens = generate(parts.engine, greedy(10), PROMPTS[:4])
+        assert parts.expert_loads is not None
+        parts.expert_loads.write()
+        found.append((tokens, torch.tensor(json.loads(path.read_text())["layers"])))
+        del parts
+        gc.collect()
+    (tokens, alone), (tokens_of_ranks, first) = found
+    assert tokens == tokens_of_ranks
+    assert torch.equal(first, alone) if exchange == "sum" else bool((first <= alone).all())
+    assert 0.4 * alone.sum() < first.sum()  # each rank has half of a step's rows, padding among them
 
 
 def forced_logprobs(made: Engine) -> torch.Tensor:

@@ -71,3 +71,15 @@ def test_transfers_of_all_kinds_are_counted_by_transport() -> None:
     assert value(metrics, "mini_infer_kv_transfer_seconds_count", 'transport="tcp"') == 0
     assert value(metrics, "mini_infer_kv_transfer_failures_total", 'transport="none"') == 1
     assert value(metrics, "mini_infer_kv_prefetched_tokens_total") == 64
+
+
+def test_experts_are_counted_by_the_rank_that_has_them() -> None:
+    metrics = make()
+    metrics.observe(report())
+    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="0"') == 0
+    assert value(metrics, "mini_infer_expert_balancedness") == 0
+    for tokens in ([6.0, 2.0], [6.0, 2.0], [10.0, 8.5]):
+        metrics.observe(report(expert_rank_tokens=tokens, expert_balancedness=0.75))
+    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="0"') == 10
+    assert value(metrics, "mini_infer_expert_tokens_total", 'rank="1"') == 8.5
+    assert value(metrics, "mini_infer_expert_balancedness") == 0.75

@@ -43,12 +43,15 @@ class DispatchedExperts:
 
     def __call__(self, x: Tensor, step: GpuStep) -> Tensor:
         """Partial sums (choices, rows that may come, hidden), for a fold that combines them."""
-        self.came = came = self.dispatch(x, step.token_ids.shape[0])
+        self.came = came = self.dispatch(x, step.token_ids.shape[0], step)
         return outputs(self._experts, came.x, came.shares, came.chosen, came.pairs)
 
-    def dispatch(self, x: Tensor, num_tokens: int) -> Dispatched:
-        """Route this rank's rows x (rows, hidden) of num_tokens, and send them to their experts."""
-        shares, chosen = self._choose(self._router(x))
+    def dispatch(self, x: Tensor, num_tokens: int, step: GpuStep | None = None) -> Dispatched:
+        """Route this rank's rows x (rows, hidden) of num_tokens, and send them to their experts.
+
+        step: where choices are counted, which the first rank does: its rows are the first ones of the step.
+        """
+        shares, chosen = self._choose(self._router(x), step)
         is_grouped = self._form is ExchangeForm.GROUPED
         return dispatch(
             x, shares, chosen, num_tokens, self._num_held, self._memory,

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.errors import UnsupportedModelError
-from engine.gpu.ops.form import GpuBody
+from engine.expert_placement import plain_placement
+from engine.gpu.ops.form import GpuBody, GpuStep
 from engine.gpu.quantized import EightBitLinear, ExpertLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear, W8A16Linear
 from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from kernels.gpu.expert_formats import WORDS, bytes_of, fits
+from kernels.gpu.expert_loads import count_choices
 from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
@@ -37,6 +39,7 @@ from kernels.gpu.tuning import (
 from kernels.w4a16_gemm import pack_words, unpack_words
 
 Gemm = Callable[[Tensor], Tensor]
+Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a step nothing is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +177,14 @@ def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
     return float32
 
 
-def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
     """Shares and slots, shared experts among them, of each token by its logits. held: see `route`; this rank's."""
     rule = block.rule
     held = held or rule.held_slots
-    if block.slots is not None:
-        return _chooser_of_slots(block, block.slots, num_shared, held)
+    if block.slots is not None or block.loads is not None:
+        return _chooser_of_all(block, num_shared, held)
 
-    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(logits: Tensor, step: GpuStep | None) -> tuple[Tensor, Tensor]:
         return route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
@@ -191,18 +194,21 @@ def chooser(block: Moe, num_shared: int, held: range | None = None) -> Callable[
     return choose
 
 
-def _chooser_of_slots(
-    block: Moe, slots: ExpertSlots, num_shared: int, held: range
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """As `chooser`, for a layer with a placement."""
-    rule = block.rule
+def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
+    """As `chooser`, for a layer with a placement or whose choices are counted: those held are picked out behind."""
+    rule, slots, loads = block.rule, block.slots, block.loads
+    if slots is None and len(held) < rule.num_experts:
+        slots = ExpertSlots(plain_placement(rule.num_experts), block.router.device)
 
-    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(logits: Tensor, step: GpuStep | None) -> tuple[Tensor, Tensor]:
         shares, chosen = route(
             logits, block.num_chosen, rule.score == "softmax", rule.normalizes_weights, block.choice_bias,
             rule.weight_factor, rule.num_groups, rule.num_chosen_groups, rule.group_top, num_shared,
         )  # fmt: skip
-        choose_slots(chosen, slots.table, slots.counts, held)
+        if loads is not None and step is not None:
+            count_choices(chosen, step.slots, loads)
+        if slots is not None:
+            choose_slots(chosen, slots.table, slots.counts, held)
         return shares, chosen
 
     return choose
@@ -215,8 +221,8 @@ def moe(block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool
     """
     router, choose = router_of(block, experts, plain_router), chooser(block, experts.num_shared)
 
-    def body(x: Tensor, step: object) -> Tensor:
-        shares, chosen = choose(router(x))
+    def body(x: Tensor, step: GpuStep) -> Tensor:
+        shares, chosen = choose(router(x), step)
         parts = outputs(experts, x, shares, chosen)
         return sum_of_held(parts, chosen) if is_summed else parts
 
@@ -258,15 +264,15 @@ def is_listed(num_tokens: int, num_choices: int) -> bool:
     return num_tokens > MAX_UNSORTED and num_tokens * num_choices > MAX_PAIRS
 
 
-def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor], None]:
+def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor, GpuStep], None]:
     """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
     gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
     row = found(GATE_UP_ROW.find(itemsize=gate_up.itemsize))
     down_row = found(DOWN_ROW.find(itemsize=down.itemsize))
 
-    def add(residual: Tensor) -> None:
-        shares, chosen = choose(logits_of(residual))
+    def add(residual: Tensor, step: GpuStep) -> None:
+        shares, chosen = choose(logits_of(residual), step)
         inside = grouped_gemv(
             residual, gate_up.weight, chosen, row, top_k, norm=block.norm, eps=block.eps,
             scales=gate_up.scales, bias=gate_up.bias, gate=experts.gate,

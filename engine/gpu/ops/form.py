@@ -56,9 +56,10 @@ class AttendLatents(Protocol):
 
 @dataclass(slots=True)
 class GpuStep:
-    """The inputs of one forward pass. token_ids: (num_tokens,)."""
+    """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 of padding."""
 
     token_ids: Tensor
+    slots: Tensor
     attend: Attend
     attend_latents: AttendLatents
 

@@ -77,7 +77,7 @@ def experts(block: Moe, stacked: StackedExperts) -> GpuOp:
     add = moe_of_row(
         block, stacked, partial(bound_gemv(router), norm=block.norm, eps=block.eps, out_dtype=logits_type)
     )  # fmt: skip
-    return Op(nothing_pending, lambda residual, step: add(residual))
+    return Op(nothing_pending, add)
 
 
 def latents(block: LatentAttention) -> GpuOp:

@@ -163,20 +163,28 @@ def test_two_ranks_of_every_family_equal_transformers(
     assert made.num_failed_steps == 0
 
 
-def test_ranks_that_dispatch_to_whole_experts_equal_transformers(tmp_path: Path) -> None:
+def test_ranks_that_dispatch_to_whole_experts_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes, which exchange experts while they compute."""
     torch.set_num_threads(1)
     tiny = TINY_MODELS["qwen3-moe"]
     path, model = tiny.save(tmp_path / "model"), tiny.build()
     config = EngineConfig(
         str(path), device="cpu", dtype="float32", tp=2, expert_parallel=True, expert_exchange="dispatch",
-        num_gpu_blocks=64, num_threads=1,
+        num_gpu_blocks=64, num_threads=1, num_redundant_experts=2, expert_rebalance_interval=3,
     )  # fmt: skip
-    made = assemble(config).engine
-    requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    while made.has_work():
-        made.step()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert [request.output_token_ids for request in requests] == expected
+    monkeypatch.setattr("engine.expert_rebalancing.MIN_CHOICES_A_SLOT", 1)
+    monkeypatch.setattr("engine.expert_rebalancing.MIN_GAIN", 1.0)
+    parts = assemble(config)
+    made, expected = parts.engine, [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    for _ in range(2):
+        requests = [made.add_request(prompt, GREEDY) for prompt in PROMPTS]
+        while made.has_work():
+            made.step()
+        assert [request.output_token_ids for request in requests] == expected
+    assert parts.rebalancer is not None
+    assert parts.rebalancer.num_changes > 1
 
 
 @pytest.mark.parametrize(

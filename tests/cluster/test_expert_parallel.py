@@ -1,0 +1,52 @@
+"""Workers whose ranks have whole experts, through HTTP: tokens, while experts move, and metrics of both."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.model_folder import with_tokenizer
+from engine import LLM, SamplingParams
+from tests.cluster.harness import free_ports, running_cluster
+from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+READ_SECONDS = 15.0  # counts are read every 10 seconds
+
+
+def value(port: int, pattern: str) -> float:
+    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5.0).text
+    found = re.search(rf"^{pattern} (\S+)$", body, re.MULTILINE)
+    return 0.0 if found is None else float(found[1])
+
+
+@pytest.mark.soak
+def test_workers_move_experts_while_they_serve(tmp_path: Path) -> None:
+    name = "qwen3-moe"
+    (flag,), _ = with_tokenizer([f"--model={TINY_MODELS[name].save(tmp_path / name)}"], tmp_path / "served")
+    settings = {"load_format": "dummy", "num_gpu_blocks": 400, "quant_mode": "none", "dtype": "float32"}
+    prompts = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(30 + 19 * i)] for i in range(6)]
+    llm = LLM(flag.partition("=")[2], num_threads=1, **settings)
+    expected = [completion.text for completion in llm.generate(prompts, GREEDY)]
+    [port] = free_ports(1)
+    ranks = ["--tp=2", "--expert-parallel", "--expert-rebalance-interval=10"]
+    flags = [f"--{setting.replace('_', '-')}={value}" for setting, value in settings.items()]
+    with running_cluster(
+        engine_args=(flag, *flags), role_args={"decode": [*ranks, f"--metrics-port={port}"]}
+    ) as cluster:
+        deadline, answers = time.monotonic() + READ_SECONDS, []
+        while time.monotonic() < deadline:
+            for prompt in prompts:
+                answer = cluster.client().completions.create(
+                    model=name, prompt=prompt, max_tokens=GREEDY.max_tokens, temperature=0,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                answers.append(answer.choices[0].text)
+        assert answers == expected * (len(answers) // len(prompts))
+        assert value(port, r"mini_infer_expert_placements_total{.*}") > 0
+        assert all(value(port, rf'mini_infer_expert_tokens_total{{.*rank="{rank}".*}}') > 0 for rank in (0, 1))
+        assert 0.5 < value(port, r"mini_infer_expert_balancedness{.*}") <= 1
