@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.block import LinearRef
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.block import Block, LinearRef
+from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer
 from engine.layers.moe import Expert
 from engine.layers.reordered import Reordered
 from engine.loader.packed_checkpoint import PackedWeights
@@ -39,6 +39,7 @@ Made = tuple[LinearLayer, str]  # and what it is in a few words
 class LinearMaker(Protocol):
     """Makes the linear layers of one device."""
 
+    identity: str  # tells makers apart that make different layers of the same rows
     quantizes_plain: bool  # layers that the checkpoint left plain become int8
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
@@ -77,38 +78,57 @@ def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
     return frozenset(names)
 
 
-def place_packed_linears(
-    model: Model, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_read: Callable[[str], None]
-) -> str:
-    """Give every layer that was built without storage its weights. Returns what they are now, for identity and log.
+class PackedLinears:
+    """Gives every layer that was built without storage its weights. `made` names what they became, for the log.
 
-    on_read: called with the name of each of them. Raises ConfigError for values that cannot be.
+    identity: what this machine makes of quantized weights, as far as it does not follow from the files.
     """
-    maker = _maker(dtype, device)
-    kinds: Counter[str] = Counter()
-    give_float32_logits(model)
 
-    def convert(ref: LinearRef) -> LinearLayer:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        read: Callable[[str], QuantizedRows],
+        on_read: Callable[[str], None],
+    ) -> None:
+        """read: a weight of this rank, by name. on_read: called with the name of each."""
+        self._dtype = dtype
+        self._maker = _maker(dtype, device)
+        self._read, self._on_read = read, on_read
+        self._kinds: Counter[str] = Counter()
+        self.identity = self._maker.identity
+
+    @property
+    def made(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
+
+    def convert(self, block: Block) -> None:
+        """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
+        for ref in block.linears():
+            self._convert(ref)
+
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done."""
+        if give_float32_logits(model):
+            self._kinds["float16"] += 1
+        else:
+            self._convert(LinearRef(model, "head", "head"))
+
+    def _convert(self, ref: LinearRef) -> None:
         linear = ref.layer
-        if isinstance(linear, HalfLinear):
-            kinds["float16"] += 1
-            return linear
         assert isinstance(linear, Linear)
-        if linear.weight.device.type == "meta":
-            parts = [weights.rows(name) for name in linear.names]
-            made, kind = linear_of_parts(parts, linear.bias, dtype, maker, isinstance(ref.owner, Expert))
+        if linear.weight.is_meta:
+            parts = [self._read(name) for name in linear.names]
+            is_expert = isinstance(ref.owner, Expert)
+            made, kind = linear_of_parts(parts, linear.bias, self._dtype, self._maker, is_expert)
             for name in linear.names:
-                on_read(name)
-        elif maker.quantizes_plain:
-            made, kind = maker.int8(linear), "int8 of plain"
+                self._on_read(name)
+        elif self._maker.quantizes_plain:
+            made, kind = self._maker.int8(linear), "int8 of plain"
         else:
             made, kind = linear, "plain"
-        kinds[kind] += 1
-        return made
-
-    for ref in model.linears():
-        ref.replace(convert(ref))
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        self._kinds[kind] += 1
+        ref.replace(made)
 
 
 def linear_of_parts(
@@ -149,6 +169,7 @@ class CpuLinearMaker:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.identity = f"cpu, groups of {CPU_GROUP_SIZES}"
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         """See LinearMaker."""
