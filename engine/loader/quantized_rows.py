@@ -12,7 +12,8 @@ from torch.nn import functional
 
 FP8_DTYPE = torch.float8_e4m3fn
 INT4_MIDDLE = 8
-FILLED_GROUP = 32  # columns, of groups that are filled up: what GEMMs of both devices take
+FILLED_GROUP = 32  # columns, of groups that are filled up: the smallest that GEMMs of both devices take
+FILLED_MULTIPLE = 128  # columns, of all such groups: what 4-bit GEMMs on a GPU read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class QuantizedRows:
         groups = places // self.group_size
         counts = torch.bincount(groups, minlength=self.scales.shape[1])
         filled = -(-counts // FILLED_GROUP) * FILLED_GROUP
+        filled[-1] += -int(filled.sum()) % FILLED_MULTIPLE
         in_group = torch.arange(len(places), device=order.device) - (counts.cumsum(0) - counts)[groups]
         target = (filled.cumsum(0) - filled)[groups] + in_group
         of_filled = torch.arange(len(counts), device=order.device).repeat_interleave(filled // FILLED_GROUP)

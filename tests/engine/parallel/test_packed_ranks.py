@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +12,28 @@ from torch import Tensor
 
 import engine.loader.load
 import engine.loader.packed_linears
+from engine.assembly import EngineParts
 from engine.layers.linear import Linear, LinearLayer
 from engine.loader.packed_linears import Made
 from engine.loader.quantized_rows import QuantizedRows
-from tests.engine.packed_files import FORMATS, VOCAB_SIZE, write
-from tests.engine.parallel.test_ranks import GREEDY, NUM_TOKENS, open_ranks
-from tests.engine.tiny_models import reference_greedy
+from tests.engine.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
+from tests.engine.parallel.test_pipeline import open_stages
+from tests.engine.parallel.test_ranks import GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
+from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(3)]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MODELS = {
+    "experts": TinyModel("Qwen3Moe", {**SIZES, **EXPERTS, "head_dim": 16}),
+    "latents": TinyModel(
+        "DeepseekV3",
+        {**SIZES, **DEEPSEEK, "num_key_value_heads": 4, "moe_intermediate_size": 64, "q_lora_rank": 64,
+         "kv_lora_rank": 64, "n_group": 2, "topk_group": 1},
+    ),
+    "odd vocabulary": TinyModel("Qwen2", {**TINY.changes, "vocab_size": VOCAB_SIZE + 1}),
+}  # fmt: skip
+FORMS = {**FORMATS, "packed head": replace(FORMATS["compressed-int4"], kept_plain=("embed_tokens",))}
 
 
 class ExactMaker:
@@ -42,17 +57,50 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.usefixtures("_exact")
-@pytest.mark.parametrize("name", FORMATS)
-def test_two_ranks_of_every_format_equal_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form = FORMATS[name]
-    model = write(form, tmp_path / "m")
-    parts = open_ranks(tmp_path / "m", 2, monkeypatch)
-    assert parts.quantization == form.label
+def greedy_tokens(parts: EngineParts) -> list[list[int]]:
     requests = [parts.engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while parts.engine.has_work():
         parts.engine.step()
-    expected = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    assert [request.output_token_ids for request in requests] == expected
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("gptq-act-order", 2), ("gptq-head", 2), ("awq-one-map-plain", 2), ("compressed-int4-asymmetric", 2),
+        ("compressed-fp8-channel", 2), ("awq", 4), ("fp8-blocks", 4),
+    ],
+)  # fmt: skip
+def test_ranks_equal_transformers(name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 ranks, two have the same KV head, and half a group of the inputs of `o_proj`."""
+    model = write(FORMATS[name], tmp_path / "m")
+    parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch)
+    assert parts.quantization == FORMATS[name].label
+    assert greedy_tokens(parts) == [reference_greedy(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.usefixtures("_exact")
+@pytest.mark.parametrize(
+    ("model", "name", "tp", "pp", "settings"),
+    [
+        ("experts", "gptq", 2, 1, {}),
+        ("experts", "awq", 2, 1, {"expert_parallel": True}),
+        ("experts", "fp8-blocks", 2, 1, {"expert_parallel": True, "expert_exchange": "dispatch"}),
+        ("experts", "gptq-act-order", 1, 2, {}),
+        ("latents", "fp8-blocks", 2, 2, {}),
+        ("odd vocabulary", "packed head", 2, 2, {}),
+    ],
+)
+def test_ranks_and_stages_of_other_models_equal_transformers(
+    model: str, name: str, tp: int, pp: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write(FORMS[name], tmp_path / "m", MODELS[model])
+    for setting, value in settings.items():
+        monkeypatch.setitem(OF_RANKS, setting, value)
+    path = tmp_path / "m"
+    parts = (
+        open_ranks(path, tp, monkeypatch) if pp == 1 else open_stages(path, pp, monkeypatch, tp, quant_mode="auto")
+    )
+    assert parts.quantization == FORMS[name].label
+    assert greedy_tokens(parts) == [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
