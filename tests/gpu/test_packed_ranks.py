@@ -19,6 +19,7 @@ from engine.gpu.quantized import EightBitLinear, Mxfp4Linear, W4A16Linear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
+from engine.layers.pipeline import Stage
 from engine.layers.reordered import Reordered
 from engine.loader import LoadedModel, load_model
 from engine.loader.mxfp4 import Mxfp4Weights
@@ -45,9 +46,9 @@ WIDE = TinyModel("Qwen2", {**ONE_LAYER.changes, "hidden_size": 128, "intermediat
 SERVED = [*LINEARS] if ON_GPU else ["gptq-act-order", "awq", "fp8-tensor", "compressed-int8"]
 
 
-def load(path: Path, shard: Shard, **settings: Any) -> LoadedModel:
+def load(path: Path, shard: Shard, stage: Stage | None = None, **settings: Any) -> LoadedModel:
     config = EngineConfig(str(path), device=DEVICE.type, num_gpu_blocks=64, tp=shard.size, **settings)
-    return load_model(directory(path), config, DEVICE, shard)
+    return load_model(directory(path), config, DEVICE, shard, stage=stage)
 
 
 def num_bytes(layers: Sequence[LinearLayer]) -> int:
@@ -127,3 +128,12 @@ def test_ranks_keep_mxfp4_experts(
     torch.testing.assert_close(found, exact(x, None), atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]
     assert sizes[0] == sizes[1]
     assert sizes[0] <= 4 * 3 * 64 * (128 if inner == 160 else 64) * (0.5 + 1 / 32) // (2 if has_whole else 1)
+
+
+def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_mxfp4(tmp_path)
+    monkeypatch.setattr(engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights))
+    for index in range(2):
+        loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
+        (block,) = [block for block in loaded.model.blocks if isinstance(block, Moe)]
+        assert all(isinstance(expert.down, Mxfp4Linear) for expert in block.experts.values())

@@ -12,13 +12,19 @@ from torch import Tensor
 
 import engine.loader.load
 import engine.loader.packed_linears
+from common.model_files import ModelFiles
 from engine.assembly import EngineParts
+from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
+from engine.layers.weights import Part
+from engine.loader import load_model
 from engine.loader.packed_linears import Made
 from engine.loader.quantized_rows import QuantizedRows
+from engine.loader.safetensors import SafetensorsWeights
+from kvstore.layout import Shard
 from tests.engine.packed_files import FORMATS, SIZES, TINY, VOCAB_SIZE, write
 from tests.engine.parallel.test_pipeline import open_stages
-from tests.engine.parallel.test_ranks import GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
+from tests.engine.parallel.test_ranks import CPU, GREEDY, NUM_TOKENS, OF_RANKS, open_ranks
 from tests.engine.tiny_models import DEEPSEEK, TinyModel, reference_greedy
 
 pytestmark = pytest.mark.slow
@@ -104,3 +110,47 @@ def test_ranks_and_stages_of_other_models_equal_transformers(
     )
     assert parts.quantization == FORMS[name].label
     assert greedy_tokens(parts) == [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "compressed-int8"])
+def test_ranks_have_the_cpus_packed_layers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16, in which sums over ranks are rounded once more: close, not equal."""
+    torch.set_num_threads(1)
+    write(FORMATS[name], tmp_path / "m")
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = []
+    with caplog.at_level("INFO"):
+        for num_ranks in (1, 2):
+            parts = open_ranks(tmp_path / "m", num_ranks, monkeypatch, dtype="bfloat16")
+            requests = [parts.engine.add_request(prompt, params) for prompt in PROMPTS]
+            outputs = []
+            while parts.engine.has_work():
+                outputs += parts.engine.step()
+            outputs.sort(key=lambda output: requests.index(output.request))
+            found.append(torch.tensor([entry.logprob for output in outputs for entry in output.prompt_logprobs]))
+    assert 0 < float((found[0] - found[1]).abs().max()) < 0.1
+    held = [record.getMessage() for record in caplog.records if "linear layers are" in record.getMessage()]
+    assert all(FORMATS[name].maps in message for message in held)
+    assert len(held) == (1 + 1) + (1 + 2)  # the engine's own, and ranks'
+
+
+def test_other_ranks_experts_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(FORMATS["gptq"], tmp_path / "m", MODELS["experts"])
+    config = EngineConfig(str(tmp_path / "m"), device="cpu", tp=2, expert_parallel=True, num_gpu_blocks=64)
+    names: list[str] = []
+    told: list[float | None] = []
+    read = SafetensorsWeights.read
+
+    def noted(weights: SafetensorsWeights, name: str, part: Part | None = None) -> Tensor:
+        names.append(name)
+        return read(weights, name, part)
+
+    monkeypatch.setattr(SafetensorsWeights, "read", noted)
+    for rank, mine in enumerate(("01", "23")):
+        names.clear()
+        files = ModelFiles("tiny", "directory", tmp_path / "m")
+        load_model(files, config, CPU, Shard(rank, 2), lambda _what, share: told.append(share))
+        assert {name.split(".experts.")[1][0] for name in names if ".experts." in name} == set(mine)
+        assert told[-1] == 1.0
