@@ -226,7 +226,8 @@ def _build(
     is_folded = engine_config.kv_cache_dtype == "fp8"
     converter: _Converter
     if isinstance(source.weights, PackedWeights) and kept is not None:
-        converter = _packed_linears(source, source.weights, parts, counted, dtype, device)
+        converter = PackedLinears(dtype, device, source.weights, parts, counted.count)
+        source.identity["linears"] = converter.identity
         is_folded = False
     elif isinstance(source.weights, Mxfp4Weights) and source.weights.keeps_packed:
         converter = Mxfp4Experts(source.weights, parts, counted.count)
@@ -277,20 +278,6 @@ def _keep_packed(
 def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
     return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
-
-
-def _packed_linears(
-    source: _Source,
-    weights: PackedWeights,
-    parts: Mapping[str, Part],
-    counted: CountedWeights,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PackedLinears:
-    """What is made of a rank's `parts`, noted in the model's identity."""
-    converter = PackedLinears(dtype, device, lambda name: weights.rows(name, parts.get(name)), counted.count)
-    source.identity["linears"] = converter.identity
-    return converter
 
 
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:

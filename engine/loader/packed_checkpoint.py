@@ -16,8 +16,8 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape, check_weights
-from engine.loader.packed_layouts import MARKS, UNUSED, Stored, stored_tensors
-from engine.loader.packed_parts import unpack_part
+from engine.loader.packed_layouts import MARKS, UNUSED, Stored, column_order, stored_tensors
+from engine.loader.packed_parts import GROUP_INDICES, unpack_part
 from engine.loader.quantized_rows import QuantizedRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
 from engine.models.quantization import CheckpointQuantization, WeightScheme
@@ -94,6 +94,14 @@ class PackedWeights:
             return unpack_part(packed.scheme, *packed.shape, read, self._modules[module], part)
         except ConfigError as error:
             raise ConfigError(f"quantized weights: {module}: {error}") from error
+
+    def order(self, name: str) -> Tensor | None:
+        """Columns of a weight sorted by group, see `QuantizedRows`. Raises ConfigError."""
+        packed, module = self._packed[name], name.removesuffix(WEIGHT)
+        for part in GROUP_INDICES:
+            if part in self._modules[module]:
+                return column_order(packed.scheme, packed.shape[1], self._tensors.read(f"{module}.{part}"))
+        return None
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         """See WeightSource."""

@@ -16,7 +16,7 @@ that are not quantized, but for the output projection (`give_float32_logits`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.mlp import Mlp
 from engine.layers.moe import Expert
 from engine.layers.reordered import Reordered
+from engine.layers.weights import Part
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
@@ -88,13 +90,14 @@ class PackedLinears:
         self,
         dtype: torch.dtype,
         device: torch.device,
-        read: Callable[[str], QuantizedRows],
+        weights: PackedWeights,
+        parts: Mapping[str, Part],
         on_read: Callable[[str], None],
     ) -> None:
-        """read: a weight of this rank, by name. on_read: called with the name of each."""
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that was read."""
         self._dtype = dtype
         self._maker = _maker(dtype, device)
-        self._read, self._on_read = read, on_read
+        self._weights, self._parts, self._on_read = weights, parts, on_read
         self._kinds: Counter[str] = Counter()
         self.identity = self._maker.identity
 
@@ -104,8 +107,13 @@ class PackedLinears:
 
     def convert(self, block: Block) -> None:
         """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
+        inner = None
         for ref in block.linears():
-            self._convert(ref)
+            if not isinstance(ref.owner, Mlp | Expert):
+                inner = None
+            elif ref.attribute == "gate_up":
+                inner = self._inner_order(ref.owner.gate_up, ref.owner.down)
+            self._convert(ref, inner)
 
     def finish(self, model: Model) -> None:
         """Replace the output projection, when all blocks are done."""
@@ -114,11 +122,32 @@ class PackedLinears:
         else:
             self._convert(LinearRef(model, "head", "head"))
 
-    def _convert(self, ref: LinearRef) -> None:
+    def _inner_order(self, gate_up: LinearLayer, down: LinearLayer) -> Tensor | None:
+        """Outputs of a whole gate_up that this rank takes, where they need not be neighbours; else None.
+
+        Columns of `down` may be in another order (act-order), of which a rank then takes a range: whole groups.
+        """
+        if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
+            return None
+        if gate_up.bias is not None or not gate_up.weight.is_meta or not down.weight.is_meta:
+            return None
+        (name,) = down.names
+        order = self._weights.order(name) if name in self._parts else None
+        return None if order is None else order[self._parts[name][1].start : self._parts[name][1].stop]
+
+    def _rows(self, name: str, inner: Tensor | None, is_gate_up: bool) -> QuantizedRows:
+        """This rank's part of a weight. inner: see `_inner_order`."""
+        part = self._parts.get(name)
+        if inner is None or part is None:
+            return self._weights.rows(name, part)
+        whole = self._weights.rows(name)
+        return whole.take_rows(inner) if is_gate_up else replace(whole, order=None).cut_columns(part[1])
+
+    def _convert(self, ref: LinearRef, inner: Tensor | None = None) -> None:
         linear = ref.layer
         assert isinstance(linear, Linear)
         if linear.weight.is_meta:
-            parts = [self._read(name) for name in linear.names]
+            parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
             is_expert = isinstance(ref.owner, Expert)
             made, kind = linear_of_parts(parts, linear.bias, self._dtype, self._maker, is_expert)
             for name in linear.names:

@@ -68,6 +68,12 @@ class QuantizedRows:
             return values
         return values.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
 
+    def take_rows(self, rows: Tensor) -> QuantizedRows:
+        """Those rows, in that order."""
+        values = self.values.view(torch.uint8)[rows].view(self.values.dtype)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, values=values, scales=self.scales[rows], offsets=offsets)
+
     def cut_rows(self, rows: range) -> QuantizedRows:
         """Those rows; zeros where there are no such."""
         if rows == range(self.values.shape[0]):

@@ -34,7 +34,7 @@ from tests.gpu.test_packed_experts import save_mxfp4
 
 LINEARS = {
     "gptq": "4 int4",
-    "gptq-act-order": "4 int4 reordered",
+    "gptq-act-order": "1 int4, 3 int4 reordered",
     "gptq-8bit": "4 int8 of other groups",
     "awq": "4 int4",
     "fp8-blocks": "4 e4m3 of blocks",
