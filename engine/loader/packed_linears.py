@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer
 from engine.layers.mlp import Mlp
-from engine.layers.moe import Expert
+from engine.layers.moe import Expert, Moe
 from engine.layers.reordered import Reordered
 from engine.layers.weights import Part
 from engine.loader.packed_checkpoint import PackedWeights
@@ -113,7 +113,10 @@ class PackedLinears:
                 inner = None
             elif ref.attribute == "gate_up":
                 inner = self._inner_order(ref.owner.gate_up, ref.owner.down)
-            self._convert(ref, inner)
+            piece = 0
+            if isinstance(block, Moe) and ref.owner is block.shared and ref.attribute == "down":
+                piece = block.rule.intermediate_size
+            self._convert(ref, inner, piece)
 
     def finish(self, model: Model) -> None:
         """Replace the output projection, when all blocks are done."""
@@ -143,11 +146,14 @@ class PackedLinears:
         whole = self._weights.rows(name)
         return whole.take_rows(inner) if is_gate_up else replace(whole, order=None).cut_columns(part[1])
 
-    def _convert(self, ref: LinearRef, inner: Tensor | None = None) -> None:
+    def _convert(self, ref: LinearRef, inner: Tensor | None = None, piece: int = 0) -> None:
+        """piece: columns that may be cut off as an expert by themselves; 0: none are."""
         linear = ref.layer
         assert isinstance(linear, Linear)
         if linear.weight.is_meta:
             parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
+            if piece and self._maker.of_expert is not None:
+                parts = [rows.with_borders(piece) for rows in parts]
             is_expert = isinstance(ref.owner, Expert)
             made, kind = linear_of_parts(parts, linear.bias, self._dtype, self._maker, is_expert)
             for name in linear.names:

@@ -96,14 +96,23 @@ class QuantizedRows:
         values = self.values[:, columns.start : columns.stop].contiguous()
         if self.scales.shape[1] == 1:
             return replace(self, values=values, group_size=len(columns))
-        size = math.gcd(self.group_size, columns.start, len(columns))
+        smaller = self.with_borders(math.gcd(columns.start, len(columns)))
+        groups = slice(columns.start // smaller.group_size, columns.stop // smaller.group_size)
+        offsets = None if smaller.offsets is None else smaller.offsets[:, groups].contiguous()
+        return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
 
-        def cut(values: Tensor) -> Tensor:
-            spread = values.repeat_interleave(self.group_size // size, dim=1)
-            return spread[:, columns.start // size : columns.stop // size].contiguous()
+    def with_borders(self, size: int) -> QuantizedRows:
+        """The same weights in groups of which none goes on beyond a multiple of that many columns."""
+        smaller = math.gcd(self.group_size, size)
+        times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
+        if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows
+            return self
 
-        offsets = None if self.offsets is None else cut(self.offsets)
-        return replace(self, values=values, scales=cut(self.scales), offsets=offsets, group_size=size)
+        def spread(values: Tensor) -> Tensor:
+            return values.repeat_interleave(times, dim=1)[:, :count]
+
+        offsets = None if self.offsets is None else spread(self.offsets)
+        return replace(self, scales=spread(self.scales), offsets=offsets, group_size=smaller)
 
     @property
     def num_inputs(self) -> int:

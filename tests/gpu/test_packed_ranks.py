@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import engine.loader.packed_linears
 from engine.config import EngineConfig
 from engine.gpu.ops.experts import StackedExperts, moe
 from engine.gpu.packed_linears import GpuLinearMaker
-from engine.gpu.quantized import EightBitLinear, Mxfp4Linear, W4A16Linear
+from engine.gpu.quantized import EightBitLinear, GroupedEightBit, Mxfp4Linear, W4A16Linear
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
@@ -25,12 +26,12 @@ from engine.loader import LoadedModel, load_model
 from engine.loader.mxfp4 import Mxfp4Weights
 from kvstore.layout import Shard
 from tests.engine.driving import directory
-from tests.engine.packed_files import FORMATS, write
-from tests.engine.tiny_models import TinyModel
+from tests.engine.packed_files import FORMATS, SIZES, write
+from tests.engine.tiny_models import DEEPSEEK, TinyModel
 from tests.gpu.models import use_small_tiles
 from tests.gpu.test_engine import ON_GPU
 from tests.gpu.test_packed_checkpoints import DEVICE, ONE_LAYER
-from tests.gpu.test_packed_experts import save_mxfp4
+from tests.gpu.test_packed_experts import ATTENTION, CHECKPOINTS, save_mxfp4
 
 LINEARS = {
     "gptq": "4 int4",
@@ -74,6 +75,17 @@ def mlp_of(loaded: LoadedModel) -> Mlp:
     return next(block for block in loaded.model.blocks if isinstance(block, Mlp))
 
 
+def experts_of(loaded: LoadedModel) -> list[Moe]:
+    return [block for block in loaded.model.blocks if isinstance(block, Moe)]
+
+
+def output_of(block: Moe, x: Tensor) -> Tensor:
+    experts = StackedExperts(block)
+    output = moe(block, experts, Linear(block.router.to(x.dtype), block.router_bias), is_summed=True)(x, None)  # type: ignore[arg-type]
+    assert output is not None
+    return output
+
+
 def relative_error(result: Tensor, exact: Tensor) -> float:
     return float((result - exact).norm() / exact.norm())
 
@@ -109,7 +121,7 @@ def test_ranks_keep_mxfp4_experts(
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     path = save_mxfp4(tmp_path, inner)
-    exact = next(block for block in load(path, Shard(), dtype="float32").model.blocks if isinstance(block, Moe))
+    (exact, *_) = experts_of(load(path, Shard(), dtype="float32"))
     monkeypatch.setattr(  # in float32, where nothing is rounded
         engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights)
     )
@@ -117,14 +129,11 @@ def test_ranks_keep_mxfp4_experts(
     found, sizes = torch.zeros_like(x), []
     for rank in range(2):
         loaded = load(path, Shard(rank, 2), dtype="float32", expert_parallel=has_whole)
-        block = next(block for block in loaded.model.blocks if isinstance(block, Moe))
+        (block, *_) = experts_of(loaded)
         layers = [layer for expert in block.experts.values() for layer in (expert.gate_up, expert.down)]
         assert all(isinstance(layer, Mxfp4Linear) for layer in layers)
         sizes.append(num_bytes(layers))
-        experts = StackedExperts(block)
-        output = moe(block, experts, Linear(block.router, block.router_bias), is_summed=True)(x, None)  # type: ignore[arg-type]
-        assert output is not None
-        found += output
+        found += output_of(block, x)
     torch.testing.assert_close(found, exact(x, None), atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]
     assert sizes[0] == sizes[1]
     assert sizes[0] <= 4 * 3 * 64 * (128 if inner == 160 else 64) * (0.5 + 1 / 32) // (2 if has_whole else 1)
@@ -135,5 +144,25 @@ def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights))
     for index in range(2):
         loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
-        (block,) = [block for block in loaded.model.blocks if isinstance(block, Moe)]
+        (block,) = experts_of(loaded)
         assert all(isinstance(expert.down, Mxfp4Linear) for expert in block.experts.values())
+
+
+@torch.inference_mode()
+def test_shared_experts_are_stacked_with_those_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has 48 columns of each expert, and 96 of two shared ones as one, in groups of 32."""
+    use_small_tiles(monkeypatch, 2)
+    sizes = {"moe_intermediate_size": 96, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "kv_lora_rank": 64}
+    tiny = TinyModel("DeepseekV3", {**SIZES, **DEEPSEEK, **sizes, "q_lora_rank": 64, "num_key_value_heads": 4})
+    form = replace(CHECKPOINTS["fp8 in blocks"], kept_plain=(*ATTENTION, "_proj_with_mqa", "q_b_proj", "kv_b_proj"))
+    write(form, tmp_path / "m", tiny)
+    (exact, *_) = experts_of(load(tmp_path / "m", Shard(), dtype="float32"))
+    monkeypatch.setattr(engine.loader.load, "can_keep_packed", lambda *_: True)  # in float32
+    monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = torch.zeros_like(x)
+    for rank in range(2):
+        (block, *_) = experts_of(load(tmp_path / "m", Shard(rank, 2), dtype="float32"))
+        assert isinstance(block.experts[0].down, GroupedEightBit)
+        found += output_of(block, x)
+    torch.testing.assert_close(found, exact(x, None), atol=1e-4, rtol=1e-4)  # type: ignore[arg-type]
