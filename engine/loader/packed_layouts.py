@@ -159,7 +159,8 @@ def _integer_rows(
     """values uint8 (n, k) and zero points (n, groups) in the same range; int8 is made of 8-bit values."""
     middle = INT4_MIDDLE if scheme.bits == 4 else 128
     offsets: Tensor | None = (middle - zeros) * scales
-    if not bool((zeros != middle).any()):
+    stores_middles = scheme.is_symmetric or scheme.layout == "gptq"
+    if stores_middles and not bool((zeros != middle).any()):  # else a part might have none by chance, and others some
         offsets = None
     if scheme.bits == 8:
         values = (values ^ 128).view(torch.int8)  # the same as subtracting 128
