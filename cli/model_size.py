@@ -8,10 +8,9 @@ from pathlib import Path
 from common.gguf_header import read_gguf_header
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.models.config import read_hf_config
+from engine.models.config import PLAIN_BITS, read_hf_config
 from engine.models.quantization import is_mxfp4, quantization_from_hf
 
-PLAIN_BITS = 16
 MADE_BITS = {"int8-weight": 8, "w8a8": 8, "fp8": 8, "int4-weight": 4.5}  # 4.5: with scales
 PACKED_DTYPES = ("auto", "bfloat16")  # in which quantized checkpoints stay as they are
 

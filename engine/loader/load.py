@@ -38,6 +38,7 @@ from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
 from engine.models.config import (
+    PLAIN_BITS,
     ExchangeKind,
     ModelConfig,
     architecture_of,
@@ -179,6 +180,7 @@ def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
     """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
+    config = replace(config, linear_bits=PLAIN_BITS)
     if config.latent is None or config.latent.form == "naive":
         return config
     return replace(config, latent=replace(config.latent, form="latent"))
@@ -337,6 +339,8 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
+    if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
+        config = replace(config, linear_bits=quantization.schemes[0].bits)
     if is_mxfp4(raw):
         expanded = Mxfp4Weights(tensors)
         return _Source(config, family, expanded, expanded.shapes, {}, tensors.files)
