@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import math
 import os
 import secrets
 import shlex
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from cli.cluster import ClusterConfig, ServeConfig, addresses, plan_cluster
 from cli.gpus import Gpus, find_gpus, uses_gpu
+from cli.model_size import weight_bytes
 from cli.placement import choose_workers
 from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
@@ -27,7 +27,6 @@ from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
 from common.config import ENV_PREFIX, add_arguments, from_namespace
 from common.errors import ConfigError
-from common.gguf_header import read_gguf_header
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -140,19 +139,6 @@ def check_quant_mode(argv: Sequence[str], env: Mapping[str, str], known: Sequenc
     if mode and mode not in known:
         instead = f"use {QUANT_MODE_HELP[mode]}" if mode in QUANT_MODE_HELP else f"choose one of {', '.join(known)}"
         raise ConfigError(f"--quant-mode {mode} is not available: {instead}")
-
-
-def weight_bytes(engine: EngineConfig) -> int:
-    """Memory that the model's weights will take on a GPU, as far as its files tell; 0: they do not."""
-    files = resolve_model(engine.model)
-    if engine.load_format == "dummy" or files.kind == "dry-run":
-        return 0
-    if files.kind == "gguf":
-        tensors = read_gguf_header(files.path).tensors
-        total = sum(2 * math.prod(tensor.shape) for tensor in tensors.values())  # read as 16-bit numbers
-    else:
-        total = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
-    return int(total * {"int8-weight": 0.5, "w8a8": 0.5, "fp8": 0.5, "int4-weight": 0.28}.get(engine.quant_mode, 1.0))
 
 
 def run(argv: Sequence[str]) -> int:

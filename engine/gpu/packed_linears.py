@@ -39,6 +39,7 @@ class GpuLinearMaker:
     def __init__(self, device: torch.device) -> None:
         self._workspace = SplitKWorkspace(device)
         self._has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+        self.identity = f"gpu, {'with' if self._has_fp8 else 'without'} e4m3"
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         """See LinearMaker."""

@@ -7,7 +7,7 @@ loader can compare it with what a checkpoint has before any bytes are read.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,14 +32,27 @@ class Partition(Enum):
     VOCAB = "rows of embedding and output projection are divided, dimension 0; the last rank's may end in padding"
 
 
+Part = tuple[range, ...]
+"""Which indices in each dimension of a stored tensor."""
+
+
 class WeightSource(Protocol):
     """Where weights come from."""
 
     def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         """The weight, in the model's dtype, on its device. Each name is asked for once.
 
-        shape: of what this rank holds. shard: how that lies in the stored tensor.
+        shape: of what this rank holds. partition: how that lies in the stored tensor.
         """
+        ...
+
+
+@runtime_checkable
+class PartSource(WeightSource, Protocol):
+    """A source of whole weights that can read parts of them."""
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """That part of a weight, as `take` gives the whole."""
         ...
 
 

@@ -35,8 +35,8 @@ class CountedWeights:
         return weight
 
     def count(self, name: str) -> None:
-        """A weight has been read."""
-        self._num_read += self._sizes[name]
+        """A weight has been read, perhaps once more: an expert may have several slots."""
+        self._num_read += self._sizes.pop(name, 0)
         now = time.monotonic()
         if now - self._told >= INTERVAL_SECONDS or self._num_read == self._total:
             self._told = now

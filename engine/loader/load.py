@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,28 +19,29 @@ from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv_scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
+from engine.layers.linear import Linear
 from engine.layers.pipeline import Stage
 from engine.layers.post_norm import without_post_norm
-from engine.layers.weights import ShapeRecorder, WeightSource
+from engine.layers.weights import Part, ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
-from engine.loader.mxfp4 import Mxfp4Weights, place_packed_experts
+from engine.loader.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.packed_linears import can_keep_packed, packed_names, place_packed_linears
+from engine.loader.packed_linears import PackedLinears, can_keep_packed, packed_names
 from engine.loader.quantize import Quantizer
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
-from engine.models.config import ExchangeKind, ModelConfig, with_latent
+from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig, with_latent
 from engine.models.families import ModelFamily, family_of, family_of_gguf
 from engine.models.gguf_config import config_from_gguf
 from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
-from engine.models.model import Model, OnBlock
+from engine.models.model import Model
 from engine.models.quantization import is_mxfp4, quantization_from_hf
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
@@ -141,22 +142,15 @@ def load_model(
         check_settings(source.config, engine_config)
         packed = source.weights if isinstance(source.weights, PackedWeights) else None
         has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
-        if shard.size > 1 or (stage is not None and packed is not None):
-            wanted = "none" if engine_config.quant_mode == "auto" else engine_config.quant_mode
-            quant_mode = resolve_quant_mode(replace(engine_config, quant_mode=wanted), dtype, device)
+        if shard.size > 1 and engine_config.quant_mode == "auto":
+            quant_mode = "none"
         else:
             quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
+        if packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
+            quant_mode = packed.quantization.label
         if stage is not None:
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
-        if shard != WHOLE:
-            model = _build_shard(source, engine_config, quant_mode, shard, dtype, device, on_progress)
-        elif packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
-            quant_mode = packed.quantization.label
-            model = _build_packed(source, packed, dtype, device, on_progress)
-        elif engine_config.quant_mode == "auto" and can_keep_mxfp4(source.weights, dtype, device):
-            model = _build_mxfp4(source, engine_config, device, on_progress)
-        else:
-            model = _build_plain(source, engine_config, quant_mode, device, on_progress)
+        model = _build(source, engine_config, quant_mode, shard, dtype, device, on_progress)
     identity = {
         "config": _as_cached(source.config),
         "dtype": DTYPE_NAMES[dtype],
@@ -179,12 +173,25 @@ def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
     """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
+    config = replace(config, linear_bits=PLAIN_BITS)
     if config.latent is None or config.latent.form == "naive":
         return config
     return replace(config, latent=replace(config.latent, form="latent"))
 
 
-def _build_shard(
+class _Converter(Protocol):
+    """What is done with the linear layers of a model that is being built."""
+
+    def convert(self, block: Block) -> None:
+        """Replace the block's layers, as soon as the block is there."""
+        ...
+
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done."""
+        ...
+
+
+def _build(
     source: _Source,
     engine_config: EngineConfig,
     quant_mode: str,
@@ -193,46 +200,100 @@ def _build_shard(
     device: torch.device,
     on_progress: OnProgress,
 ) -> Model:
-    """One rank's part, of plain weights or of weights made so, quantized by itself. Raises ConfigError."""
+    """The model, or a rank's or a stage's part of it. Raises ConfigError."""
     check_kernels(source.config, device)
-    _checked_skeleton(source)
-    config, weights, int4 = source.config, source.weights, None
+    kept = _keep_packed(source, engine_config, _checked_skeleton(source), dtype, device)
+    config, weights = source.config, source.weights
+    parts: Mapping[str, Part] = {}
     if shard.size > 1:
-        expert_rank = shard.rank if engine_config.expert_parallel else None
-        if engine_config.expert_placement:
-            path, num_redundant = Path(engine_config.expert_placement), engine_config.num_redundant_experts
-            config = replace(config, expert_slots=placements_of(path, config, shard.size, num_redundant))
-        elif engine_config.expert_rebalance_interval:
-            num_redundant = engine_config.num_redundant_experts
-            config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
-        config = config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
-        weights = ShardedWeights(weights, _shapes_of(source, source.config), shard)
+        config = _config_of_rank(config, engine_config, shard)
+        weights = sharded = ShardedWeights(weights, _shapes_of(source, source.config), shard)
+        parts = sharded.parts
+    layers = range(*(shard.layers or (0, config.num_layers)))
+    needed = _shapes_of(source, config, kept)
+    if shard.layers is not None:
+        needed = stage_weights(config, needed, layers)
+    drawn = weights if source.shapes is None else None  # random weights are drawn in turn, a stage's or not
+    weights = counted = CountedWeights(weights, needed, on_progress)
+    if shard.layers is not None:
+        weights = StagedWeights(counted, needed, drawn, dtype, device)
+
+    is_folded = engine_config.kv_cache_dtype == "fp8"
+    converter: _Converter
+    if isinstance(source.weights, PackedWeights) and kept is not None:
+        converter = PackedLinears(dtype, device, source.weights, parts, counted.count)
+        source.identity["linears"] = converter.identity
+        is_folded = False
+    elif isinstance(source.weights, Mxfp4Weights) and source.weights.keeps_packed:
+        converter = Mxfp4Experts(source.weights, parts, counted.count)
     else:
-        int4 = _kept_int4(weights, quant_mode)
-    quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
-    finish = _finish_block(engine_config, quantizer, int4)
-    needed = _shapes_of(source, config)
-    if shard.layers is None:
-        model = source.family.build(config, CountedWeights(weights, needed, on_progress), finish)
-        quantizer.finish(model)
-        return model
-    layers = range(*shard.layers)
-    needed = stage_weights(config, needed, layers)
-    drawn = weights if source.shapes is None else None  # random weights are drawn in turn
-    staged = StagedWeights(CountedWeights(weights, needed, on_progress), needed, drawn, dtype, device)
-    model = source.family.build(config, staged, lambda block: None if block.norm.is_meta else finish(block))
-    model.blocks = blocks_of(model.blocks, layers)
-    model.config = replace(config, num_layers=len(layers))
+        int4 = _kept_int4(source.weights, quant_mode) if shard.size == 1 else None
+        converter = Quantizer(quant_mode, int4, device.type == "cuda")
+        is_folded = is_folded and int4 is None
+
+    def finish(block: Block) -> None:
+        inner = without_post_norm(block)
+        if block.norm.is_meta:  # of another stage
+            return
+        if is_folded and isinstance(inner, Attention):
+            fold_kv_scales(inner)
+        converter.convert(block)
+
+    model = source.family.build(config, weights, finish)
+    if shard.layers is not None:
+        model.blocks = blocks_of(model.blocks, layers)
+        model.config = replace(config, num_layers=len(layers))
     if layers.stop == config.num_layers:
-        quantizer.finish(model)
+        converter.finish(model)
+    if isinstance(source.weights, PackedWeights):
+        source.weights.check_idle_biases()
+        held = f"are {converter.made}" if isinstance(converter, PackedLinears) else "were dequantized"
+        logger.info("%s: linear layers %s", source.weights.quantization.label, held)
     return model
 
 
-def _shapes_of(source: _Source, config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of all weights that a model of `config` takes."""
+def _keep_packed(
+    source: _Source, engine_config: EngineConfig, skeleton: Model, dtype: torch.dtype, device: torch.device
+) -> frozenset[str] | None:
+    """Let the checkpoint's weights stay as it holds them, where that is wanted and there are kernels.
+
+    Returns the names of linear layers' weights that come without storage at first; None: none are to stay.
+    """
+    weights = source.weights
+    if engine_config.quant_mode == "auto":
+        if isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
+            weights.kept = packed_names(skeleton, weights)
+            check_packed_experts(skeleton, device, weights.kept)
+            return weights.kept
+        if isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(weights, dtype, device):
+            weights.keeps_packed = True
+    return None
+
+
+def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
+    return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
+
+
+def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
+    expert_rank = shard.rank if engine_config.expert_parallel else None
+    if engine_config.expert_placement:
+        path, num_redundant = Path(engine_config.expert_placement), engine_config.num_redundant_experts
+        config = replace(config, expert_slots=placements_of(path, config, shard.size, num_redundant))
+    elif engine_config.expert_rebalance_interval:
+        num_redundant = engine_config.num_redundant_experts
+        config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
+    return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
+
+
+def _shapes_of(source: _Source, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
+    """Shapes of all weights that a model of `config` takes. kept: those that it takes if it has a layer of them."""
     recorder = ShapeRecorder()
-    source.family.build(config, recorder)
-    return recorder.shapes
+    skeleton = source.family.build(config, recorder)
+    if not kept:
+        return recorder.shapes
+    held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
+    return {name: shape for name, shape in recorder.shapes.items() if name not in kept or name in held}
 
 
 def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
@@ -241,83 +302,6 @@ def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | 
         weights.keep_int4 = True
         return weights.int4
     return None
-
-
-def _finish_block(engine_config: EngineConfig, quantizer: Quantizer, int4: dict[str, Int4Rows] | None) -> OnBlock:
-    """What is done with a block's plain weights. int4: weights that keep the file's numbers."""
-    folds = engine_config.kv_cache_dtype == "fp8" and int4 is None
-
-    def finish(block: Block) -> None:
-        inner = without_post_norm(block)
-        if folds and isinstance(inner, Attention):
-            fold_kv_scales(inner)
-        quantizer.convert(block)
-
-    return finish
-
-
-def _counted(source: _Source, config: ModelConfig, weights: WeightSource, on_progress: OnProgress) -> CountedWeights:
-    return CountedWeights(weights, _shapes_of(source, config), on_progress)
-
-
-def _build_packed(
-    source: _Source, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
-) -> Model:
-    """Linear layers stay as the checkpoint holds them."""
-    check_kernels(source.config, device)
-    skeleton = _checked_skeleton(source)
-    weights.kept = packed_names(skeleton, weights)
-    check_packed_experts(skeleton, device, weights.kept)
-    counted = _counted(source, source.config, weights, on_progress)
-    model = source.family.build(source.config, counted)
-    weights.check_idle_biases()
-    held = source.identity["linears"] = place_packed_linears(model, weights, dtype, device, counted.count)
-    logger.info("%s: linear layers are %s", weights.quantization.label, held)
-    return model
-
-
-def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
-    return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
-
-
-def _build_mxfp4(
-    source: _Source, engine_config: EngineConfig, device: torch.device, on_progress: OnProgress
-) -> Model:
-    """Experts stay as the checkpoint holds them, other layers are plain."""
-    check_kernels(source.config, device)
-    _checked_skeleton(source)
-    weights = source.weights
-    assert isinstance(weights, Mxfp4Weights), "see `can_keep_mxfp4`"
-    weights.keeps_packed = True
-    counted = _counted(source, source.config, weights, on_progress)
-    finish = _finish_block(engine_config, Quantizer("none", None, device.type == "cuda"), None)
-
-    def place(block: Block) -> None:
-        finish(block)
-        place_packed_experts(block, weights, counted.count)
-
-    model = source.family.build(source.config, counted, place)
-    logger.info("mxfp4: experts are kept packed")
-    return model
-
-
-def _build_plain(
-    source: _Source, engine_config: EngineConfig, quant_mode: str, device: torch.device, on_progress: OnProgress
-) -> Model:
-    """Weights are plain, or made so, and quantized to `quant_mode` block by block."""
-    check_kernels(source.config, device)
-    weights = source.weights
-    int4 = _kept_int4(weights, quant_mode)
-    _checked_skeleton(source)
-    quantizer = Quantizer(quant_mode, int4, device.type == "cuda")
-    counted = _counted(source, source.config, weights, on_progress)
-    model = source.family.build(source.config, counted, _finish_block(engine_config, quantizer, int4))
-    quantizer.finish(model)
-    if isinstance(weights, PackedWeights):
-        weights.check_idle_biases()
-        logger.info("%s: linear layers were dequantized", weights.quantization.label)
-    return model
 
 
 def _checked_skeleton(source: _Source) -> Model:
@@ -351,6 +335,8 @@ def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, de
             logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
         return _random(family, config, dtype, device)
     tensors = SafetensorsWeights(files.path, dtype, device)
+    if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
+        config = replace(config, linear_bits=quantization.schemes[0].bits)
     if is_mxfp4(raw):
         expanded = Mxfp4Weights(tensors)
         return _Source(config, family, expanded, expanded.shapes, {}, tensors.files)

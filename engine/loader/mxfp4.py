@@ -9,27 +9,31 @@ A number is a sign bit and an index into MAGNITUDES (e2m1). Defined by the OCP M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import ConfigError
 from engine.layers.block import Block
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearLayer
 from engine.layers.stacked_moe import StackedMoe
-from engine.layers.weights import Partition
+from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
+from engine.models.model import Model
 from kernels.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, pack_mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
+COLUMN_MULTIPLE = 64  # of the inputs of `down`: kernels read as many at once
 
 
 class Mxfp4Weights:
     """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit.
 
-    keeps_packed: blocks are taken without storage, for `place_packed_experts` to read.
+    keeps_packed: blocks are taken without storage, for `Mxfp4Experts` to read.
     """
 
     keeps_packed = False
@@ -50,35 +54,109 @@ class Mxfp4Weights:
         """See WeightSource."""
         if name + BLOCKS not in self._tensors.tensors:
             return self._tensors.take(name, shape, partition)
+        return self._take_blocks(name, tuple(map(range, self.shapes[name])))
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        if name + BLOCKS not in self._tensors.tensors:
+            return self._tensors.take_part(name, part)
+        return self._take_blocks(name, part)
+
+    def _take_blocks(self, name: str, part: Part) -> Tensor:
+        experts, columns, rows = part
         if self.keeps_packed:
-            return torch.empty(self.shapes[name], dtype=self._tensors.dtype, device="meta")
-        return dequantize(*self.read(name), self._tensors.dtype)
+            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
+        groups = _groups_around(columns)
+        weight = dequantize(*self.read(name, experts, rows, groups), self._tensors.dtype)
+        first = columns.start - groups.start * GROUP_SIZE
+        return weight[:, first : first + len(columns)].contiguous()
 
-    def read(self, name: str) -> tuple[Tensor, Tensor]:
-        """Blocks and scales of a weight."""
-        return self._tensors.read(name + BLOCKS), self._tensors.read(name + SCALES)
+    def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
+        """Blocks and scales of a part of a weight. rows: its outputs. groups: of its inputs."""
+        part = experts, rows, groups
+        blocks = self._tensors.read(name + BLOCKS, (*part, range(GROUP_SIZE // 2)))
+        return blocks, self._tensors.read(name + SCALES, part)
 
 
-def place_packed_experts(block: Block, weights: Mxfp4Weights, on_read: Callable[[str], None]) -> None:
-    """Give experts that have no storage yet the checkpoint's numbers, as a GPU's kernels of experts read them."""
-    from engine.gpu.quantized import Mxfp4Linear  # needs triton
+class Mxfp4Experts:
+    """Gives experts that have no storage yet the checkpoint's numbers, as a GPU's kernels of experts read them."""
 
-    if not isinstance(block, StackedMoe):
-        return
-    for attribute in ("gate_up", "down"):
-        layers = {index: getattr(expert, attribute) for index, expert in block.experts.items()}
-        plain: Linear = next(iter(layers.values()))
-        if not plain.weight.is_meta:
-            continue
-        (name,) = plain.names
-        stacked = weights.read(name)
-        for index, layer in layers.items():
-            blocks, exponents = (rows[index] for rows in stacked)
-            if attribute == "gate_up":
-                blocks, exponents = _halves(blocks), _halves(exponents)
-            made = Mxfp4Linear(pack_mxfp4(blocks), exponents.clone(), layer.bias)
-            setattr(block.experts[index], attribute, made)
-        on_read(name)
+    def __init__(self, weights: Mxfp4Weights, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that was read."""
+        self._weights, self._parts, self._on_read = weights, parts, on_read
+
+    def convert(self, block: Block) -> None:
+        """Replace experts of the block in place."""
+        if not isinstance(block, StackedMoe):
+            return
+        for attribute in ("gate_up", "down"):
+            layers = {slot: getattr(expert, attribute) for slot, expert in block.experts.items()}
+            plain: Linear = next(iter(layers.values()))
+            if not plain.weight.is_meta:
+                continue
+            (name,) = plain.names
+            whole = tuple(map(range, self._weights.shapes[name]))
+            _, columns, rows = self._parts.get(name, whole)
+            for slot, layer in layers.items():
+                expert = block.rule.expert_of(slot)
+                made = self._expert(name, expert, columns, rows, layer.bias, attribute == "gate_up")
+                setattr(block.experts[slot], attribute, made)
+            self._on_read(name)
+
+    def finish(self, model: Model) -> None:
+        """The output projection stays as it is."""
+
+    def _expert(
+        self, name: str, expert: int, columns: range, rows: range, bias: Tensor | None, is_gate_up: bool
+    ) -> LinearLayer:
+        from engine.gpu.quantized import Mxfp4Linear  # needs triton
+
+        groups = _groups_around(columns)
+        stacked = self._weights.read(name, range(expert, expert + 1), rows, groups)
+        blocks, exponents = stacked[0][0], stacked[1][0]
+        if is_gate_up:
+            inner = filled_columns(range(rows.start // 2, rows.stop // 2))
+            blocks, exponents = (_filled_rows(_halves(part), *inner) for part in (blocks, exponents))
+            bias = None if bias is None else _filled_rows(bias, *inner)
+        else:
+            before, behind = filled_columns(columns)
+            blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
+        return Mxfp4Linear(pack_mxfp4(blocks), exponents.clone(), bias)
+
+
+def filled_columns(columns: range) -> tuple[int, int]:
+    """How many columns of zeros kernels need before and behind a rank's inputs of `down`.
+
+    Before: up to the beginning of a group. In all a multiple of COLUMN_MULTIPLE, equally many on all ranks.
+    """
+    before = columns.start % GROUP_SIZE
+    most_before = GROUP_SIZE - math.gcd(len(columns), GROUP_SIZE)
+    total = -(-(len(columns) + most_before) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    return before, total - before - len(columns)
+
+
+def _groups_around(columns: range) -> range:
+    return range(columns.start // GROUP_SIZE, -(-columns.stop // GROUP_SIZE))
+
+
+def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, behind: int) -> tuple[Tensor, Tensor]:
+    """Blocks (rows, groups, 16) and exponents whose columns are zeros, but for `count` of them from `before` on."""
+    if not before and not behind:
+        return blocks, exponents
+    total = (before + count + behind) // GROUP_SIZE
+    missing = total - blocks.shape[1]
+    blocks = functional.pad(blocks, (0, 0, 0, missing))
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    nibbles[:, :before] = 0
+    nibbles[:, before + count :] = 0
+    pairs = nibbles.view(*blocks.shape, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), functional.pad(exponents, (0, missing), value=EXPONENT_BIAS)
+
+
+def _filled_rows(rows: Tensor, before: int, behind: int) -> Tensor:
+    """Rows of gate, then of up, each with rows of zeros around them."""
+    halves = rows.view(2, -1, *rows.shape[1:])
+    return functional.pad(halves, (0, 0) * (rows.dim() - 1) + (before, behind)).flatten(0, 1)
 
 
 def _halves(rows: Tensor) -> Tensor:

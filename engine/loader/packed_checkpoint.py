@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import Partition
+from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape, check_weights
-from engine.loader.packed_layouts import MARKS, UNUSED, Stored, stored_tensors, unpack
+from engine.loader.packed_layouts import MARKS, UNUSED, Stored, column_order, stored_tensors
+from engine.loader.packed_parts import GROUP_INDICES, unpack_part
 from engine.loader.quantized_rows import QuantizedRows
 from engine.loader.safetensors import SafetensorsWeights, StoredTensor
 from engine.models.quantization import CheckpointQuantization, WeightScheme
@@ -81,25 +82,42 @@ class PackedWeights:
     def is_packed(self, name: str) -> bool:
         return name in self._packed
 
-    def rows(self, name: str) -> QuantizedRows:
-        """The weight of that name. Raises ConfigError for values that cannot be."""
+    def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
+        """The weight of that name, or a part of it. Raises ConfigError for values that cannot be."""
         module = name.removesuffix(WEIGHT)
         packed = self._packed[name]
 
-        def read(part: str) -> Tensor:
-            return self._tensors.read(f"{module}.{part}")
+        def read(tensor: str, indices: Part | None) -> Tensor:
+            return self._tensors.read(f"{module}.{tensor}", indices)
 
         try:
-            return unpack(packed.scheme, *packed.shape, read, self._modules[module])
+            return unpack_part(packed.scheme, *packed.shape, read, self._modules[module], part)
         except ConfigError as error:
             raise ConfigError(f"quantized weights: {module}: {error}") from error
 
+    def order(self, name: str) -> Tensor | None:
+        """Columns of a weight sorted by group, see `QuantizedRows`. Raises ConfigError."""
+        packed, module = self._packed[name], name.removesuffix(WEIGHT)
+        for part in GROUP_INDICES:
+            if part in self._modules[module]:
+                return column_order(packed.scheme, packed.shape[1], self._tensors.read(f"{module}.{part}"))
+        return None
+
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
         if name in self.kept:
             return torch.empty(shape, dtype=self._tensors.dtype, device="meta")
         if name in self._packed:
             return self.rows(name).dequantize(self._tensors.dtype)
         return self._tensors.take(name, shape)
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        if name in self.kept:
+            return torch.empty(tuple(map(len, part)), dtype=self._tensors.dtype, device="meta")
+        if name in self._packed:
+            return self.rows(name, part).dequantize(self._tensors.dtype)
+        return self._tensors.take_part(name, part)
 
     def check_idle_biases(self) -> None:
         """Some tools store a bias of zeros with every layer. Raises ConfigError for one that is not zero."""

@@ -36,49 +36,55 @@ INTS = ("I32", "I64")
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 # Scales of inputs that were measured beforehand. Here inputs are quantized with scales of their own, if at all.
 UNUSED = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
+Axis = tuple[int, int]
+"""Dimension of the weight (N or K), and how many of its rows or columns an index stands for; WHOLE: all of them."""
+N, K = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Requirements on one tensor of a layout: any of `shapes`."""
+    """Requirements on one tensor of a layout: any of `shapes`. axes: of its dimensions; none: it is never cut."""
 
     types: tuple[str, ...]  # as safetensors names them
     shapes: tuple[Shape, ...]
+    axes: tuple[Axis, ...] = ()
     is_optional: bool = False
 
 
 def stored_tensors(scheme: WeightScheme, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
     """The tensors of an (n, k) layer by the last part of their names. `found`: the names that are there."""
-    bits, groups = scheme.bits, num_groups(scheme, k)
-    g_idx = Stored(INTS, ((k,),), is_optional=True)
+    bits, groups, in_word = scheme.bits, num_groups(scheme, k), 32 // scheme.bits
+    rows, columns, group = (N, 1), (K, 1), (K, scheme.block[1])
+    g_idx = Stored(INTS, ((k,),), (columns,), is_optional=True)
     if scheme.layout == "gptq":
         return {
-            "qweight": Stored(("I32",), ((_words(k, bits), n),)),
-            "qzeros": Stored(("I32",), ((groups, _words(n, bits)),)),
-            "scales": Stored(FLOATS, ((groups, n),)),
+            "qweight": Stored(("I32",), ((_words(k, bits), n),), ((K, in_word), rows)),
+            "qzeros": Stored(("I32",), ((groups, _words(n, bits)),), (group, (N, in_word))),
+            "scales": Stored(FLOATS, ((groups, n),), (group, rows)),
             "g_idx": g_idx,
         }
     if scheme.layout == "awq":
         return {
-            "qweight": Stored(("I32",), ((k, _words(n, bits)),)),
-            "qzeros": Stored(("I32",), ((groups, _words(n, bits)),)),
-            "scales": Stored(FLOATS, ((groups, n),)),
+            "qweight": Stored(("I32",), ((k, _words(n, bits)),), (columns, (N, in_word))),
+            "qzeros": Stored(("I32",), ((groups, _words(n, bits)),), (group, (N, in_word))),
+            "scales": Stored(FLOATS, ((groups, n),), (group, rows)),
         }
-    scales = _scale_shapes(scheme, n, k)
-    zeros = {} if scheme.is_symmetric else {"weight_zero_point": Stored(("I8",), scales)}
+    shapes, blocks = _scale_shapes(scheme, n, k), ((N, scheme.block[0]), group)
+    scales = Stored(FLOATS, shapes, blocks)
+    zeros = {} if scheme.is_symmetric else {"weight_zero_point": Stored(("I8",), shapes, blocks)}
     if scheme.layout == "packed":
         if zeros and scheme.block != (WHOLE, WHOLE):
-            zeros = {"weight_zero_point": Stored(("I32",), ((_words(n, bits), groups),))}
+            zeros = {"weight_zero_point": Stored(("I32",), ((_words(n, bits), groups),), ((N, in_word), group))}
         return {
-            "weight_packed": Stored(("I32",), ((n, _words(k, bits)),)),
-            "weight_scale": Stored(FLOATS, scales),
+            "weight_packed": Stored(("I32",), ((n, _words(k, bits)),), (rows, (K, in_word))),
+            "weight_scale": scales,
             "weight_shape": Stored(INTS, ((2,),)),
             "weight_g_idx": g_idx,
             **zeros,
         }
     scale_name = "weight_scale_inv" if "weight_scale_inv" in found else "weight_scale"
     weight_type = "I8" if scheme.layout == "int8" else "F8_E4M3"
-    return {"weight": Stored((weight_type,), ((n, k),)), scale_name: Stored(FLOATS, scales), **zeros}
+    return {"weight": Stored((weight_type,), ((n, k),), (rows, columns)), scale_name: scales, **zeros}
 
 
 def unpack(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
@@ -107,7 +113,9 @@ def num_groups(scheme: WeightScheme, k: int) -> int:
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """int32 (rows, words) -> uint8 (rows, words * 32 / bits): values from the low bits up."""
-    whole = words.contiguous().view(torch.uint8)  # little endian: the low byte comes first
+    whole = (
+        words.flatten().view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
+    )  # little endian: low bytes first
     if bits == 8:
         return whole
     return torch.stack([whole & 15, whole >> 4], dim=-1).flatten(1)
@@ -120,14 +128,11 @@ def _unpack_gptq(scheme: WeightScheme, n: int, k: int, read: Read, found: Mappin
         # Whole words, because the tool that subtracts does so: a zero point of 0 borrows from its neighbour.
         zero_words = zero_words + (0x11111111 if scheme.bits == 4 else 0x01010101)
     zeros = unpack_words(zero_words, scheme.bits)[:, :n].t()
-    order = _order(scheme, k, read("g_idx")) if "g_idx" in found else None
+    order = column_order(scheme, k, read("g_idx")) if "g_idx" in found else None
     return _integer_rows(scheme, k, values, read("scales").t().float(), zeros.float(), order)
 
 
 def _unpack_packed(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
-    shape = read("weight_shape").tolist()
-    if shape != [n, k]:
-        raise ConfigError(f"weight_shape is {shape}, not {[n, k]}")
     values = unpack_words(read("weight_packed"), scheme.bits)[:, :k]
     scales = _per_row(scheme, n, k, read("weight_scale").float())
     middle = 1 << (scheme.bits - 1)
@@ -137,7 +142,7 @@ def _unpack_packed(scheme: WeightScheme, n: int, k: int, read: Read, found: Mapp
         zeros = _per_row(scheme, n, k, read("weight_zero_point").float()) + middle
     else:
         zeros = unpack_words(read("weight_zero_point").t(), scheme.bits)[:, :n].t().float()
-    order = _order(scheme, k, read("weight_g_idx")) if "weight_g_idx" in found else None
+    order = column_order(scheme, k, read("weight_g_idx")) if "weight_g_idx" in found else None
     return _integer_rows(scheme, k, values, scales, zeros, order)
 
 
@@ -154,7 +159,8 @@ def _integer_rows(
     """values uint8 (n, k) and zero points (n, groups) in the same range; int8 is made of 8-bit values."""
     middle = INT4_MIDDLE if scheme.bits == 4 else 128
     offsets: Tensor | None = (middle - zeros) * scales
-    if not bool((zeros != middle).any()):
+    stores_middles = scheme.is_symmetric or scheme.layout == "gptq"
+    if stores_middles and not bool((zeros != middle).any()):  # else a part might have none by chance, and others some
         offsets = None
     if scheme.bits == 8:
         values = (values ^ 128).view(torch.int8)  # the same as subtracting 128
@@ -173,7 +179,7 @@ def _rows(
     return QuantizedRows(values.contiguous(), scales, offsets, group_size, order, scheme.quantizes_inputs)
 
 
-def _order(scheme: WeightScheme, k: int, g_idx: Tensor) -> Tensor | None:
+def column_order(scheme: WeightScheme, k: int, g_idx: Tensor) -> Tensor | None:
     """Columns sorted by group; None when they are already. Raises ConfigError for groups of other sizes."""
     columns = scheme.block[1] or k
     expected = torch.arange(k, device=g_idx.device) // columns

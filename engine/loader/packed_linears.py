@@ -16,17 +16,19 @@ that are not quantized, but for the output projection (`give_float32_logits`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.layers.block import LinearRef
-from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer
-from engine.layers.moe import Expert
+from engine.layers.block import Block, LinearRef
+from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer
+from engine.layers.mlp import Mlp
+from engine.layers.moe import Expert, Moe
 from engine.layers.reordered import Reordered
+from engine.layers.weights import Part
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
@@ -39,6 +41,7 @@ Made = tuple[LinearLayer, str]  # and what it is in a few words
 class LinearMaker(Protocol):
     """Makes the linear layers of one device."""
 
+    identity: str  # tells makers apart that make different layers of the same rows
     quantizes_plain: bool  # layers that the checkpoint left plain become int8
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
@@ -77,38 +80,90 @@ def packed_names(skeleton: Model, weights: PackedWeights) -> frozenset[str]:
     return frozenset(names)
 
 
-def place_packed_linears(
-    model: Model, weights: PackedWeights, dtype: torch.dtype, device: torch.device, on_read: Callable[[str], None]
-) -> str:
-    """Give every layer that was built without storage its weights. Returns what they are now, for identity and log.
+class PackedLinears:
+    """Gives every layer that was built without storage its weights. `made` names what they became, for the log.
 
-    on_read: called with the name of each of them. Raises ConfigError for values that cannot be.
+    identity: what this machine makes of quantized weights, as far as it does not follow from the files.
     """
-    maker = _maker(dtype, device)
-    kinds: Counter[str] = Counter()
-    give_float32_logits(model)
 
-    def convert(ref: LinearRef) -> LinearLayer:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: PackedWeights,
+        parts: Mapping[str, Part],
+        on_read: Callable[[str], None],
+    ) -> None:
+        """parts: of weights of which this rank has no more. on_read: called with the name of each that was read."""
+        self._dtype = dtype
+        self._maker = _maker(dtype, device)
+        self._weights, self._parts, self._on_read = weights, parts, on_read
+        self._kinds: Counter[str] = Counter()
+        self.identity = self._maker.identity
+
+    @property
+    def made(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self._kinds.items()))
+
+    def convert(self, block: Block) -> None:
+        """Replace the block's linear layers in place. Raises ConfigError for values that cannot be."""
+        inner = None
+        for ref in block.linears():
+            if not isinstance(ref.owner, Mlp | Expert):
+                inner = None
+            elif ref.attribute == "gate_up":
+                inner = self._inner_order(ref.owner.gate_up, ref.owner.down)
+            piece = 0
+            if isinstance(block, Moe) and ref.owner is block.shared and ref.attribute == "down":
+                piece = block.rule.intermediate_size
+            self._convert(ref, inner, piece)
+
+    def finish(self, model: Model) -> None:
+        """Replace the output projection, when all blocks are done."""
+        if give_float32_logits(model):
+            self._kinds["float16"] += 1
+        else:
+            self._convert(LinearRef(model, "head", "head"))
+
+    def _inner_order(self, gate_up: LinearLayer, down: LinearLayer) -> Tensor | None:
+        """Outputs of a whole gate_up that this rank takes, where they need not be neighbours; else None.
+
+        Columns of `down` may be in another order (act-order), of which a rank then takes a range: whole groups.
+        """
+        if not (isinstance(gate_up, Linear) and isinstance(down, Linear)):
+            return None
+        if gate_up.bias is not None or not gate_up.weight.is_meta or not down.weight.is_meta:
+            return None
+        (name,) = down.names
+        order = self._weights.order(name) if name in self._parts else None
+        return None if order is None else order[self._parts[name][1].start : self._parts[name][1].stop]
+
+    def _rows(self, name: str, inner: Tensor | None, is_gate_up: bool) -> QuantizedRows:
+        """This rank's part of a weight. inner: see `_inner_order`."""
+        part = self._parts.get(name)
+        if inner is None or part is None:
+            return self._weights.rows(name, part)
+        whole = self._weights.rows(name)
+        return whole.take_rows(inner) if is_gate_up else replace(whole, order=None).cut_columns(part[1])
+
+    def _convert(self, ref: LinearRef, inner: Tensor | None = None, piece: int = 0) -> None:
+        """piece: columns that may be cut off as an expert by themselves; 0: none are."""
         linear = ref.layer
-        if isinstance(linear, HalfLinear):
-            kinds["float16"] += 1
-            return linear
         assert isinstance(linear, Linear)
-        if linear.weight.device.type == "meta":
-            parts = [weights.rows(name) for name in linear.names]
-            made, kind = linear_of_parts(parts, linear.bias, dtype, maker, isinstance(ref.owner, Expert))
+        if linear.weight.is_meta:
+            parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
+            if piece and self._maker.of_expert is not None:
+                parts = [rows.with_borders(piece) for rows in parts]
+            is_expert = isinstance(ref.owner, Expert)
+            made, kind = linear_of_parts(parts, linear.bias, self._dtype, self._maker, is_expert)
             for name in linear.names:
-                on_read(name)
-        elif maker.quantizes_plain:
-            made, kind = maker.int8(linear), "int8 of plain"
+                self._on_read(name)
+        elif self._maker.quantizes_plain:
+            made, kind = self._maker.int8(linear), "int8 of plain"
         else:
             made, kind = linear, "plain"
-        kinds[kind] += 1
-        return made
-
-    for ref in model.linears():
-        ref.replace(convert(ref))
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        self._kinds[kind] += 1
+        ref.replace(made)
 
 
 def linear_of_parts(
@@ -149,6 +204,7 @@ class CpuLinearMaker:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.identity = f"cpu, groups of {CPU_GROUP_SIZES}"
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None) -> Made | None:
         """See LinearMaker."""

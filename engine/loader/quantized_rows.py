@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 FP8_DTYPE = torch.float8_e4m3fn
 INT4_MIDDLE = 8
+FILLED_GROUP = 32  # columns, of groups that are filled up: the smallest that GEMMs of both devices take
+FILLED_MULTIPLE = 128  # columns, of all such groups: what 4-bit GEMMs on a GPU read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,8 @@ class QuantizedRows:
     """w[i, order[j]] = (values[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
 
     values (rows, columns): uint8 of 0 to 15 with middle 8; or int8 or e4m3 with middle 0. scales, offsets: float32
-    (rows, groups). offsets None: zero. order (columns,): None: as they are. The last group may be short.
+    (rows, groups). offsets None: zero. order (columns,): None: as they are; an input that is named more than once has
+    a weight of zero but in one place. The last group may be short.
     quantizes_inputs: the GEMM may quantize its inputs to 8 bits.
     """
 
@@ -55,14 +60,89 @@ class QuantizedRows:
             weight += self._spread(self.offsets)
         if self.order is None:
             return weight.to(dtype)
-        plain = torch.empty_like(weight, dtype=dtype)
-        plain[:, self.order] = weight.to(dtype)
-        return plain
+        plain = weight.new_zeros(weight.shape[0], int(self.order.max()) + 1)
+        return plain.index_add_(1, self.order, weight).to(dtype)
 
     def _spread(self, values: Tensor) -> Tensor:
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
+
+    def take_rows(self, rows: Tensor) -> QuantizedRows:
+        """Those rows, in that order."""
+        values = self.values.view(torch.uint8)[rows].view(self.values.dtype)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return replace(self, values=values, scales=self.scales[rows], offsets=offsets)
+
+    def cut_rows(self, rows: range) -> QuantizedRows:
+        """Those rows; zeros where there are no such."""
+        if rows == range(self.values.shape[0]):
+            return self
+        start, stop, count = rows.start, min(rows.stop, self.values.shape[0]), len(rows)
+
+        def cut(values: Tensor) -> Tensor:
+            return functional.pad(values[start:stop], (0, 0, 0, count - max(stop - start, 0)))
+
+        offsets = None if self.offsets is None else cut(self.offsets)
+        values = cut(self.values.view(torch.uint8)).view(self.values.dtype)
+        return replace(self, values=values, scales=cut(self.scales), offsets=offsets)
+
+    def cut_columns(self, columns: range) -> QuantizedRows:
+        """The weights of those inputs. Groups become smaller where inputs do not begin or end with them."""
+        if columns == range(self.num_inputs):
+            return self
+        if self.order is not None:
+            return self._cut_reordered(self.order, columns)
+        values = self.values[:, columns.start : columns.stop].contiguous()
+        if self.scales.shape[1] == 1:
+            return replace(self, values=values, group_size=len(columns))
+        smaller = self.with_borders(math.gcd(columns.start, len(columns)))
+        groups = slice(columns.start // smaller.group_size, columns.stop // smaller.group_size)
+        offsets = None if smaller.offsets is None else smaller.offsets[:, groups].contiguous()
+        return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
+
+    def with_borders(self, size: int) -> QuantizedRows:
+        """The same weights in groups of which none goes on beyond a multiple of that many columns."""
+        smaller = math.gcd(self.group_size, size)
+        times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
+        if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows
+            return self
+
+        def spread(values: Tensor) -> Tensor:
+            return values.repeat_interleave(times, dim=1)[:, :count]
+
+        offsets = None if self.offsets is None else spread(self.offsets)
+        return replace(self, scales=spread(self.scales), offsets=offsets, group_size=smaller)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[1] if self.order is None else int(self.order.max()) + 1
+
+    def _cut_reordered(self, order: Tensor, columns: range) -> QuantizedRows:
+        """The weights of those inputs, sorted by group. Groups are filled up with weights of zero."""
+        places = ((order >= columns.start) & (order < columns.stop)).nonzero()[:, 0]
+        groups = places // self.group_size
+        counts = torch.bincount(groups, minlength=self.scales.shape[1])
+        filled = -(-counts // FILLED_GROUP) * FILLED_GROUP
+        filled[-1] += -int(filled.sum()) % FILLED_MULTIPLE
+        in_group = torch.arange(len(places), device=order.device) - (counts.cumsum(0) - counts)[groups]
+        target = (filled.cumsum(0) - filled)[groups] + in_group
+        of_filled = torch.arange(len(counts), device=order.device).repeat_interleave(filled // FILLED_GROUP)
+        scales = self.scales[:, of_filled]
+        offsets = None if self.offsets is None else self.offsets[:, of_filled]
+        values = self._zeros(scales, offsets).repeat_interleave(FILLED_GROUP, dim=1)
+        values[:, target] = self.values[:, places]
+        cut = torch.zeros(values.shape[1], dtype=order.dtype, device=order.device)
+        cut[target] = order[places] - columns.start
+        return QuantizedRows(values, scales, offsets, FILLED_GROUP, cut, self.quantizes_inputs)
+
+    def _zeros(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
+        """The value in each group that stands for a weight of zero: its zero point."""
+        middle = INT4_MIDDLE if self.is_int4 else 0
+        if offsets is None:
+            return torch.full(scales.shape, middle, dtype=self.values.dtype, device=scales.device)
+        zeros = middle - (offsets / torch.where(scales == 0, 1.0, scales)).round()
+        return zeros.clamp(0, 15).to(self.values.dtype) if self.is_int4 else zeros.clamp(-128, 127).to(torch.int8)
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.weights import CHOICE_BIAS, Partition
+from engine.layers.weights import CHOICE_BIAS, Part, Partition
 from engine.loader.checkpoint import Shape
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -45,25 +46,42 @@ class SafetensorsWeights:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        return self._take(name, None)
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource."""
+        return self._take(name, part)
+
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """The tensor as it is stored, or a part of it, on the device."""
+        return self._open(name, part).to(device=self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def _take(self, name: str, part: Part | None) -> Tensor:
         type_name = self.tensors[name].type_name
         if type_name not in PLAIN_TYPES:
             raise ConfigError(f"{name} holds {type_name} numbers, but config.json says nothing of quantization there")
         # `copy=True`: a tensor that already has the right type would keep the file mapped and be read lazily.
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self.dtype
-        return self._open(name).to(device=self.device, dtype=dtype, copy=True)
+        return self._open(name, part).to(
+            device=self.device, dtype=dtype, copy=True, memory_format=torch.contiguous_format
+        )
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as it is stored, on the device."""
-        return self._open(name).to(device=self.device, copy=True)
-
-    def _open(self, name: str) -> Tensor:
+    def _open(self, name: str, part: Part | None = None) -> Tensor:
+        """part: further dimensions than the tensor has are left out."""
         from safetensors import SafetensorError, safe_open
 
-        path = self.tensors[name].path
+        path, shape = self.tensors[name].path, self.tensors[name].shape
+        inside = (part or ())[: len(shape)]
+        is_whole = all(map(operator.eq, map(len, inside), shape))
         try:
             if path not in self._open_files:
                 self._open_files[path] = safe_open(path, framework="pt", device="cpu")
-            tensor: Tensor = self._open_files[path].get_tensor(name)
+            file = self._open_files[path]
+            if is_whole:
+                tensor: Tensor = file.get_tensor(name)
+            else:
+                tensor = file.get_slice(name)[tuple(slice(indices.start, indices.stop) for indices in inside)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path.name} is damaged: {name} cannot be read from it") from error
         return tensor

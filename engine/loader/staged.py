@@ -17,7 +17,7 @@ from engine.layers.block import Block
 from engine.layers.post_norm import PostNormed
 from engine.layers.weights import Partition, ShapeRecorder, WeightSource
 from engine.loader.checkpoint import Shape
-from engine.models.config import ModelConfig
+from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import Shard
 
@@ -37,7 +37,7 @@ def divide_layers(config: ModelConfig, count: int) -> list[range]:
     for name, shape in shapes.items():
         if (layer := layer_of(name)) is not None:
             sizes[layer] += math.prod(shape)
-    return _divide(sizes, config.vocab_size * config.hidden_size, count)
+    return _divide(sizes, config.vocab_size * config.hidden_size * PLAIN_BITS // config.linear_bits, count)
 
 
 def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:

@@ -14,6 +14,7 @@ from engine.models.rope import RopeConfig
 
 ScoreKind = Literal["softmax", "sigmoid"]
 ExchangeKind = Literal["sum", "dispatch"]
+PLAIN_BITS = 16  # of a weight that is not quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ class ModelConfig:
     num_kv_heads, head_dim: as the pool has them (`with_latent`). sliding_window: tokens that layers look back, but
     for `full_layers`; local_rope: that of such layers, if it is another one. query_scale: a factor on
     1/sqrt(head_dim). unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots:
-    each layer's placement of experts, if they have any, see `engine.expert_placement`. Of a rank of a
+    each layer's placement of experts, if they have any, see `engine.expert_placement`. linear_bits: of a weight of
+    blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
     tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`shard`).
     """
 
@@ -126,6 +128,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     query_scale: float = 1.0
     embedding_scale: float = 1.0
+    linear_bits: int = PLAIN_BITS
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()

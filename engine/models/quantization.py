@@ -63,7 +63,7 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | Non
 
 
 def is_mxfp4(raw: Mapping[str, Any]) -> bool:
-    """Whether experts' weights are MXFP4, as gpt-oss is published: the one format that is dequantized whole."""
+    """Whether experts' weights are MXFP4, as gpt-oss is published: no format of linear layers."""
     config = raw.get("quantization_config")
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
 

@@ -1,6 +1,7 @@
 """The plan of a local cluster, read back with each service's own parser."""
 
 import argparse
+import json
 import socket
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 
 from cli.cluster import plan_cluster
 from cli.gpus import Gpus, visible_gpus
+from cli.model_size import weight_bytes
 from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message, weight_bytes
+from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from tests.deploy.settings import parse
@@ -129,6 +131,12 @@ def test_weights_are_estimated_from_files(tmp_path):
     assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
     assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="fp8")) == 500
     assert weight_bytes(EngineConfig("dry-run")) == 0
+    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(gptq))
+    assert weight_bytes(EngineConfig(str(tmp_path))) == 1000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="none")) == 4000
+    assert weight_bytes(EngineConfig(str(tmp_path), dtype="float16")) == 4000
+    assert weight_bytes(EngineConfig(str(tmp_path), quant_mode="int8-weight")) == 2000
 
 
 def test_gpus_are_what_the_environment_lists_or_dev_has():

@@ -129,9 +129,9 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
     assert generate(made, PARAMS, PROMPTS) == expected
 
 
-def save_mxfp4(folder: Path) -> Path:
+def save_mxfp4(folder: Path, inner: int = 64) -> Path:
     """A tiny gpt-oss whose experts are blocks of random numbers."""
-    save_family(folder, {**GPT_OSS, "intermediate_size": 64})
+    save_family(folder, {**GPT_OSS, "intermediate_size": inner})
     stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, columns, rows = stored.pop(name).shape

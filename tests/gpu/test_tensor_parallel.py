@@ -24,11 +24,14 @@ from engine.gpu.config import GpuConfig
 from engine.request import SamplingParams
 from engine.speculation.drafts import Speculation
 from tests.cluster.test_tensor_parallel import followers_of
+from tests.engine.packed_files import FORMATS, SIZES, write
 from tests.engine.speculation.drafters import MakeOracle, knows
+from tests.engine.tiny_models import TinyModel
 from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.test_engine import generate, greedy
 from tests.gpu.test_kv_groups import GEMMA3, GPT_OSS
 from tests.gpu.test_latents import V2
+from tests.gpu.test_packed_experts import save_mxfp4
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROMPTS = [[(7 * i + 3 * j * j) % 97 for j in range(length)] for i, length in enumerate((5, 19, 200, 180, 190, 170))]
@@ -143,6 +146,47 @@ def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> N
     assert errors[1] < 1.25 * errors[0]
     if mode == "none":
         assert errors[1] < 2e-2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gptq", "gptq-act-order", "gptq-8bit", "awq", "compressed-int4-asymmetric", "compressed-int8", "fp8-blocks",
+     "fp8-tensor"],
+)  # fmt: skip
+def test_two_ranks_of_a_checkpoint_are_as_near_to_its_weights_as_one(name: str, tmp_path: Path) -> None:
+    """In bfloat16, with the layers that the checkpoint holds packed; beside its weights in float32."""
+    form, tiny = FORMATS[name], TinyModel("Qwen2", {**SIZES, "hidden_size": 256, "intermediate_size": 512})
+    write(form, tmp_path / "m", tiny)
+    exact = forced_logprobs(open_ranks(tmp_path / "m", 1))
+    errors = []
+    for tp in (1, 2):
+        made = open_ranks(tmp_path / "m", tp, dtype="bfloat16", quant_mode="auto")
+        found = forced_logprobs(made)
+        errors.append(float((found - exact).norm() / exact.norm()))
+        del made
+        gc.collect()
+    print(f"{name}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"expert_parallel": True}], ids=str)
+@pytest.mark.parametrize("inner", [64, 160])
+def test_ranks_of_mxfp4_experts_are_as_near_to_their_weights_as_one(
+    inner: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """160: two and a half groups of columns for each of two ranks."""
+    torch.manual_seed(0)
+    model = save_mxfp4(tmp_path, inner)
+    exact = forced_logprobs(open_ranks(model, 1))
+    errors = []
+    for tp, of_ranks in ((1, {}), (2, settings)):
+        made = open_ranks(model, tp, dtype="bfloat16", quant_mode="auto", **of_ranks)
+        found = forced_logprobs(made)
+        errors.append(float((found - exact).norm() / exact.norm()))
+        del made
+        gc.collect()
+    print(f"MXFP4, {settings}: relative errors of one and two ranks {errors[0]:.4f}, {errors[1]:.4f}")
+    assert errors[1] < 1.25 * errors[0]
 
 
 def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import ConfigError
-from engine.loader.mxfp4 import BLOCKS, SCALES, dequantize
+from engine.loader.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, dequantize, filled_columns
+from engine.loader.safetensors import SafetensorsWeights
 from tests.engine.driving import Driver, directory, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
 
@@ -29,6 +30,28 @@ def test_numbers_are_those_of_transformers() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         assert torch.equal(dequantize(blocks, scales, dtype), expected)
+
+
+def test_parts_are_those_of_the_dequantized_weight(tmp_path: Path) -> None:
+    """Inputs that begin and end within a group are read with the groups around them."""
+    torch.manual_seed(0)
+    blocks, scales = some_blocks(3, 48, 96)
+    save_file({"down_proj" + BLOCKS: blocks, "down_proj" + SCALES: scales}, tmp_path / "model.safetensors")
+    weights = Mxfp4Weights(SafetensorsWeights(tmp_path, torch.float32, torch.device("cpu")))
+    whole = weights.take("down_proj", (3, 96, 48))
+    for columns in (range(96), range(48, 96), range(24, 48), range(8, 9)):
+        part = weights.take_part("down_proj", (range(1, 3), columns, range(12, 24)))
+        assert torch.equal(part, whole[1:3, columns.start : columns.stop, 12:24])
+
+
+@pytest.mark.parametrize("count", [2880, 1440, 720, 360])
+def test_ranks_fill_up_their_columns_alike(count: int) -> None:
+    """Of gpt-oss on 1, 2, 4 and 8 ranks."""
+    filled = [filled_columns(range(rank * count, (rank + 1) * count)) for rank in range(2880 // count)]
+    assert [before for before, _ in filled] == [rank * count % 32 for rank in range(len(filled))]
+    assert {before + count + behind for before, behind in filled} == {
+        {2880: 2880, 1440: 1472, 720: 768, 360: 384}[count]
+    }
 
 
 @pytest.mark.slow

@@ -359,6 +359,13 @@ def test_layers_are_divided_by_what_a_step_reads() -> None:
         assert largest(found[0].stop, found[1].stop) == least < math.inf
 
 
+def test_a_head_of_16_bits_counts_more_beside_packed_layers() -> None:
+    folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
+    model = config_from_hf(read_hf_config(folder))
+    assert [len(layers) for layers in divide_layers(model, 2)] == [41, 39]
+    assert [len(layers) for layers in divide_layers(replace(model, linear_bits=4), 2)] == [42, 38]
+
+
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2), (2, 2)])
 def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
     """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: nobody has much more than others."""
