@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from cli.load.results import EventStream, RequestRecord, StreamError
+from cli.load.results import EventStream, RequestRecord, StreamError, message_of
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]
@@ -119,5 +119,4 @@ def _raise_for_status(reply: httpx.Response) -> None:
 
 
 def _message(body: Any) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message")) if isinstance(error, dict) else "the server gave no reason"
+    return message_of(body) or "the server gave no reason"

@@ -29,7 +29,7 @@ from cli.load.progress import RunProgress, shown
 from cli.load.results import Objectives, RequestRecord, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
-from common.config import add_arguments, from_namespace, setting
+from common.config import SettingsParser, add_arguments, from_namespace, setting
 from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
@@ -86,7 +86,7 @@ class ReportConfig:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mini-infer bench", description=TargetConfig.__doc__)
+    parser = SettingsParser(prog="mini-infer bench", description=TargetConfig.__doc__)
     for title, cls in (("server", TargetConfig), ("workload", WorkloadConfig), ("report", ReportConfig)):
         add_arguments(parser.add_argument_group(title), cls)
     return parser
@@ -186,6 +186,8 @@ def show(summary: dict[str, Any]) -> None:
         )
     for kind, count in summary["errors"].items():
         console.print(f"failed: {count} x {kind}", style="red")
+    if message := summary["first_error_message"]:
+        console.print(f"the first one: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(summary: dict[str, Any], path: str) -> None:

@@ -22,6 +22,7 @@ from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
+from common.config import SettingsParser
 from common.errors import InvalidRequestError, MiniInferError
 
 HELP = """\
@@ -146,7 +147,7 @@ class Chat:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = SettingsParser(
         prog="mini-infer chat",
         description="Talk to a model. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )

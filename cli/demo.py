@@ -21,6 +21,7 @@ from cli.api_client import ApiClient, Message, describe, speed_of
 from cli.load.results import RequestRecord
 from cli.local_server import add_server_arguments, server_for
 from cli.terminal.answer import view_of_stdout
+from common.config import SettingsParser
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 NUM_AT_ONCE = 8
@@ -105,7 +106,7 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = SettingsParser(
         prog="mini-infer demo",
         description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )

@@ -23,7 +23,7 @@ from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
 from cli.serve import parse_config, workers_of
 from cli.terminal.keys import keys_kept
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import ConfigError, InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
@@ -88,6 +88,8 @@ class LocalServer:
 def port_of(url: str) -> int:
     """The port to start a server on, so that it answers at `url`. Raises UnavailableError for another machine's."""
     parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url!r}: give the server's root, such as {DEFAULT_URL}")
     if parts.scheme != "http" or parts.hostname not in (LOOPBACK, "localhost"):
         raise UnavailableError(f"no server answers at {url}, and only one on {LOOPBACK} can be started here")
     return parts.port or 80

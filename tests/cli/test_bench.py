@@ -47,9 +47,16 @@ async def test_a_trace_with_json_to_standard_output(tmp_path, capsys):
     assert prompts[0][:512] == prompts[1][:512]
 
 
-async def test_only_failures_is_exit_code_1():
-    async with running(lambda _: chunked([b"{}"], status="503 Service Unavailable")) as server:
-        assert await bench(server, "--num-requests=2", "--warmup=0") == 1
+@pytest.mark.parametrize(
+    ("body", "told"), [(b"<html>", ""), (b'{"error": {"message": "no model \'m\'"}}', "no model 'm'")]
+)
+async def test_only_failures_is_exit_code_1(capsys, body, told):
+    async with running(lambda _: chunked([body], status="404 Not Found")) as server:
+        assert await bench(server, "--num-requests=2", "--warmup=0", "--json=-") == 1
+    shown = capsys.readouterr()
+    assert "failed: 2 x http 404" in shown.err
+    assert ("the first one: no model 'm'" in shown.err) == bool(told)
+    assert json.loads(shown.out)["first_error_message"] == told
 
 
 def test_settings_are_checked():

@@ -324,6 +324,33 @@ def test_settings_that_cannot_work_say_what_to_do(flags, told):
         parse_config(flags, {})
 
 
+def test_flags_of_vllm():
+    given = (
+        "--tensor-parallel-size=2 --pipeline-parallel-size=3 --enable-expert-parallel --num-gpu-blocks-override=64"
+    )
+    config = parse_config([*given.split(), "--no-enable-prefix-caching", "--gpu-memory-utilization=0.5"], {})
+    assert (config.engine.tp, config.engine.pp, config.engine.expert_parallel) == (2, 3, True)
+    assert (config.engine.num_gpu_blocks, config.engine.prefix_cache) == (64, False)
+    assert config.gpu.gpu_memory_fraction == 0.5
+
+
+def test_port_0_is_one_that_is_free():
+    config, specs = plan("--port=0")
+    assert config.router.port
+    assert settings(specs["router"])["port"] == config.router.port
+    assert f"127.0.0.1:{config.router.port}/readyz" in specs["router"].health_target
+    assert f"http://127.0.0.1:{config.router.port}/v1" in ready_message(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("192.0.2.1", "192.0.2.1 is no address of this machine"), ("no host", "no host is no address of this machine")],
+)
+def test_a_host_that_is_not_here_is_not_a_port_that_is_taken(host, told):
+    with pytest.raises(ConfigError, match=told):
+        check_ports(plan(f"--host={host}", "--port=0")[0])
+
+
 def test_a_quantization_of_other_programs_in_the_environment():
     with pytest.raises(ConfigError, match="use int8-weight"):
         parse_config([], {"MINI_INFER_QUANT_MODE": "w8a16"})
