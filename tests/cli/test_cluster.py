@@ -1,8 +1,10 @@
 """The plan of a local cluster, read back with each service's own parser."""
 
 import argparse
+import dataclasses
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from cli.ports import free_ports
 from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message, weight_bytes
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from tests.deploy.settings import parse
+from tests.deploy.settings import SETTINGS, parse
+from worker.stage import StageConfig
 
 RUN_DIR = Path("/run/x")
 
@@ -242,6 +245,16 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
             has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
             ignored += [] if has_effect else flags
     assert ignored == []
+
+
+def test_services_that_read_the_same_variable_take_the_same_values_of_it():
+    """MINI_INFER_LOG_LEVEL and the like are set once for all services."""
+    choices = {}
+    classes: set[Any] = {StageConfig}.union(*SETTINGS.values())
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            choices.setdefault(field.name, set()).add(field.metadata["choices"])
+    assert {name: values for name, values in choices.items() if len(values) > 1} == {}
 
 
 def test_ep_gives_ranks_whole_experts(fixed_ports):
