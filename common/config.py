@@ -73,6 +73,16 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
             )
 
 
+def setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:
+    """Every name of a setting, as Python spells it -> (class, field): the field's own and its further flags."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): (cls, field.name)
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        for flag in (field.name, *field.metadata.get("flags", ()))
+    }
+
+
 def from_namespace(
     cls: type[T],
     namespace: argparse.Namespace,

@@ -47,9 +47,8 @@ class _Caller:
 class AsyncLLM:
     """A model that answers any number of tasks, of any event loops. See `generate`, `stream` and `chat`.
 
-    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are fields of
-    `EngineConfig` and `GpuConfig`. Loads the model before it returns, which takes seconds: in a program that serves
-    already, `await asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError with what to do.
+    Model and settings are those of `LLM`. Loads the model before it returns, which takes seconds: in a program that
+    serves already, `await asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError with what to do.
 
     A task that is cancelled, or that leaves a stream, ends its generation and frees its blocks; the others go on.
     When the engine itself fails (a lost GPU), every open call raises EngineError with that as its cause, and so does

@@ -24,8 +24,9 @@ from engine.request import Request, RequestOutput, SamplingParams
 class LLM:
     """A model that answers, from any number of threads. See `generate`, `stream` and `chat`.
 
-    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are fields of
-    `EngineConfig` and `GpuConfig`. Loads the model, which takes seconds. Raises ConfigError with what to do.
+    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are the flags of
+    `serve` for engine and GPU: `LLM(model, tp=2, max_model_len=4096)`. Loads the model, which takes seconds. Raises
+    ConfigError with what to do.
 
     When the engine itself fails (a lost GPU), every open call raises EngineError with that as its cause, and so does
     every later call.
