@@ -59,6 +59,7 @@ protos: $(STAMP) $(STUBS)  ## generate the gRPC stubs
 setup: protos
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), once: torch, which is large ..."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0

@@ -20,6 +20,11 @@ class ApiError(MiniInferError):
     """The server refused the request or broke the stream; the text is the server's."""
 
 
+def server_root(url: str) -> str:
+    """The server's root; OpenAI's clients are given it with /v1 behind it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def speed_of(record: RequestRecord) -> float:
     """Tokens a second after the first one; 0 when there is none."""
     return 1.0 / record.tpot if record.chunk_times and record.tpot else 0.0
@@ -37,7 +42,7 @@ class ApiClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_seconds: float = 600.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url = url.rstrip("/")
+        self.url = server_root(url)
         timeout = httpx.Timeout(timeout_seconds, connect=5.0)
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)

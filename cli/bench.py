@@ -22,7 +22,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import first_model
+from cli.api_client import first_model, server_root
 from cli.load.client import Client, Target
 from cli.load.plot import plot
 from cli.load.progress import RunProgress, shown
@@ -101,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
     target = Target(
-        url=target_config.url,
+        url=server_root(target_config.url),
         model=target_config.model or first_model(target_config.url, target_config.api_key),
         api_key=target_config.api_key,
         endpoint=target_config.endpoint,

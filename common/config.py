@@ -28,8 +28,12 @@ class SettingsParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant_by(unknown[0])}")
+            self.unrecognized(unknown)
         return parsed
+
+    def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
+        """End the program with an error that names the flag that was meant."""
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{self._meant_by(arguments[0])}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")

@@ -182,6 +182,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another with --port or --host"
         ) from None
     return listener
