@@ -70,7 +70,7 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    type: Label
+    type: Annotated[Label, Field(description="text; other formats are not supported yet")]
     json_schema: Any = None
 
 
