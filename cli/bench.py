@@ -7,6 +7,7 @@ Turns flags into a workload and a target, runs them, prints, and writes JSON and
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -93,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 1 when no request succeeded."""
+    """The command. Exit code 1 when no request succeeded, 130 after Ctrl-C, which ends the measurement."""
     namespace = build_parser().parse_args(argv)
     # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
     env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
@@ -109,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
         temperature=target_config.temperature,
     )
     objectives = Objectives(report.slo_ttft_ms, report.slo_itl_ms)
-    records = uvloop.run(drive(target, workload, target_config.timeout_seconds))
+    records, is_interrupted = uvloop.run(drive(target, workload, target_config.timeout_seconds))
     begin = min((record.sent for record in records), default=0.0)
     duration = max((record.end for record in records), default=0.0) - begin
     summary = {
@@ -120,6 +121,8 @@ def run(argv: Sequence[str]) -> int:
     write_json(summary, report.json)
     if report.plot:
         plot(records, Path(report.plot), f"{target.model}: {len(records)} requests")
+    if is_interrupted:
+        return 130
     return 0 if summary["num_completed"] else 1
 
 
@@ -141,8 +144,8 @@ def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
     return len(requests), requests
 
 
-async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> list[RequestRecord]:
-    """Warm up, then send the workload, showing progress."""
+async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> tuple[list[RequestRecord], bool]:
+    """Warm up, then send the workload, showing progress; what has ended, and whether Ctrl-C stopped the rest."""
     client = Client(target, timeout_seconds)
     total, requests = plan(workload)
     rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
@@ -153,13 +156,25 @@ async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float
         with Console(stderr=True).status("warming up") if sys.stderr.isatty() else contextlib.nullcontext():
             await closed_loop(client.complete, warmup, 1, lambda _record: None)
         progress = RunProgress(total, client.open_records)
-        async with shown(progress):
-            if workload.request_rate or workload.trace:
-                return await open_loop(
-                    client.complete, requests, progress.on_done, workload.concurrency, workload.duration
-                )
-            concurrency = workload.concurrency or 8
-            return await closed_loop(client.complete, requests, concurrency, progress.on_done, workload.duration)
+        records: list[RequestRecord] = []
+
+        def on_done(record: RequestRecord) -> None:
+            records.append(record)
+            progress.on_done(record)
+
+        try:
+            async with shown(progress):
+                if workload.request_rate or workload.trace:
+                    await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
+                else:
+                    await closed_loop(
+                        client.complete, requests, workload.concurrency or 8, on_done, workload.duration
+                    )
+        except asyncio.CancelledError:
+            if not records:
+                raise
+            return records, True
+        return records, False
     finally:
         client.close()
 

@@ -1,11 +1,16 @@
 import asyncio
 import json
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
 from cli.bench import WorkloadConfig, plan, run
 from common.errors import ConfigError
-from tests.cli.load.sse_server import chunked, running, text_chunks
+from tests.cli.load.sse_server import SILENCE, chunked, running, text_chunks
+
+ROOT = Path(__file__).parents[2]
 
 
 def answer(body):
@@ -58,6 +63,27 @@ async def test_only_failures_is_exit_code_1(capsys, body, told):
     assert "failed: 2 x http 404" in shown.err
     assert ("the first one: no model 'm'" in shown.err) == bool(told)
     assert json.loads(shown.out)["first_error_message"] == told
+
+
+async def test_ctrl_c_ends_the_measurement_and_shows_what_was_measured():
+    def answer_some(body):
+        return answer(body) if len(server.requests) <= 3 else [SILENCE]
+
+    async with running(answer_some) as server:
+        command = [sys.executable, "-m", "cli", "bench", "--url", server.url, "--model=m", "--warmup=0"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--concurrency=1", "--num-requests=9", "--json=-", cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        async with asyncio.timeout(30):
+            while len(server.requests) < 4:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    assert process.returncode == 130
+    assert json.loads(out)["num_completed"] == 3
+    assert b"3/3 requests" in err
+    assert b"Traceback" not in err
 
 
 def test_settings_are_checked():
