@@ -13,7 +13,7 @@ import asyncio
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from common.errors import UnavailableError
@@ -116,9 +116,15 @@ class AsyncLLM:
         finally:
             self._leave(caller)
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation in the model's own chat template. Raises like `generate`."""
-        return (await self.generate(await asyncio.to_thread(self._model.encode_chat, messages), params))[0]
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
+        prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
+        return (await self.generate(prompt, params))[0]
 
     # -- on the callers' side --------------------------------------------------------------------------------
 

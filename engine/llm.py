@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,9 +74,17 @@ class LLM:
         finally:
             self._leave(requests)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation in the model's own chat template. Raises like `generate`."""
-        return self.generate(self._model.encode_chat(messages), params)[0]
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation in the model's own chat template. Raises like `generate`.
+
+        chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
+        """
+        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params)[0]
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

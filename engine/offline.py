@@ -82,9 +82,11 @@ class OfflineModel:
             raise InvalidRequestError(f"{len(encoded)} prompts but {len(params)} sampling parameters", "params")
         return list(zip(encoded, params, strict=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation in the model's own template. Raises InvalidRequestError when it has none."""
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, variables=template_kwargs
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)

@@ -19,6 +19,7 @@ from router.api.message_schemas import (
     Body,
     Label,
     Message,
+    TemplateKwargs,
     check_messages,
 )
 
@@ -137,6 +138,7 @@ class ChatCompletionBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
@@ -198,6 +200,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -222,7 +225,7 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     for name, value in fields.items():
         if name in _IGNORED:
             continue
-        if name in _NOT_SUPPORTED:
+        if name in _NOT_SUPPORTED and name not in kind.model_fields:
             if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
                 continue
             if value not in _NOT_SUPPORTED[name]:
