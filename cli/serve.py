@@ -61,12 +61,22 @@ QUANT_MODE_HELP = {
     "awq": "auto, which keeps what a checkpoint has",
     "fp16": "none, with --dtype float16",
 }
+INSTEAD_OF_VLLM = {
+    "--data-parallel-size": "use --decode, the number of workers",
+    "--quantization": "use --quant-mode",
+    "--enforce-eager": "use --no-use-cuda-graph",
+    "--swap-space": "use --preemption swap and --host-tier-gb",
+    "--speculative-config": "use --num-speculative-tokens",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
 FAILED_START_GRACE_SECONDS = 3.0
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
     parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
+    parser.instead = INSTEAD_OF_VLLM
     for title, cls in GROUPS:
         add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
     return parser

@@ -25,6 +25,8 @@ ENV_PREFIX = "MINI_INFER_"
 class SettingsParser(argparse.ArgumentParser):
     """A parser that answers a mistake in one line: the usage of eighty flags would hide it."""
 
+    instead: Mapping[str, str] = types.MappingProxyType({})  # what to use in place of flags that other programs have
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -42,7 +44,10 @@ class SettingsParser(argparse.ArgumentParser):
         known = self._option_string_actions
         if not argument.startswith("-"):
             return "; a model is named with --model" if "--model" in known else ""
-        near = get_close_matches(argument.partition("=")[0], known, 1, cutoff=0.7)
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag in self.instead:
+            return f"; {self.instead[flag]}"
+        near = get_close_matches(flag, known, 1, cutoff=0.7)
         return f"; did you mean {near[0]}?" if near else ""
 
 

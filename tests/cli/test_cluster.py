@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from cli.cluster import plan_cluster
 from cli.gpus import Gpus, visible_gpus
 from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message, weight_bytes
+from cli.serve import (
+    INSTEAD_OF_VLLM,
+    build_parser,
+    check_ports,
+    parse_config,
+    placement_lines,
+    ready_message,
+    weight_bytes,
+)
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from tests.deploy.settings import SETTINGS, parse
@@ -335,6 +344,13 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
 def test_settings_that_cannot_work_say_what_to_do(flags, told):
     with pytest.raises(ConfigError, match=told):
         parse_config(flags, {})
+
+
+def test_what_takes_the_place_of_flags_of_vllm_exists():
+    known = build_parser()._option_string_actions
+    for flag, told in INSTEAD_OF_VLLM.items():
+        assert flag not in known
+        assert set(re.findall(r"--[\w-]+", told)) <= known.keys()
 
 
 def test_flags_of_vllm():

@@ -29,6 +29,8 @@ def test_version(capsys):
     ("arguments", "told"),
     [
         (["serve", "--prot=1"], "mini-infer serve: error: unrecognized arguments: --prot=1; did you mean --port?"),
+        (["serve", "--max_model_length=9"], "did you mean --max-model-len?"),
+        (["serve", "--data-parallel-size", "2"], "--data-parallel-size 2; use --decode, the number of workers"),
         (["serve", "/models/x"], "unrecognized arguments: /models/x; a model is named with --model"),
         (["bench", "--num-requests", "many"], "argument --num-requests: invalid int value: 'many'"),
     ],
