@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from common.config import SettingsParser, add_arguments, from_namespace, setting
 from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,22 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """The report to write."""
+    """The report to write. Raises ConfigError for what could not be written, before anything is measured."""
 
     slo_ttft_ms: float = setting(0.0, "objective for the time to first token; 0: none")
     slo_itl_ms: float = setting(0.0, "objective for the 99th percentile of a request's gaps; 0: none")
     json: str = setting("", "write the result to this file; -: standard output")
     plot: str = setting("", "draw distributions and throughput into this file (.png, .svg, .pdf)")
+
+    def __post_init__(self) -> None:
+        for flag, path in (("--json", self.json), ("--plot", self.plot)):
+            folder = Path(path).parent
+            if path not in ("", "-") and not (folder.is_dir() and os.access(folder, os.W_OK)):
+                raise ConfigError(f"{flag} {path}: {folder} is not a directory that can be written to")
+        if self.plot and Path(self.plot).suffix not in PICTURES:
+            raise ConfigError(f"--plot {self.plot}: choose a name that ends with {', '.join(PICTURES)}")
+        if self.plot and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
 
 def build_parser() -> argparse.ArgumentParser:

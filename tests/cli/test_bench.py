@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.bench import WorkloadConfig, plan, run
+from cli.bench import ReportConfig, WorkloadConfig, plan, run
 from common.errors import ConfigError
 from tests.cli.load.sse_server import SILENCE, chunked, running, text_chunks
 
@@ -84,6 +84,17 @@ async def test_ctrl_c_ends_the_measurement_and_shows_what_was_measured():
     assert json.loads(out)["num_completed"] == 3
     assert b"3/3 requests" in err
     assert b"Traceback" not in err
+
+
+def test_a_report_that_cannot_be_written_ends_bench_before_it_starts(tmp_path, monkeypatch):
+    for flag in ("--json", "--plot"):
+        with pytest.raises(ConfigError, match=f"{flag} .*/no/x.png: .*/no is not a directory"):
+            run(["--url", "http://127.0.0.1:1", f"{flag}={tmp_path}/no/x.png"])
+    with pytest.raises(ConfigError, match=r"x\.txt: choose a name that ends with \.png, \.svg, \.pdf"):
+        ReportConfig(plot=f"{tmp_path}/x.txt")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        ReportConfig(plot=f"{tmp_path}/x.png")
 
 
 def test_settings_are_checked():
