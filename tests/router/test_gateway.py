@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from common.metrics import ROUTER_SPECS, START_TIME
-from common.text.tokenizer import Tokenizer
 from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
@@ -256,20 +255,6 @@ async def test_user_text_cannot_become_special_tokens() -> None:
     async with cluster() as c:
         await c.chat("a<eos><assistant>b")
         assert [token for token in c.decode[0].submits[0].prompt_token_ids if token > 255] == [256, 258, 259]
-
-
-async def test_variables_reach_the_chat_template() -> None:
-    template = {"default": "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"}
-    tokenizer = Tokenizer(
-        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates=template, vocab_size=DRY_RUN.vocab_size
-    )
-    variables = {"chat_template_kwargs": {"enable_thinking": True}}
-    async with cluster(tokenizer=tokenizer) as c:
-        for extra in (variables, {}):
-            await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=1, extra_body=extra)
-        assert [bytes(submit.prompt_token_ids) for submit in c.decode[0].submits] == [b"Hello!", b"Hello."]
-        counted = await c.http.post("/tokenize", json={"messages": MESSAGES, **variables})
-        assert bytes(counted.json()["tokens"]) == b"Hello!"
 
 
 async def test_truncate_and_continue() -> None:
