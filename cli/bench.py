@@ -7,8 +7,10 @@ Turns flags into a workload and a target, runs them, prints, and writes JSON and
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -22,17 +24,18 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from cli.api_client import first_model
+from cli.api_client import first_model, server_root
 from cli.load.client import Client, Target
 from cli.load.plot import plot
 from cli.load.progress import RunProgress, shown
 from cli.load.results import Objectives, RequestRecord, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
-from common.config import add_arguments, from_namespace, setting
+from common.config import SettingsParser, add_arguments, from_namespace, setting
 from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -77,23 +80,33 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """The report to write."""
+    """The report to write. Raises ConfigError for what could not be written, before anything is measured."""
 
     slo_ttft_ms: float = setting(0.0, "objective for the time to first token; 0: none")
     slo_itl_ms: float = setting(0.0, "objective for the 99th percentile of a request's gaps; 0: none")
     json: str = setting("", "write the result to this file; -: standard output")
     plot: str = setting("", "draw distributions and throughput into this file (.png, .svg, .pdf)")
 
+    def __post_init__(self) -> None:
+        for flag, path in (("--json", self.json), ("--plot", self.plot)):
+            folder = Path(path).parent
+            if path not in ("", "-") and not (folder.is_dir() and os.access(folder, os.W_OK)):
+                raise ConfigError(f"{flag} {path}: {folder} is not a directory that can be written to")
+        if self.plot and Path(self.plot).suffix not in PICTURES:
+            raise ConfigError(f"--plot {self.plot}: choose a name that ends with {', '.join(PICTURES)}")
+        if self.plot and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mini-infer bench", description=TargetConfig.__doc__)
+    parser = SettingsParser(prog="mini-infer bench", description=TargetConfig.__doc__)
     for title, cls in (("server", TargetConfig), ("workload", WorkloadConfig), ("report", ReportConfig)):
         add_arguments(parser.add_argument_group(title), cls)
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 1 when no request succeeded."""
+    """The command. Exit code 1 when no request succeeded, 130 after Ctrl-C, which ends the measurement."""
     namespace = build_parser().parse_args(argv)
     # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
     env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
@@ -101,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
     target = Target(
-        url=target_config.url,
+        url=server_root(target_config.url),
         model=target_config.model or first_model(target_config.url, target_config.api_key),
         api_key=target_config.api_key,
         endpoint=target_config.endpoint,
@@ -109,7 +122,7 @@ def run(argv: Sequence[str]) -> int:
         temperature=target_config.temperature,
     )
     objectives = Objectives(report.slo_ttft_ms, report.slo_itl_ms)
-    records = uvloop.run(drive(target, workload, target_config.timeout_seconds))
+    records, is_interrupted = uvloop.run(drive(target, workload, target_config.timeout_seconds))
     begin = min((record.sent for record in records), default=0.0)
     duration = max((record.end for record in records), default=0.0) - begin
     summary = {
@@ -120,6 +133,8 @@ def run(argv: Sequence[str]) -> int:
     write_json(summary, report.json)
     if report.plot:
         plot(records, Path(report.plot), f"{target.model}: {len(records)} requests")
+    if is_interrupted:
+        return 130
     return 0 if summary["num_completed"] else 1
 
 
@@ -141,8 +156,8 @@ def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
     return len(requests), requests
 
 
-async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> list[RequestRecord]:
-    """Warm up, then send the workload, showing progress."""
+async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> tuple[list[RequestRecord], bool]:
+    """Warm up, then send the workload, showing progress; what has ended, and whether Ctrl-C stopped the rest."""
     client = Client(target, timeout_seconds)
     total, requests = plan(workload)
     rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
@@ -153,13 +168,25 @@ async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float
         with Console(stderr=True).status("warming up") if sys.stderr.isatty() else contextlib.nullcontext():
             await closed_loop(client.complete, warmup, 1, lambda _record: None)
         progress = RunProgress(total, client.open_records)
-        async with shown(progress):
-            if workload.request_rate or workload.trace:
-                return await open_loop(
-                    client.complete, requests, progress.on_done, workload.concurrency, workload.duration
-                )
-            concurrency = workload.concurrency or 8
-            return await closed_loop(client.complete, requests, concurrency, progress.on_done, workload.duration)
+        records: list[RequestRecord] = []
+
+        def on_done(record: RequestRecord) -> None:
+            records.append(record)
+            progress.on_done(record)
+
+        try:
+            async with shown(progress):
+                if workload.request_rate or workload.trace:
+                    await open_loop(client.complete, requests, on_done, workload.concurrency, workload.duration)
+                else:
+                    await closed_loop(
+                        client.complete, requests, workload.concurrency or 8, on_done, workload.duration
+                    )
+        except asyncio.CancelledError:
+            if not records:
+                raise
+            return records, True
+        return records, False
     finally:
         client.close()
 
@@ -186,6 +213,8 @@ def show(summary: dict[str, Any]) -> None:
         )
     for kind, count in summary["errors"].items():
         console.print(f"failed: {count} x {kind}", style="red")
+    if message := summary["first_error_message"]:
+        console.print(f"the first one: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(summary: dict[str, Any], path: str) -> None:

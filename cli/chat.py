@@ -6,7 +6,6 @@ started (`cli/local_server`) or spoken to (`cli/api_client`), or what an answer 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -19,9 +18,10 @@ from rich.console import Console
 
 from cli.api_client import ApiClient, Message, describe
 from cli.load.results import RequestRecord
-from cli.local_server import add_server_arguments, server_for
+from cli.local_server import add_server_arguments, parse_with_serve_flags, server_for
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
+from common.config import SettingsParser
 from common.errors import InvalidRequestError, MiniInferError
 
 HELP = """\
@@ -145,8 +145,8 @@ class Chat:
             self._console.print(describe(record), style="dim", highlight=False)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> SettingsParser:
+    parser = SettingsParser(
         prog="mini-infer chat",
         description="Talk to a model. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
@@ -160,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """The command."""
-    arguments, serve_flags = build_parser().parse_known_args(argv)
+    arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     if arguments.seed is not None:

@@ -5,7 +5,6 @@ One answer; eight at once; the same long prefix twice; a cancelled answer. Calls
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -19,8 +18,9 @@ from rich.table import Table
 
 from cli.api_client import ApiClient, Message, describe, speed_of
 from cli.load.results import RequestRecord
-from cli.local_server import add_server_arguments, server_for
+from cli.local_server import add_server_arguments, parse_with_serve_flags, server_for
 from cli.terminal.answer import view_of_stdout
+from common.config import SettingsParser
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
 NUM_AT_ONCE = 8
@@ -104,8 +104,8 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
     return table
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> SettingsParser:
+    parser = SettingsParser(
         prog="mini-infer demo",
         description="A short tour. Flags that are not listed here go to `mini-infer serve` when one is started.",
     )
@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """The command."""
-    arguments, serve_flags = build_parser().parse_known_args(argv)
+    arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
     with (
         server_for(arguments, serve_flags, sys.stdin.isatty()) as (url, is_ours),
         ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,

@@ -18,12 +18,14 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from cli.api_client import server_root
 from cli.child import child_command, child_environment
 from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
-from cli.serve import parse_config, workers_of
+from cli.serve import build_parser, parse_config, workers_of
 from cli.terminal.keys import keys_kept
-from common.errors import InvalidRequestError, UnavailableError
+from common.config import SettingsParser
+from common.errors import ConfigError, InvalidRequestError, UnavailableError
 from common.healthcheck import is_ready
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
@@ -88,6 +90,8 @@ class LocalServer:
 def port_of(url: str) -> int:
     """The port to start a server on, so that it answers at `url`. Raises UnavailableError for another machine's."""
     parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url!r}: give the server's root, such as {DEFAULT_URL}")
     if parts.scheme != "http" or parts.hostname not in (LOOPBACK, "localhost"):
         raise UnavailableError(f"no server answers at {url}, and only one on {LOOPBACK} can be started here")
     return parts.port or 80
@@ -106,14 +110,23 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse_with_serve_flags(parser: SettingsParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The parser's flags, and those that are left for `serve`. Ends the program when neither knows one."""
+    arguments, serve_flags = parser.parse_known_args(argv)
+    if unknown := build_parser(parser.prog).parse_known_args(serve_flags)[1]:
+        parser.unrecognized(unknown)
+    return arguments, serve_flags
+
+
 @contextlib.contextmanager
 def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
     """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
-    url = arguments.url or DEFAULT_URL
+    url = server_root(arguments.url or DEFAULT_URL)
     is_private = arguments.dry_run and not arguments.url  # whatever runs at the default address
     if not is_private and server_answers(url):
         if serve_flags:
-            raise InvalidRequestError(f"a server runs at {url}: it can't take {' '.join(serve_flags)} now")
+            told = " ".join(serve_flags)
+            raise InvalidRequestError(f"a server runs at {url}, which cannot take {told} now: stop it first")
         yield url, False
         return
     model_flags = ["--model", arguments.model] if arguments.model else []

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from common.errors import MiniInferError
+from common.version import VERSION
 
 # name -> (module with `run(argv) -> exit code`, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -24,7 +25,8 @@ def usage() -> str:
     """The help text of the program itself."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "usage: mini-infer COMMAND [options]\n\n" + "\n".join(lines) + "\n\nmini-infer COMMAND --help tells more."
+    more = "mini-infer COMMAND --help tells more; --version tells the version."
+    return "usage: mini-infer COMMAND [options]\n\n" + "\n".join(lines) + f"\n\n{more}"
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
@@ -45,6 +47,9 @@ def run_command(name: str, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `mini-infer`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--version"]:
+        print(f"mini-infer {VERSION}")
+        return 0
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2

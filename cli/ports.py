@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import socket
 
 from common.errors import ConfigError
@@ -18,10 +18,11 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} can't be used ({os.strerror(error.errno or 0).lower()}): stop what listens "
-                f"there, or choose another with {flag}"
-            ) from error
+            reason = f"port {port} on {host} can't be used ({str(error.strerror).lower()})"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"{reason}: {host} is no address of this machine") from error
+            stop = "stop what listens there, or " if error.errno == errno.EADDRINUSE else ""
+            raise ConfigError(f"{reason}: {stop}choose another with {flag}") from error
 
 
 def free_ports(count: int) -> list[int]:

@@ -25,7 +25,7 @@ from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
-from common.config import ENV_PREFIX, add_arguments, from_namespace
+from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
@@ -60,12 +60,22 @@ QUANT_MODE_HELP = {
     "awq": "auto, which keeps what a checkpoint has",
     "fp16": "none, with --dtype float16",
 }
+INSTEAD_OF_VLLM = {
+    "--data-parallel-size": "use --decode, the number of workers",
+    "--quantization": "use --quant-mode",
+    "--enforce-eager": "use --no-use-cuda-graph",
+    "--swap-space": "use --preemption swap and --host-tier-gb",
+    "--speculative-config": "use --num-speculative-tokens",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--trust-remote-code": "code of a checkpoint is never run",
+}
 FAILED_START_GRACE_SECONDS = 3.0
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
-    parser = argparse.ArgumentParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
+    parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
+    parser.instead = INSTEAD_OF_VLLM
     for title, cls in GROUPS:
         add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
     return parser
@@ -112,13 +122,14 @@ def parse_config(
         notes.append(workers.reason)
     serve = dataclasses.replace(serve, prefill=workers.prefill, decode=workers.decode)
     engine = engine if engine.pp > 1 else dataclasses.replace(engine, tp=workers.tp)
-    agent_port, *worker_ports = free_ports(1 + serve.prefill + serve.decode)
+    router_port, agent_port, *worker_ports = free_ports(2 + serve.prefill + serve.decode)
     prefill_ports, decode_ports = worker_ports[: serve.prefill], worker_ports[serve.prefill :]
+    router = settings(
+        RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
+    )
     return ClusterConfig(
         serve=serve,
-        router=settings(
-            RouterConfig, model=engine.model, prefill=addresses(prefill_ports), decode=addresses(decode_ports)
-        ),
+        router=router if router.port else dataclasses.replace(router, port=router_port),
         http=settings(HttpConfig),
         worker=settings(WorkerConfig),
         engine=engine,

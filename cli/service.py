@@ -19,7 +19,6 @@ from common.startup import NOTIFY_SOCKET
 TAIL_LINES = 12
 NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
-
 MAX_STATUS_LEN = 200
 
 LineSink = Callable[[str, str], None]  # (service, line)
@@ -60,9 +59,7 @@ class _StatusReader(asyncio.DatagramProtocol):
 class Service:
     """One running service: its process, its output line by line, and what it says that it is doing."""
 
-    def __init__(
-        self, spec: ServiceSpec, on_line: LineSink, on_status: StatusSink = lambda _name, _text: None
-    ) -> None:
+    def __init__(self, spec: ServiceSpec, on_line: LineSink, on_status: StatusSink = ignore_status) -> None:
         self.spec = spec
         self._on_status = on_status
         self._status: asyncio.DatagramTransport | None = None

@@ -13,12 +13,42 @@ import os
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
 
 from common.errors import ConfigError
 
 T = TypeVar("T")
 ENV_PREFIX = "MINI_INFER_"
+
+
+class SettingsParser(argparse.ArgumentParser):
+    """A parser that answers a mistake in one line: the usage of eighty flags would hide it."""
+
+    instead: Mapping[str, str] = types.MappingProxyType({})  # what to use in place of flags that other programs have
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.unrecognized(unknown)
+        return parsed
+
+    def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
+        """End the program with an error that names the flag that was meant."""
+        self.error(f"unrecognized arguments: {' '.join(arguments)}{self._meant_by(arguments[0])}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
+
+    def _meant_by(self, argument: str) -> str:
+        known = self._option_string_actions
+        if not argument.startswith("-"):
+            return "; a model is named with --model" if "--model" in known else ""
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag in self.instead:
+            return f"; {self.instead[flag]}"
+        near = get_close_matches(flag, known, 1, cutoff=0.7)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def setting(default: Any, help: str, *, choices: Sequence[str] = (), flags: Sequence[str] = ()) -> Any:
@@ -52,6 +82,16 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
             )
 
 
+def setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:
+    """Every name of a setting, as Python spells it -> (class, field): the field's own and its further flags."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): (cls, field.name)
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        for flag in (field.name, *field.metadata.get("flags", ()))
+    }
+
+
 def from_namespace(
     cls: type[T],
     namespace: argparse.Namespace,
@@ -82,7 +122,7 @@ def from_namespace(
 
 def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
     """Parse a whole command line into `cls`."""
-    parser = argparse.ArgumentParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])
+    parser = SettingsParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])
     add_arguments(parser, cls)
     return from_namespace(cls, parser.parse_args(argv))
 

@@ -13,6 +13,8 @@ from types import TracebackType
 
 from common.errors import MiniInferError
 
+LEVELS = ("debug", "info", "warning", "error")
+LEVEL_HELP = "least severe messages shown"
 FORMATS = ("text", "json")
 FORMAT_HELP = "text, or json: an object per line with time (UTC), level, service, logger, message and traceback"
 _TEXT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
@@ -38,7 +40,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-def setup_logging(program: str, level: str = "INFO", log_format: str = "text") -> logging.Logger:
+def setup_logging(program: str, level: str = "info", log_format: str = "text") -> logging.Logger:
     """Send this process's log to stderr and return the program's logger."""
     logging.basicConfig(level=level.upper(), format=_TEXT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -45,7 +45,9 @@ def resolve_model(model: str, weights: bool = True) -> ModelFiles:
         return ModelFiles(path.stem, "gguf", path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"directory {model} has no config.json")
+            gguf = next(iter(sorted(path.glob("*.gguf"))), None)
+            instead = f"name the file, {gguf}" if gguf else "give one with config.json and *.safetensors"
+            raise ConfigError(f"directory {model} has no config.json: {instead}")
         return ModelFiles(path.resolve().name, "directory", path)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return ModelFiles(model, "directory", download(model, weights=weights))

@@ -13,7 +13,7 @@ import asyncio
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from common.errors import UnavailableError
@@ -47,9 +47,8 @@ class _Caller:
 class AsyncLLM:
     """A model that answers any number of tasks, of any event loops. See `generate`, `stream` and `chat`.
 
-    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are fields of
-    `EngineConfig` and `GpuConfig`. Loads the model before it returns, which takes seconds: in a program that serves
-    already, `await asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError with what to do.
+    Model and settings are those of `LLM`. Loads the model before it returns, which takes seconds: in a program that
+    serves already, `await asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError with what to do.
 
     A task that is cancelled, or that leaves a stream, ends its generation and frees its blocks; the others go on.
     When the engine itself fails (a lost GPU), every open call raises EngineError with that as its cause, and so does
@@ -117,9 +116,15 @@ class AsyncLLM:
         finally:
             self._leave(caller)
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation in the model's own chat template. Raises like `generate`."""
-        return (await self.generate(await asyncio.to_thread(self._model.encode_chat, messages), params))[0]
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
+        prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
+        return (await self.generate(prompt, params))[0]
 
     # -- on the callers' side --------------------------------------------------------------------------------
 

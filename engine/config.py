@@ -38,7 +38,9 @@ class EngineConfig:
         choices=MLA_FORMS,
     )  # fmt: skip
     block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
-    num_gpu_blocks: int = setting(0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks",))
+    num_gpu_blocks: int = setting(
+        0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks", "--num-gpu-blocks-override")
+    )
     kv_cache_gb: float = setting(
         0.0, "memory for KV blocks; 0: 1 GB on a CPU, what --gpu-memory-fraction leaves on a GPU"
     )
@@ -50,7 +52,7 @@ class EngineConfig:
         flags=("--chunk-prefill-size",),
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
-    prefix_cache: bool = setting(True, "reuse KV of equal prefixes")
+    prefix_cache: bool = setting(True, "reuse KV of equal prefixes", flags=("--enable-prefix-caching",))
     preemption: str = setting("recompute", "how preempted requests get their KV back", choices=("recompute", "swap"))
     scheduling_policy: str = setting(
         "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
@@ -67,8 +69,13 @@ class EngineConfig:
     )
     ngram_max: int = setting(4, "longest n-gram of a sequence's last tokens whose earlier occurrence proposes drafts")
     ngram_min: int = setting(2, "shortest such n-gram")
-    tp: int = setting(1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)")
-    expert_parallel: bool = setting(False, "ranks of --tp have whole experts instead of a part of each")
+    tp: int = setting(
+        1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)",
+        flags=("--tensor-parallel-size",),
+    )  # fmt: skip
+    expert_parallel: bool = setting(
+        False, "ranks of --tp have whole experts instead of a part of each", flags=("--enable-expert-parallel",)
+    )
     expert_exchange: str = setting(
         "sum", "between ranks of --expert-parallel; sum: all have every token and add up what their experts make of "
         "it; dispatch: tokens are divided, and go to the ranks that have their experts",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,9 @@ from engine.request import Request, RequestOutput, SamplingParams
 class LLM:
     """A model that answers, from any number of threads. See `generate`, `stream` and `chat`.
 
-    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are fields of
-    `EngineConfig` and `GpuConfig`. Loads the model, which takes seconds. Raises ConfigError with what to do.
+    model: a directory, a .gguf file, a hub id or "dry-run"; empty: the default model. Settings are the flags of
+    `serve` for engine and GPU: `LLM(model, tp=2, max_model_len=4096)`. Loads the model, which takes seconds. Raises
+    ConfigError with what to do.
 
     When the engine itself fails (a lost GPU), every open call raises EngineError with that as its cause, and so does
     every later call.
@@ -73,9 +74,17 @@ class LLM:
         finally:
             self._leave(requests)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation in the model's own chat template. Raises like `generate`."""
-        return self.generate(self._model.encode_chat(messages), params)[0]
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a conversation in the model's own chat template. Raises like `generate`.
+
+        chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
+        """
+        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params)[0]
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from common.errors import InvalidRequestError
+from common.config import setting_names
+from common.errors import ConfigError, InvalidRequestError
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -55,10 +57,16 @@ class OfflineModel:
 
     @classmethod
     def load(cls, model: str, settings: Mapping[str, Any]) -> OfflineModel:
-        """settings: fields of `EngineConfig` and `GpuConfig`. Raises ConfigError with what to do."""
-        of_gpu = {name: value for name, value in settings.items() if name in GpuConfig.__dataclass_fields__}
-        of_engine = {name: value for name, value in settings.items() if name not in of_gpu}
-        config, gpu = EngineConfig(model=model, **of_engine), GpuConfig(**of_gpu)
+        """settings: those of `EngineConfig` and `GpuConfig`. Raises ConfigError with what to do."""
+        names = setting_names(EngineConfig, GpuConfig)
+        chosen: dict[type[Any], dict[str, Any]] = {EngineConfig: {"model": model}, GpuConfig: {}}
+        for name, value in settings.items():
+            if name not in names:
+                near = get_close_matches(name, names, 1)
+                raise ConfigError(f"no setting {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            cls_of, field_name = names[name]
+            chosen[cls_of][field_name] = value
+        config, gpu = EngineConfig(**chosen[EngineConfig]), GpuConfig(**chosen[GpuConfig])
         with terminal_progress() as on_progress:
             parts = assemble(config, gpu=gpu, is_offline=True, on_progress=on_progress)
         return cls(parts.engine, load_tokenizer(parts.files), parts.model_config)
@@ -74,9 +82,11 @@ class OfflineModel:
             raise InvalidRequestError(f"{len(encoded)} prompts but {len(params)} sampling parameters", "params")
         return list(zip(encoded, params, strict=True))
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation in the model's own template. Raises InvalidRequestError when it has none."""
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, variables=template_kwargs
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
-from common.logging import FORMAT_HELP, FORMATS
+from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AgentConfig:
     region_gb: float = setting(0.0, "host memory for one model's KV blocks; 0: what is left of --host-tier-gb")
     metrics_port: int = setting(0, "Prometheus port; 0: none")
     drain_grace_seconds: float = setting(5.0, "time that open calls get after SIGTERM")
-    log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+    log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:

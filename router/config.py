@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
-from common.logging import FORMAT_HELP, FORMATS
+from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 
 POLICIES = ("cost", "round-robin", "random", "power-of-two", "session-sticky")
 
@@ -47,7 +47,7 @@ class RouterConfig:
     )
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
     max_retries: int = setting(2, "moves of one choice to another worker without a new token in between")
-    log_level: str = setting("info", "least severe messages shown", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:

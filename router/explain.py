@@ -98,6 +98,7 @@ def _counts(journal: Journal, state: str, end: float) -> dict[str, Any]:
         "output_tokens": len(journal.output_token_ids),
         "cached_tokens": journal.num_cached_tokens,
         "migrations": journal.num_migrations,
+        "moves": journal.num_moves,
         "time_line": _time_line(journal, end),
         "total_seconds": round(end - journal.arrival, 6),
     }

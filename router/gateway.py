@@ -16,7 +16,6 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError
 from router.api.chat_renderer import ChatRenderer
 from router.api.completion_renderer import CompletionRenderer
-from router.api.message_schemas import Message
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import checked_ids, for_choice, sampling_params
@@ -103,7 +102,7 @@ class Gateway:
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        token_ids = await self._chat_ids(model, body.messages, add_prompt, bool(body.continue_final_message))
+        token_ids = await self._chat_ids(model, body, add_prompt)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
         request = self._request(http, model, body, prompts, body.n or 1, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
@@ -208,9 +207,16 @@ class Gateway:
         ]
 
     async def _chat_ids(
-        self, model: ServedModel, messages: Sequence[Message], add_prompt: bool, continue_final: bool
+        self, model: ServedModel, body: ChatCompletionBody | TokenizeBody, add_prompt: bool
     ) -> list[int]:
-        token_ids = await chat_prompt(messages, model.tokenizer, model.limits(), add_prompt, continue_final)
+        token_ids = await chat_prompt(
+            body.messages or (),
+            model.tokenizer,
+            model.limits(),
+            add_prompt,
+            bool(body.continue_final_message),
+            body.chat_template_kwargs,
+        )
         if not token_ids:
             raise InvalidRequestError("the messages give an empty prompt", "messages")
         return token_ids
@@ -223,7 +229,7 @@ class Gateway:
         limits = model.limits()
         if body.messages is not None:
             add_prompt = body.add_generation_prompt and not body.continue_final_message
-            token_ids = await self._chat_ids(model, body.messages, add_prompt, body.continue_final_message)
+            token_ids = await self._chat_ids(model, body, add_prompt)
         elif body.prompt:
             token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import gc
@@ -15,7 +14,7 @@ from collections.abc import Callable
 import uvicorn
 import uvloop
 
-from common.config import add_arguments, from_namespace
+from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import RateLimit, report_end, setup_logging
 from common.model_files import resolve_model
@@ -80,7 +79,7 @@ def load(name: str, model: str) -> LoadedModel:
 
 
 def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
-    parser = argparse.ArgumentParser(prog="router", description=RouterConfig.__doc__)
+    parser = SettingsParser(prog="router", description=RouterConfig.__doc__)
     add_arguments(parser.add_argument_group("router"), RouterConfig)
     add_arguments(parser.add_argument_group("HTTP connections"), HttpConfig)
     namespace = parser.parse_args(argv)
@@ -183,6 +182,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port"
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another with --port or --host"
         ) from None
     return listener

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.cluster_token import check_cluster_token
 from common.config import setting
 from common.errors import ConfigError
-from common.logging import FORMAT_HELP, FORMATS
+from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class WorkerConfig:
         120.0, "end when the engine does nothing for this long while it loads; a slow start may take any time"
     )
     metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
-    log_level: str = setting("INFO", "DEBUG, INFO, WARNING or ERROR")
+    log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import logging
@@ -16,7 +15,7 @@ import time
 
 from msgspec.structs import asdict, replace
 
-from common.config import add_arguments, from_namespace
+from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
@@ -42,7 +41,7 @@ HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited fo
 
 
 def parse_settings(role: str, argv: list[str] | None = None) -> Start:
-    parser = argparse.ArgumentParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
+    parser = SettingsParser(prog=f"{role}_service", description=f"A {role} worker: one engine behind gRPC.")
     add_arguments(parser.add_argument_group("worker"), WorkerConfig)
     add_arguments(parser.add_argument_group("engine"), EngineConfig)
     add_arguments(parser.add_argument_group("GPU"), GpuConfig)

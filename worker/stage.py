@@ -16,7 +16,7 @@ import msgspec
 
 from common.config import from_args, setting
 from common.errors import ConfigError
-from common.logging import report_end, setup_logging
+from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS, report_end, setup_logging
 from common.rpc import check_bind
 from common.startup import exit_on_sigterm
 from common.version import VERSION
@@ -34,8 +34,8 @@ class StageConfig:
     host: str = setting("127.0.0.1", "address to listen on; others than loopback need --cluster-token")
     port: int = setting(7070, "port to listen on")
     cluster_token: str = setting("", "secret of all services; better set by MINI_INFER_CLUSTER_TOKEN")
-    log_level: str = setting("info", "debug, info, warning or error")
-    log_format: str = setting("text", "json: one object per line", choices=("text", "json"))
+    log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
+    log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 
 
 def main(argv: list[str] | None = None) -> int:

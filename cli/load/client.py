@@ -8,6 +8,7 @@ Times are time.perf_counter's: uvloop's own clock has a resolution of one millis
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-from cli.load.results import EventStream, RequestRecord, StreamError
+from cli.load.results import EventStream, RequestRecord, StreamError, message_of
 from cli.load.workload import PlannedRequest
 from common.errors import ConfigError
+
+MAX_REFUSAL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Connection(asyncio.Protocol):
         self._record = record
         self._begin = begin
         self._events = EventStream(record)
+        self._refusal = b""
         self._done = self._loop.create_future()
         record.sent = time.perf_counter() - begin
         self._transport.writelines([head, body])
@@ -123,16 +127,19 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         if self._parser.get_status_code() != 200:
+            self._refusal = (self._refusal + data)[:MAX_REFUSAL_BYTES]
             return
         try:
             self._events.read(data, self._now)
         except StreamError as error:
-            self._record.error = error.kind
+            self._record.error, self._record.message = error.kind, message_of(error.event)
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status != 200:
             self._record.error = f"http {status}"
+            with contextlib.suppress(orjson.JSONDecodeError):  # a proxy's page: the status has to do
+                self._record.message = message_of(orjson.loads(self._refusal))
         elif not self._events.is_complete and not self._record.error:
             self._record.error = "incomplete"
         if not self._parser.should_keep_alive():

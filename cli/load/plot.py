@@ -27,12 +27,10 @@ def tokens_over_time(records: Sequence[RequestRecord], bin_seconds: float) -> li
 
 
 def plot(records: Sequence[RequestRecord], path: Path, title: str) -> None:
-    """Write the picture to `path`. Raises ConfigError without matplotlib, or when the file can't be written."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+    """Write the picture to `path`. Raises ConfigError when the file can't be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     done = [record for record in records if not record.error and record.chunk_times]
     figure = Figure(figsize=(15, 4.2), layout="constrained")
     figure.suptitle(title)
@@ -46,7 +44,7 @@ def plot(records: Sequence[RequestRecord], path: Path, title: str) -> None:
     axes[2].set_ylim(bottom=0)
     try:
         FigureCanvasAgg(figure).print_figure(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: an ending that is no picture format
+    except OSError as error:
         raise ConfigError(f"--plot {path}: {error}") from error
 
 

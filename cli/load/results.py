@@ -37,6 +37,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
+    message: str = ""  # what the server said of the error, if anything
 
     @property
     def ttft(self) -> float:
@@ -56,6 +57,12 @@ class RequestRecord:
     @property
     def gaps(self) -> list[float]:
         return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+def message_of(body: Any) -> str:
+    """The text of an error in OpenAI's shape; empty when it is none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return str(error.get("message") or "") if isinstance(error, dict) else ""
 
 
 class EventStream:
@@ -140,6 +147,7 @@ def summarize(records: Sequence[RequestRecord], duration_seconds: float, objecti
         "num_requests": len(records),
         "num_completed": len(done),
         "errors": dict(Counter(record.error for record in records if record.error)),
+        "first_error_message": next((record.message for record in records if record.message), ""),
         "duration_seconds": duration_seconds,
         "prompt_tokens": prompt_tokens,
         "cached_tokens": sum(record.num_cached_tokens for record in done),

@@ -79,24 +79,27 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
         """The prompt's text, and the break character in it ("" when no message needed one).
 
-        Raises InvalidRequestError when the template cannot be applied to these messages.
+        variables: further ones of the template, such as `enable_thinking`. Raises InvalidRequestError when the
+        template cannot be applied to these messages.
         """
         if continue_final_message:
             messages = _mark_end(messages)
-        messages, tools, breaker = self._guard.apply(messages, tools)
+        (messages, tools, variables), breaker = self._guard.apply((messages, tools, variables or {}))
+        own = {
+            **self._named_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if taken := sorted(own.keys() & variables):
+            raise InvalidRequestError(f"chat_template_kwargs: {taken[0]} cannot be set", "chat_template_kwargs")
         try:
-            text = self._template.render(
-                **{
-                    **self._named_tokens,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            text = self._template.render({**variables, **own})
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             # What a template raises on messages that it was not written for.
             raise InvalidRequestError(
@@ -132,15 +135,15 @@ class _MarkupGuard:
         self._heads = tuple({text[:cut] for text in ordered for cut in range(1, len(text))})
         self._tails = tuple({text[cut:] for text in ordered for cut in range(1, len(text))})
 
-    def apply(self, messages: Any, tools: Any) -> tuple[Any, Any, str]:
-        """Copies with breaks, and the break character; the arguments themselves when nothing needs one."""
-        strings = list(_strings(messages)) + list(_strings(tools))
+    def apply(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
+        """Copies with breaks, and the break character; the values themselves when nothing needs one."""
+        strings = list(_strings(values))
         if self._whole is None or not any(self._needs_break(text) for text in strings):
-            return messages, tools, ""
+            return values, ""
         breaker = ""
         while not breaker or any(breaker in text for text in strings):
             breaker = chr(_PRIVATE_USE_START + secrets.randbelow(_PRIVATE_USE_COUNT))
-        return self._broken(messages, breaker), self._broken(tools, breaker), breaker
+        return tuple(self._broken(value, breaker) for value in values), breaker
 
     def _needs_break(self, text: str) -> bool:
         assert self._whole is not None

@@ -92,9 +92,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the conversation. Special tokens in them are the template's own, never a message's.
 
+        variables: of the template, beside those that all have.
         Raises InvalidRequestError when there is no template or it cannot be applied.
         """
         template = self._templates.get("tool_use") if tools else None
@@ -103,7 +105,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
             )
-        text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message)
+        text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
         if not breaker:
             return self.encode(text, allow_special=True)
         assert self._special_pattern is not None  # nothing is broken up where nothing is special

@@ -18,7 +18,9 @@ class GpuConfig:
         "auto", "prefill attention; auto: fa3 (package fa3-fwd) where it is installed, then cudnn, then triton",
         choices=("auto", "triton", "fa3", "cudnn"),
     )  # fmt: skip
-    gpu_memory_fraction: float = setting(0.9, "share of the GPU's memory for weights and KV blocks together")
+    gpu_memory_fraction: float = setting(
+        0.9, "share of the GPU's memory for weights and KV blocks together", flags=("--gpu-memory-utilization",)
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gpu_memory_fraction <= 1.0:

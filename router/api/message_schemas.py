@@ -13,7 +13,15 @@ MAX_MESSAGES = 4096
 MAX_LIST = 128
 MAX_LABEL_CHARS = 512
 
+MAX_TEMPLATE_KWARGS = 16
+
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+
+TemplateKwargs = Annotated[
+    Annotated[dict[Label, bool | int | float | Label | None], Field(max_length=MAX_TEMPLATE_KWARGS)] | None,
+    Field(description=f"an object of at most {MAX_TEMPLATE_KWARGS} variables of the model's chat template, each a "
+          f"boolean, a number, null or a text of at most {MAX_LABEL_CHARS} characters"),
+]  # fmt: skip
 
 
 class Body(BaseModel):

@@ -6,7 +6,7 @@ Long texts are encoded on a thread, so that open streams go on meanwhile. Raises
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -27,6 +27,7 @@ async def chat_prompt(
     limits: ModelLimits,
     add_generation_prompt: bool,
     continue_final_message: bool,
+    template_kwargs: Mapping[str, Any] | None,
 ) -> list[int]:
     """Token ids of a conversation, by the model's template."""
     plain = [_template_message(message) for message in messages]
@@ -34,7 +35,9 @@ async def chat_prompt(
     _refuse_hopeless(num_chars, limits, "messages")
 
     def encode() -> list[int]:
-        return tokenizer.apply_chat_template(plain, None, add_generation_prompt, continue_final_message)
+        return tokenizer.apply_chat_template(
+            plain, None, add_generation_prompt, continue_final_message, template_kwargs
+        )
 
     return await _maybe_on_thread(encode, num_chars)
 

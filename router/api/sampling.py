@@ -63,9 +63,9 @@ def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
 
 
 def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int) -> int:
-    asked = body.max_tokens
+    asked, field = body.max_tokens, "max_tokens"
     if isinstance(body, ChatCompletionBody) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
+        asked, field = body.max_completion_tokens, "max_completion_tokens"
     param = "messages" if isinstance(body, ChatCompletionBody) else "prompt"
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
@@ -79,9 +79,9 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
         return min(room, max(default, body.min_tokens or 0))
     if asked > room:
         raise ContextLengthError(
-            f"this model's context is {limits.max_model_len} tokens; {num_prompt_tokens} in the prompt and {asked} "
-            "to generate do not fit",
-            param,
+            f"this model's context is {limits.max_model_len} tokens and the prompt has {num_prompt_tokens}: "
+            f"{field} must be at most {room}, not {asked}",
+            field,
         )
     return max(asked, 1)  # 0 only echoes the prompt: workers generate at least one token, which is not shown
 

@@ -19,6 +19,7 @@ from router.api.message_schemas import (
     Body,
     Label,
     Message,
+    TemplateKwargs,
     check_messages,
 )
 
@@ -42,6 +43,13 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "suffix": (None, ""),
     "chat_template_kwargs": (None, {}),
+    # vLLM's own.
+    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), (None,)),
+    **dict.fromkeys(("documents", "logits_processors"), (None, [])),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning"), (None, True)),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "mm_processor_kwargs": (None, {}),
 }
 # Descriptions of functions ask for nothing once the client forbids to call them.
 _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
@@ -59,10 +67,11 @@ B = TypeVar("B", bound="Body")
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding against readers of packet sizes
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Annotated[Label, Field(description="text; other formats are not supported yet")]
     json_schema: Any = None
 
 
@@ -107,7 +116,9 @@ class GenerationBody(Body):
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
         if self.response_format is not None and self.response_format.type != "text":
             raise InvalidRequestError(
-                f"response_format {self.response_format.type} is not supported by this server yet", "response_format"
+                f"response_format {self.response_format.type} is not supported by this server yet",
+                "response_format",
+                "unsupported_parameter",
             )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
@@ -127,6 +138,7 @@ class ChatCompletionBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
@@ -188,6 +200,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateKwargs = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -212,11 +225,12 @@ def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
     for name, value in fields.items():
         if name in _IGNORED:
             continue
-        if name in _NOT_SUPPORTED:
+        if name in _NOT_SUPPORTED and name not in kind.model_fields:
             if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
                 continue
             if value not in _NOT_SUPPORTED[name]:
-                raise InvalidRequestError(f"{name} is not supported by this server yet", name)
+                message = f"{name} is not supported by this server yet"
+                raise InvalidRequestError(message, name, "unsupported_parameter")
             continue
         kept[name] = value
     try:
@@ -235,6 +249,8 @@ def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestErro
         return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
+    if first["type"] == "model_type":  # pydantic's own text names our classes
+        return InvalidRequestError(f"{param} must be an object", param)
     return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
 
 

@@ -63,14 +63,17 @@ def openapi(title: str, version: str, operations: Sequence[Operation]) -> dict[s
 
 
 def page(description: dict[str, Any]) -> str:
-    """HTML that shows what `openapi` has made: every operation, and the fields of its body."""
+    """HTML that shows what `openapi` has made: every operation with the fields of its body, then their types."""
     pieces = []
+    types = dict(description["components"]["schemas"])
     for path, methods in description["paths"].items():
         for method, entry in methods.items():
             pieces.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(entry['summary'])}</p>")
             if "requestBody" in entry:
                 name = entry["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                pieces.append(_fields(description["components"]["schemas"][name]))
+                pieces.append(_fields(types.pop(name)))
+    for name, schema in types.items():
+        pieces.append(f"<h2><code>{escape(name)}</code></h2>{_fields(schema)}")
     return _PAGE.format(body="\n".join(pieces), **description["info"])
 
 

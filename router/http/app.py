@@ -32,6 +32,10 @@ from router.http.operator_routes import Handler, add_operator_routes, json_respo
 from router.served_model import ServedModel
 
 MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
+# What OpenAI, Anthropic or vLLM serve under /v1: not a misspelt path of ours.
+OTHER_APIS = frozenset(
+    {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
+)
 Endpoint = Callable[[Request, HeldBody], Awaitable[Response | dict[str, Any]]]
 
 
@@ -106,9 +110,11 @@ def _no_such_path(path: str, paths: list[str]) -> str:
     """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
     if len(path) > MAX_GUESSED_PATH:
         return "no such path"
+    if path.startswith("/v1/") and path.split("/")[2] in OTHER_APIS:
+        return f"{path} is not supported by this server yet; /docs lists what is"
     meant = [known for known in paths if path.endswith(known) or known == f"/v1{path.rstrip('/')}"]
     near = max(meant, key=len, default=None) or next(iter(get_close_matches(path, paths, 1)), None)
-    return f"no such path; did you mean {near}?" if near else "no such path"
+    return f"no such path; did you mean {near}?" if near else "no such path; /docs lists all"
 
 
 def _add_documentation(routes: Routes) -> None:

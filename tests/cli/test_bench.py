@@ -1,11 +1,16 @@
 import asyncio
 import json
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
-from cli.bench import WorkloadConfig, plan, run
+from cli.bench import ReportConfig, WorkloadConfig, plan, run
 from common.errors import ConfigError
-from tests.cli.load.sse_server import chunked, running, text_chunks
+from tests.cli.load.sse_server import SILENCE, chunked, running, text_chunks
+
+ROOT = Path(__file__).parents[2]
 
 
 def answer(body):
@@ -20,7 +25,8 @@ async def test_a_whole_run(tmp_path, capsys):
     out, picture = tmp_path / "r.json", tmp_path / "r.png"
     async with running(answer) as server:
         code = await bench(
-            server, "--num-requests=10", "--concurrency=3", "--output-len=4-6", "--warmup=1", "--slo-ttft-ms=5000",
+            server, "--url", f"{server.url}/v1/",  # what OpenAI's clients are given
+            "--num-requests=10", "--concurrency=3", "--output-len=4-6", "--warmup=1", "--slo-ttft-ms=5000",
             "--json", str(out), "--plot", str(picture),
         )  # fmt: skip
     assert code == 0
@@ -47,9 +53,48 @@ async def test_a_trace_with_json_to_standard_output(tmp_path, capsys):
     assert prompts[0][:512] == prompts[1][:512]
 
 
-async def test_only_failures_is_exit_code_1():
-    async with running(lambda _: chunked([b"{}"], status="503 Service Unavailable")) as server:
-        assert await bench(server, "--num-requests=2", "--warmup=0") == 1
+@pytest.mark.parametrize(
+    ("body", "told"), [(b"<html>", ""), (b'{"error": {"message": "no model \'m\'"}}', "no model 'm'")]
+)
+async def test_only_failures_is_exit_code_1(capsys, body, told):
+    async with running(lambda _: chunked([body], status="404 Not Found")) as server:
+        assert await bench(server, "--num-requests=2", "--warmup=0", "--json=-") == 1
+    shown = capsys.readouterr()
+    assert "failed: 2 x http 404" in shown.err
+    assert ("the first one: no model 'm'" in shown.err) == bool(told)
+    assert json.loads(shown.out)["first_error_message"] == told
+
+
+async def test_ctrl_c_ends_the_measurement_and_shows_what_was_measured():
+    def answer_some(body):
+        return answer(body) if len(server.requests) <= 3 else [SILENCE]
+
+    async with running(answer_some) as server:
+        command = [sys.executable, "-m", "cli", "bench", "--url", server.url, "--model=m", "--warmup=0"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--concurrency=1", "--num-requests=9", "--json=-", cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        async with asyncio.timeout(30):
+            while len(server.requests) < 4:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    assert process.returncode == 130
+    assert json.loads(out)["num_completed"] == 3
+    assert b"3/3 requests" in err
+    assert b"Traceback" not in err
+
+
+def test_a_report_that_cannot_be_written_ends_bench_before_it_starts(tmp_path, monkeypatch):
+    for flag in ("--json", "--plot"):
+        with pytest.raises(ConfigError, match=f"{flag} .*/no/x.png: .*/no is not a directory"):
+            run(["--url", "http://127.0.0.1:1", f"{flag}={tmp_path}/no/x.png"])
+    with pytest.raises(ConfigError, match=r"x\.txt: choose a name that ends with \.png, \.svg, \.pdf"):
+        ReportConfig(plot=f"{tmp_path}/x.txt")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        ReportConfig(plot=f"{tmp_path}/x.png")
 
 
 def test_settings_are_checked():

@@ -1,9 +1,12 @@
 """The plan of a local cluster, read back with each service's own parser."""
 
 import argparse
+import dataclasses
 import json
+import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +15,11 @@ from cli.gpus import Gpus, visible_gpus
 from cli.model_size import weight_bytes
 from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import build_parser, check_ports, parse_config, placement_lines, ready_message
+from cli.serve import INSTEAD_OF_VLLM, build_parser, check_ports, parse_config, placement_lines, ready_message
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from tests.deploy.settings import parse
+from tests.deploy.settings import SETTINGS, parse
+from worker.stage import StageConfig
 
 RUN_DIR = Path("/run/x")
 
@@ -243,13 +247,23 @@ def test_every_flag_has_an_effect_or_is_refused(fixed_ports):
             except ConfigError:
                 alone = (
                     "--expert-parallel", "--expert-exchange=dispatch", "--stage-address=x",  # without --tp, --pp
-                    "--expert-placement=x", "--num-redundant-experts=3",
+                    "--expert-placement=x", "--num-redundant-experts=3", "--expert-rebalance-interval=3",
                 )  # fmt: skip
                 assert flags[0] in alone
                 continue
             has_effect = serve != usual_serve if flags[0] in OF_SERVE_ITSELF else specs != usual
             ignored += [] if has_effect else flags
     assert ignored == []
+
+
+def test_services_that_read_the_same_variable_take_the_same_values_of_it():
+    """MINI_INFER_LOG_LEVEL and the like are set once for all services."""
+    choices = {}
+    classes: set[Any] = {StageConfig}.union(*SETTINGS.values())
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            choices.setdefault(field.name, set()).add(field.metadata["choices"])
+    assert {name: values for name, values in choices.items() if len(values) > 1} == {}
 
 
 def test_ep_gives_ranks_whole_experts(fixed_ports):
@@ -330,6 +344,40 @@ def test_workers_share_cores_unless_told_how_many(flags, threads):
 def test_settings_that_cannot_work_say_what_to_do(flags, told):
     with pytest.raises(ConfigError, match=told):
         parse_config(flags, {})
+
+
+def test_what_takes_the_place_of_flags_of_vllm_exists():
+    known = build_parser()._option_string_actions
+    for flag, told in INSTEAD_OF_VLLM.items():
+        assert flag not in known
+        assert set(re.findall(r"--[\w-]+", told)) <= known.keys()
+
+
+def test_flags_of_vllm():
+    given = (
+        "--tensor-parallel-size=2 --pipeline-parallel-size=3 --enable-expert-parallel --num-gpu-blocks-override=64"
+    )
+    config = parse_config([*given.split(), "--no-enable-prefix-caching", "--gpu-memory-utilization=0.5"], {})
+    assert (config.engine.tp, config.engine.pp, config.engine.expert_parallel) == (2, 3, True)
+    assert (config.engine.num_gpu_blocks, config.engine.prefix_cache) == (64, False)
+    assert config.gpu.gpu_memory_fraction == 0.5
+
+
+def test_port_0_is_one_that_is_free():
+    config, specs = plan("--port=0")
+    assert config.router.port
+    assert settings(specs["router"])["port"] == config.router.port
+    assert f"127.0.0.1:{config.router.port}/readyz" in specs["router"].health_target
+    assert f"http://127.0.0.1:{config.router.port}/v1" in ready_message(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("192.0.2.1", "192.0.2.1 is no address of this machine"), ("no host", "no host is no address of this machine")],
+)
+def test_a_host_that_is_not_here_is_not_a_port_that_is_taken(host, told):
+    with pytest.raises(ConfigError, match=told):
+        check_ports(plan(f"--host={host}", "--port=0")[0])
 
 
 def test_a_quantization_of_other_programs_in_the_environment():

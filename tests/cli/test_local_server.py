@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from cli import chat, demo
 from cli.local_server import add_server_arguments, port_of, server_for
 from cli.serve import parse_config
 from common.errors import InvalidRequestError, UnavailableError
@@ -48,6 +49,22 @@ def test_a_running_server_is_used_and_takes_no_flags(monkeypatch):
         server_for(arguments(), ["--decode", "2"], may_ask=False),
     ):
         pass
+
+
+def test_a_flag_of_nobody_is_refused_before_anything_else(monkeypatch, capsys):
+    monkeypatch.setattr("cli.local_server.server_answers", lambda _url: pytest.fail("asked"))
+    for command in (chat, demo):
+        with pytest.raises(SystemExit):
+            command.run(["--modle", "m", "--decode", "2"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"mini-infer {command.__name__.partition('.')[2]}: error: unrecognized arguments: --modle m" in line
+        assert "did you mean --model?" in line
+
+
+def test_the_url_may_be_what_clients_of_openai_are_given(no_server, monkeypatch):
+    monkeypatch.setattr("cli.local_server.server_answers", lambda url: url == "http://h:1")
+    with server_for(arguments("--url", "http://h:1/v1/"), [], may_ask=False) as found:
+        assert found == ("http://h:1", False)
 
 
 def test_one_is_started_at_the_same_address_and_stopped(no_server):

@@ -5,6 +5,7 @@ import pytest
 
 from cli.main import COMMANDS, main, run_command
 from common.errors import ConfigError
+from common.version import VERSION
 
 
 def test_help_lists_every_command(capsys):
@@ -17,6 +18,29 @@ def test_no_command_and_an_unknown_one_are_usage_errors(capsys):
     assert main([]) == 2
     assert main(["fly"]) == 2
     assert "choose one of serve, chat, demo, bench" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mini-infer {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--prot=1"], "mini-infer serve: error: unrecognized arguments: --prot=1; did you mean --port?"),
+        (["serve", "--max_model_length=9"], "did you mean --max-model-len?"),
+        (["serve", "--data-parallel-size", "2"], "--data-parallel-size 2; use --decode, the number of workers"),
+        (["serve", "/models/x"], "unrecognized arguments: /models/x; a model is named with --model"),
+        (["bench", "--num-requests", "many"], "argument --num-requests: invalid int value: 'many'"),
+    ],
+)
+def test_a_mistake_in_a_flag_is_one_line(capsys, arguments, told):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 @pytest.mark.parametrize(

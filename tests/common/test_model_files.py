@@ -34,6 +34,14 @@ def test_the_version_of_the_default_model_is_the_pinned_one():
     assert DEFAULT_MODEL_PACKAGE in (ROOT / "constraints.txt").read_text().splitlines()
 
 
+def test_a_directory_without_a_config_says_what_to_give_instead(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config.json: give one with config.json and \*.safetensors"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ConfigError, match=r"has no config.json: name the file, .*/m\.gguf"):
+        resolve_model(str(tmp_path))
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
     folder = tmp_path / "model"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 Schema = dict[str, Any]
-STRING, INTEGER, BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 STRINGS = {"type": "object", "additionalProperties": STRING}
 ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 

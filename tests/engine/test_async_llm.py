@@ -160,3 +160,5 @@ async def test_chat(llm: AsyncLLM) -> None:
     prompt = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert answer.prompt_token_ids == prompt
     assert answer.text == (await llm.generate(prompt, SAMPLED))[0].text
+    with pytest.raises(InvalidRequestError, match="messages cannot be set"):
+        await llm.chat(messages, SAMPLED, {"messages": "x"})

@@ -280,6 +280,8 @@ def test_the_model_ends_at_its_own_token() -> None:
         ({"device": "cuda"}, "cuda"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, "max-num-batched-tokens"),
         ({"kv_cache_gb": -1.0}, "kv-cache-gb"),
+        ({"max_model_length": 5}, "no setting 'max_model_length': did you mean 'max_model_len'"),
+        ({"gpu_memory_utilization": 2.0}, "--gpu-memory-fraction must be"),  # vLLM's name of it
     ],
 )
 def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -144,3 +145,17 @@ def test_routes_exist() -> None:
             matches = [known.matches({"type": "http", "method": method, "path": url})[0].value for known in routes]
             assert 2 in matches, f"{path.name}: {method} {route}"
     assert seen >= {"/v1/cluster", "/explain/{id}", "/metrics", "/docs"}
+
+
+def test_defaults_in_brackets_are_the_flags_defaults() -> None:
+    defaults: dict[str, set[Any]] = {}
+    classes: set[Any] = {ServeConfig}.union(*SETTINGS.values())
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            defaults.setdefault(field.name, set()).add(field.default)
+    found = 0
+    for path in PAGES:
+        for flag, number in re.findall(r"`--([\w-]+)`\s+\((\d+(?:\.\d+)?)[;)]", path.read_text()):
+            assert float(number) in defaults[flag.replace("-", "_")], f"{path.name}: --{flag} ({number})"
+            found += 1
+    assert found >= 10

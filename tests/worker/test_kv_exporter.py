@@ -59,7 +59,6 @@ class RowsOfABlock:
     """A host transport whose peer's block at position p is all bytes p + 1."""
 
     name = "test"
-    splits_heads = True
 
     def __init__(self, blocks: np.ndarray) -> None:  # type: ignore[type-arg]
         self._blocks = blocks

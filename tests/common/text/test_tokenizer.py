@@ -128,6 +128,23 @@ def test_special_text_in_tool_names_and_keys_is_broken_up() -> None:
     assert json.loads(tokenizer.decode(token_ids, skip_special=False)) == tools
 
 
+def test_variables_of_a_template() -> None:
+    template = "{{ 'no ' if enable_thinking is false }}{{ effort }}{{ messages[0].content }}{{ eos_token }}"
+    tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
+
+    def text(**variables: object) -> str:
+        token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], variables=variables)
+        assert sum(token_id in tokenizer.special_ids for token_id in token_ids) == 1  # the template's own
+        return tokenizer.decode(token_ids, skip_special=False)
+
+    assert text() == "x<|im_end|>"
+    assert text(enable_thinking=False, effort="low ", unknown=1) == "no low x<|im_end|>"
+    assert text(effort="<|im_start|>") == "<|im_start|>x<|im_end|>"
+    for taken in ("messages", "tools", "add_generation_prompt", "eos_token"):
+        with pytest.raises(InvalidRequestError, match=f"{taken} cannot be set"):
+            text(**{taken: "y"})
+
+
 def test_continue_final_message_ends_with_it() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "The answer <|im_end|> is "}]
     token_ids = SMOL.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)

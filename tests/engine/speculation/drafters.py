@@ -19,11 +19,9 @@ class Oracle:
     accuracy: float
     vocab_size: int
     random: random.Random
-    num_asked: int = 0
 
     def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
         assert max_tokens > 0
-        self.num_asked += 1
         count = self.random.choice([0, 1, max_tokens, max_tokens, max_tokens + 1])
         tokens = self.following(token_ids, count)
         return [t if self.random.random() < self.accuracy else self.random.randrange(self.vocab_size) for t in tokens]

@@ -91,7 +91,8 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
     ({"model": 5}, "model"),
-    ({"max_tokens": 10**9}, "messages"),
+    ({"max_tokens": 10**9}, "max_tokens"),
+    ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
     ({"max_completion_tokens": 10**18}, "max_completion_tokens"),
     ({"n": 0}, "n"),
     ({"n": 10**9}, "n"),
@@ -129,10 +130,20 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"use_beam_search": True}, "use_beam_search"),
     ({"response_format": {"type": "json_schema", "json_schema": {"$ref": "#"}}}, "response_format"),
     ({"structured_outputs": {"regex": "(a+)+"}}, "structured_outputs"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": "x" * 1000}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {str(i): 1 for i in range(17)}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1, "tools": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"best_of": 2}, "best_of"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"continue_final_message": True}, "continue_final_message"),
@@ -152,6 +163,7 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
     ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
@@ -165,7 +177,7 @@ _PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1.0]}, "prompt"),
     ({"prompt": [5] * 512}, "prompt"),
     ({"prompt": [5] * 513}, "prompt"),
-    ({"prompt": [5] * 500, "max_tokens": 13}, "prompt"),
+    ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens"),
     ({"prompt": "a" * 10_000_000}, "prompt"),
 ]
 
@@ -240,6 +252,9 @@ async def test_prompts(c: Cluster, case: int) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
          "messages.0.content", "only assistant"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+        (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "must be at most 12, not 13"),
+        (CHAT, {"response_format": "json"}, "response_format", "response_format must be an object"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format", "xml is not supported"),
     ],
     ids=str,
 )  # fmt: skip
@@ -247,6 +262,15 @@ async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, A
     error = await refused(c, path, orjson.dumps({"messages": MESSAGES, **fields} if path == CHAT else fields))
     assert error["param"] == param
     assert rule in error["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
+    for fields in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}):
+        error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
+        assert error["code"] == "unsupported_parameter"
+    error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "colour": 1}))
+    assert error["code"] == "unknown_parameter"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -328,6 +352,11 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
     answer = await c.chat(
         metadata={"a": "b"}, store=False, user="u", service_tier="auto", tool_choice="none", tools=[],
         parallel_tool_calls=True, response_format={"type": "text"}, suffix=None, modalities=["text"],
+    )  # fmt: skip
+    assert answer.status_code == 200
+    answer = await c.chat(
+        use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True, prompt_logprobs=None,
+        stream=True, stream_options={"include_obfuscation": False},
     )  # fmt: skip
     assert answer.status_code == 200
     functions = [{"type": "function", "function": {"name": "f"}}]

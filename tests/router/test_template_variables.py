@@ -1,0 +1,25 @@
+"""Variables of a chat template, from a request to the prompt."""
+
+from __future__ import annotations
+
+from common.text.tokenizer import Tokenizer
+from tests.router.harness import DRY_RUN, cluster
+
+TEMPLATE = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
+
+
+async def test_variables_reach_the_chat_template() -> None:
+    tokenizer = Tokenizer(
+        DRY_RUN._backend,
+        bos_id=256,
+        eos_token_ids=[257],
+        templates={"default": TEMPLATE},
+        vocab_size=DRY_RUN.vocab_size,
+    )
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    async with cluster(tokenizer=tokenizer) as c:
+        for fields, prompt in (({"chat_template_kwargs": {"enable_thinking": True}}, b"Hello!"), ({}, b"Hello.")):
+            asked = {**body, **fields, "max_tokens": 1, "return_token_ids": True}
+            answer = (await c.http.post("/v1/chat/completions", json=asked)).json()
+            assert bytes(answer["prompt_token_ids"]) == prompt
+            assert bytes((await c.http.post("/tokenize", json={**body, **fields})).json()["tokens"]) == prompt
