@@ -19,7 +19,7 @@ from engine.assembly import make_kv_manager
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
 from engine.engine import Engine
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
@@ -27,7 +27,7 @@ from engine.layers.post_norm import without_post_norm
 from engine.loader.load import LoadedModel
 from engine.request import TokenLogprobs
 from engine.request_states import RequestState
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 FORCED_LOGIT = 1e4

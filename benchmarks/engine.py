@@ -27,10 +27,10 @@ from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
-from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.kv_memory import kv_layout
+from engine.kv.block_groups import BlockGroups
+from engine.kv.memory import kv_layout
 from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus
 

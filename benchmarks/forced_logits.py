@@ -36,7 +36,7 @@ from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.loader.load import load_model, read_config, resolve_device
 
 WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass

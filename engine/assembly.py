@@ -17,27 +17,27 @@ import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
-from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
-from engine.grouped_kv_manager import GroupedKVManager
-from engine.kv_manager import KVManager
-from engine.kv_memory import (
+from engine.kv.block_groups import BlockGroups
+from engine.kv.grouped_manager import GroupedKVManager
+from engine.kv.manager import KVManager
+from engine.kv.memory import (
     DTYPE_NAMES,
     check_kv_dtype,
     context_in_pool,
     host_buffer_over,
     pool_geometry,
 )
+from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
 from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
 from engine.parallel.followers import place_of
-from engine.policy import load_policy
-from engine.pool_memory import PoolMemory, PrivatePoolMemory
-from engine.prompt_budget import budget_for
-from engine.scheduler import Scheduler
+from engine.scheduling.policy import load_policy
+from engine.scheduling.prompt_budget import budget_for
+from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
 from engine.start_progress import OnProgress, no_progress

@@ -23,7 +23,7 @@ from common.token_ids import pack_ids
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
 from engine.scheduled_step import ScheduledStep
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

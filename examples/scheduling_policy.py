@@ -3,12 +3,12 @@
     PYTHONPATH=. mini-infer serve --dry-run --scheduling-policy examples.scheduling_policy:ShortestPromptFirst
 
 or `LLM("dry-run", scheduling_policy="examples.scheduling_policy:ShortestPromptFirst")`. A policy needs these three
-methods and no base class; `engine/policy.py` says when each of them is asked.
+methods and no base class; `engine/scheduling/policy.py` says when each of them is asked.
 """
 
 from __future__ import annotations
 
-from engine.policy import EngineView, RequestView
+from engine.scheduling.policy import EngineView, RequestView
 
 TOKENS_PER_ARRIVAL = 64  # ageing: with every later arrival, a waiting prompt counts as 64 tokens shorter
 KEPT_FREE = 0.05  # of all blocks, for the answers that grow

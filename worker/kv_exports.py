@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from engine.request import Request, RequestId, RequestStatus
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from kvstore.pool.leases import Lease
 from kvstore.transport.handle import KvHandle
 from worker.kv_exporter import KvLeases

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping
 
 from common.errors import MiniInferError
-from engine.prefetches import PrefetchJob
 from engine.request import RequestId
-from engine.scheduler import Scheduler
+from engine.scheduling.prefetches import PrefetchJob
+from engine.scheduling.scheduler import Scheduler
 from kvstore.transport.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import WorkerId
 from worker.kv_exporter import KvExporter

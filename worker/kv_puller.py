@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MiniInferError, TransferError
-from engine.prefetches import PrefetchJob
 from engine.request import RequestId
+from engine.scheduling.prefetches import PrefetchJob
 from kvstore.transport.client import DEFAULT_DEADLINE_SECONDS, KvClient
 from kvstore.transport.handle import PeerLease
 from kvstore.types import BlockId, LeaseId

@@ -11,7 +11,7 @@ import torch
 
 from engine.gpu.device_memory import pool_over_device
 from engine.gpu.pinning import pin
-from engine.kv_memory import host_buffer_over
+from engine.kv.memory import host_buffer_over
 from kvstore.layout import PoolGeometry
 from kvstore.transport import cuda_memory
 from kvstore.transport.client import Blocks, KvClient, Transport, host_client, host_transports

@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from engine.gpu.device_memory import shareable_pool
 from engine.gpu.failures import describe_out_of_memory
 from engine.gpu.pinning import pin
-from engine.kv_memory import allocate_pool, host_buffer_over, pool_over
+from engine.kv.memory import allocate_pool, host_buffer_over, pool_over
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import check_block_bytes

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.block_groups import BlockGroups, group_table
 from engine.cpu.batch import StepBatch
+from engine.kv.block_groups import BlockGroups, group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from kernels.paged_attention import attend_causally, attend_rows, gather_kv, gather_rows, write_kv

@@ -20,7 +20,7 @@ from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
 from engine.expert_moves import ExpertMover
-from engine.kv_memory import copy_in, copy_out, kv_dtype, kv_layout
+from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.layers.parallel import Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kv_memory import TORCH_DTYPES
+from engine.kv.memory import TORCH_DTYPES
 from kvstore.layout import PoolGeometry
 from kvstore.transport import cuda_memory
 from kvstore.transport.cuda_memory import CudaMemory

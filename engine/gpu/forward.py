@@ -19,7 +19,7 @@ from engine.gpu.attention.paged import PagedAttention, PagedPlan
 from engine.gpu.group import DeviceGroup
 from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.form import GpuStep
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from engine.layers.pipeline import Inbox

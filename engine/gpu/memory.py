@@ -21,7 +21,7 @@ from engine.engine import Runner
 from engine.gpu.config import GpuConfig
 from engine.gpu.rows import bucket_sizes, prompt_shapes
 from engine.gpu.swap import NUM_PIECES, PIECE_BYTES
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel
 from engine.plan import StepPlan
 from engine.request import SamplingParams

@@ -43,7 +43,7 @@ from engine.gpu.samples import StepSamples
 from engine.gpu.state import DeviceState
 from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
 from engine.layers.pipeline import WHOLE_MODEL, Inbox, StageEnds
 from engine.loader import LoadedModel

@@ -15,8 +15,8 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.expert_loads import first_placements, placements_of
-from engine.kv_memory import DTYPE_NAMES, TORCH_DTYPES
-from engine.kv_scales import KV_SCALES, fold_kv_scales
+from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
+from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.linear import Linear

@@ -11,11 +11,11 @@ import torch
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.kv_memory import num_blocks_for
+from engine.kv.memory import num_blocks_for
+from engine.kv.pool_memory import PoolMemory
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
 from engine.parallel.followers import FollowerPool, Followers, place_of
 from engine.parallel.remote_stage import RemoteStage
-from engine.pool_memory import PoolMemory
 from kvstore.layout import PoolGeometry, Shard
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from engine.cpu.runner import ModelRunner
 from engine.gpu.device_memory import shareable_pool
-from engine.kv_memory import allocate_pool, pool_geometry, pool_over
+from engine.kv.memory import allocate_pool, pool_geometry, pool_over
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.parallel.followers import READY, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep, receive_fds

@@ -15,7 +15,7 @@ from engine.scheduled_step import ScheduledStep
 from engine.speculation.drafter import Drafter, MakeDrafter
 
 if TYPE_CHECKING:
-    from engine.kv_manager import KVManager
+    from engine.kv.manager import KVManager
 
 
 @dataclass(slots=True)

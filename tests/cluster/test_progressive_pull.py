@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.prefetches import MAX_PREFETCHES
+from engine.scheduling.prefetches import MAX_PREFETCHES
 from tests.cluster.harness import Cluster, free_ports, running_cluster
 
 CHUNK_TOKENS, BLOCK_TOKENS, NUM_PROMPT_TOKENS = 64, 16, 1500

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.gpu.ops import plain, split_k
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.layers.linear import Linear
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.w4a16_gemm import PackedW4

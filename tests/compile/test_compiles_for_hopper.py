@@ -24,7 +24,7 @@ from engine.gpu.attention.paged import PagedAttention
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.quantized import W4A16Linear
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.layers.weights import Partition
 from engine.loader.quantize import Quantizer
 from engine.models.families import family_of

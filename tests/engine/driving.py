@@ -13,7 +13,7 @@ from torch import Tensor
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, kv_layout, pool_geometry
+from engine.kv.memory import allocate_pool, kv_layout, pool_geometry
 from engine.loader import LoadedModel, load_model
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import Request, RequestId, SamplingParams

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_groups import BlockGroups, group_table
-from engine.grouped_kv_manager import GroupedKVManager
+from engine.kv.block_groups import BlockGroups, group_table
+from engine.kv.grouped_manager import GroupedKVManager
 from engine.request import Request, RequestId, SamplingParams
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.kv_memory import (
+from engine.kv.memory import (
     allocate_pool,
     as_bytes,
     context_in_pool,

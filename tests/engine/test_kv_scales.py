@@ -15,8 +15,8 @@ from common.text.tokenizer import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import check_kv_dtype, pool_geometry
-from engine.kv_scales import fold_kv_scales, kv_head_scales
+from engine.kv.memory import check_kv_dtype, pool_geometry
+from engine.kv.scales import fold_kv_scales, kv_head_scales
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.post_norm import PostNormed

@@ -16,7 +16,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.loader import load_model
 from engine.models.config import ModelConfig, with_latent
 from engine.models.families import family_of

@@ -9,7 +9,7 @@ import torch
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool
+from engine.kv.memory import allocate_pool
 from engine.loader import load_model
 from engine.plan import CompletedStep, NewRequest, ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams

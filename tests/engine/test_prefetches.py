@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from common.token_ids import pack_ids
 from engine.engine import Engine
-from engine.prefetches import MAX_PREFETCHES, PrefetchJob
 from engine.request import LoadJob, Request, RequestId, RequestStatus, SamplingParams
+from engine.scheduling.prefetches import MAX_PREFETCHES, PrefetchJob
 from kvstore.pool.block_hash import block_keys, root_key
 from tests.engine.fakes import BlockMemoryRunner, expected_tokens
 from tests.engine.test_scheduler import BLOCK, assert_quiet, make_engine, run_all

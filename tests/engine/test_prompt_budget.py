@@ -12,8 +12,8 @@ import pytest
 from common.step_times import StepCost, num_pairs
 from engine.engine import Engine
 from engine.plan import PlacedExperts, StepPlan
-from engine.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduling.prompt_budget import FIRST_TOKENS, PromptBudget, WaitingPrompt
 from tests.engine.fakes import expected_tokens
 from tests.engine.test_scheduler import BLOCK, assert_quiet, make_engine, run_all
 

@@ -12,7 +12,7 @@ import transformers
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel
 from engine.plan import StepPlan
 from engine.request import Request, RequestId, SamplingParams

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.token_ids import pack_ids
-from engine.block_groups import BlockGroups
 from engine.engine import DeviceLostError, Engine
-from engine.grouped_kv_manager import GroupedKVManager
-from engine.kv_manager import KVManager
-from engine.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
-from engine.prompt_budget import PromptBudget
+from engine.kv.block_groups import BlockGroups
+from engine.kv.grouped_manager import GroupedKVManager
+from engine.kv.manager import KVManager
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
+from engine.scheduling.prompt_budget import PromptBudget
+from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafts import Speculation
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key

@@ -12,8 +12,8 @@ import pytest
 from common.errors import ConfigError
 from engine.engine import Engine
 from engine.llm import LLM
-from engine.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, load_policy
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduling.policy import EngineView, FcfsPolicy, PriorityPolicy, RequestView, load_policy
 from examples.scheduling_policy import TOKENS_PER_ARRIVAL
 from tests.engine.fakes import expected_tokens
 from tests.engine.test_scheduler import assert_quiet, make_engine, run_all

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.grouped_kv_manager import GroupedKVManager
+from engine.kv.grouped_manager import GroupedKVManager
 from engine.loader import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.loader.supported import check_attention

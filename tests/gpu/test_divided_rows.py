@@ -24,7 +24,7 @@ from engine.gpu.ops.divided_rows import DispatchedExperts
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.rows import most_tokens
 from engine.gpu.runner import GpuRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.expert_exchange import ExchangeForm
 from engine.layers.linear import Linear
 from engine.loader import LoadedModel, load_model

@@ -16,7 +16,7 @@ from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.ops.form import Target
 from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.layers.moe import Moe
 from engine.loader import load_model
 from engine.loader.quantize import Quantizer

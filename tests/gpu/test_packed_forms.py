@@ -19,7 +19,7 @@ from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
 from engine.gpu.group import DeviceGroup
 from engine.gpu.packed_linears import GpuLinearMaker
 from engine.gpu.quantized import QuantizedInput
-from engine.kv_memory import kv_layout
+from engine.kv.memory import kv_layout
 from engine.loader import load_model
 from engine.loader.mxfp4 import Mxfp4Weights
 from kernels.gpu.quantize import add_rms_norm_quantize

@@ -29,7 +29,7 @@ from engine.engine import DeviceLostError, Engine
 from engine.gpu import rows
 from engine.gpu.config import GpuConfig
 from engine.gpu.runner import GpuRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import Stage, StageEnds
 from engine.loader import load_model
 from engine.parallel.runner import ParallelRunner

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.prefetches import PrefetchJob
 from engine.request import LoadJob, Request, RequestId, SamplingParams
+from engine.scheduling.prefetches import PrefetchJob
 from kvstore.transport.handle import KvHandle, PeerLease, open_handle
 from kvstore.types import BlockId, BlockKey
 from tests.kvstore.transport.test_handle import GOOD

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from common.errors import TransferError
-from engine.prefetches import PrefetchJob
 from engine.request import RequestId
+from engine.scheduling.prefetches import PrefetchJob
 from kvstore.transport.client import KvClient, PullResult
 from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId

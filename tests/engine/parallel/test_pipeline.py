@@ -28,7 +28,7 @@ from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
 from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights, whole_shapes

@@ -27,7 +27,7 @@ from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner
-from engine.kv_memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader import LoadedModel, load_model
 from engine.plan import CompletedStep, StepPlan
 from engine.start_progress import OnProgress

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.step_times import StepCost, num_pairs
-from engine.prompt_budget import PromptBudget, WaitingPrompt
+from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength
 from router.cluster.moves import KeptRequest, choose_moves

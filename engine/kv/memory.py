@@ -1,6 +1,6 @@
 """The KV pool as a tensor: its geometry, its size, views over memory, and copies to and from host slots.
 
-Who owns which block is decided elsewhere (`engine/kv_manager.py`); here are only bytes.
+Who owns which block is decided elsewhere (`engine/kv/manager.py`); here are only bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.block_groups import BlockGroups
 from engine.config import EngineConfig
+from engine.kv.block_groups import BlockGroups
 from engine.models.config import ModelConfig
 from kvstore.layout import (
     WHOLE,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.block_groups import NO_BLOCK, BlockGroups, group_table
-from engine.kv_manager import KVManager
+from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
+from engine.kv.manager import KVManager
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_hash import group_key

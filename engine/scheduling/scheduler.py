@@ -13,13 +13,8 @@ from collections.abc import Iterable
 from math import inf
 
 from common.errors import ContextLengthError
-from engine.admission import Admission
-from engine.kv_manager import KVManager
+from engine.kv.manager import KVManager
 from engine.plan import ScheduledRow, StepResult
-from engine.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
-from engine.preemption import Preemption
-from engine.prompt_budget import PromptBudget, WaitingPrompt
-from engine.remote_kv import RemoteKv
 from engine.request import (
     FinishReason,
     PromptChunk,
@@ -29,10 +24,15 @@ from engine.request import (
     RequestStatus,
     SchedulerLoad,
 )
-from engine.request_queues import RequestQueues
 from engine.scheduled_step import ScheduledStep
+from engine.scheduling.admission import Admission
+from engine.scheduling.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
+from engine.scheduling.remote_kv import RemoteKv
+from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.stopping import append_tokens, is_full
 from engine.speculation.drafts import Speculation
-from engine.stopping import append_tokens, is_full
 from kvstore.types import BlockId
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from engine.kv_manager import KVManager
-from engine.policy import EngineView, GuardedPolicy
-from engine.preemption import Preemption
-from engine.remote_kv import RemoteKv
+from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
-from engine.request_queues import RequestQueues
 from engine.scheduled_step import ScheduledStep
+from engine.scheduling.policy import EngineView, GuardedPolicy
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.remote_kv import RemoteKv
+from engine.scheduling.request_queues import RequestQueues
 
 _rank = attrgetter("rank")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from engine.kv_manager import KVManager
-from engine.policy import GuardedPolicy
+from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
-from engine.request_queues import RequestQueues
 from engine.scheduled_step import ScheduledStep
-from engine.stopping import is_full
+from engine.scheduling.policy import GuardedPolicy
+from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.stopping import is_full
 from kvstore.types import BlockId
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.kv_memory import allocate_pool
+from engine.kv.memory import allocate_pool
 from kvstore.layout import PoolGeometry
 from kvstore.tier.host_tier import HostTier, LocalHostTier
 from kvstore.transport.shared_memory import create_memfd

@@ -6,10 +6,10 @@ known here: a worker takes the jobs and reports how they ended.
 
 from __future__ import annotations
 
-from engine.kv_manager import KVManager
-from engine.prefetches import Prefetches, PrefetchJob
+from engine.kv.manager import KVManager
 from engine.request import LoadJob, Request, RequestId, RequestStatus
-from engine.request_queues import RequestQueues
+from engine.scheduling.prefetches import Prefetches, PrefetchJob
+from engine.scheduling.request_queues import RequestQueues
 
 
 class RemoteKv:

@@ -1,0 +1,1 @@
+"""Blocks of requests and the memory of their KV, inside one engine."""
