@@ -190,7 +190,7 @@ def observe(folder: Path, expressions: Collection[str]) -> Observed:
         **own,
         "agent": (*own["agent"], "--host-tier-gb=0.0006"),  # too little to make up for small pools: see IndexWrong
         "prefill": ("--max-num-batched-tokens=128",),
-        "decode": ("--kv-transport=shm", "--num-speculative-tokens=2", "--ngram-min=1"),
+        "decode": ("--kv-transport=shm", "--num-speculative-tokens=2", "--ngram-min=1", "--itl-objective-ms=1000"),
     }
     engine_args = ("--model=dry-run", "--num-gpu-blocks=192", "--num-threads=1", "--max-num-seqs=16")
     router_args = (*own["router"], "--max-queue=160", "--worker-wait-seconds=1")
