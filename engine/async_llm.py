@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from common.errors import UnavailableError
 from engine.mailboxes import Item, Mailboxes, TokensAndParams
-from engine.offline import Answers, Completion, Message, OfflineModel, Prompt, TextStream
+from engine.offline import Answers, Completion, Message, OfflineModel, Prompt, TextStream, stop_strings
 from engine.request import Request, RequestOutput, SamplingParams
 
 Command = Callable[[], None]
@@ -82,32 +82,40 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Complete all prompts, batched with everyone else's; one completion per prompt, in their order.
 
         prompts: texts or lists of token ids, or one of these alone. params: for all of them, or one per prompt.
+        stop: texts that end an answer, which is cut before them.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails,
         UnavailableError after `close`.
         """
         asked = await asyncio.to_thread(self._model.encode, prompts, params)  # a long prompt takes a while
-        answers = Answers(len(asked))
+        answers = Answers(len(asked), self.tokenizer, stop)
         caller = self._open(asked)
         try:
             while answers.num_open:
-                answers.add(await caller.receive())
+                output = await caller.receive()
+                if answers.add(output):
+                    self._leave(caller, [output.request])
         finally:
             self._leave(caller)
-        return answers.completions(caller.requests, self.tokenizer)
+        return answers.completions(caller.requests)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[str]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = ()
+    ) -> AsyncGenerator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters. Raises like `generate`.
 
         Starts with the first `anext`. A caller that stops early should call `aclose` (`contextlib.aclosing`); else
         the generation goes on until the iterator is garbage collected.
         """
         asked = await asyncio.to_thread(self._model.encode, [prompt], params)
-        text = TextStream(self.tokenizer)
+        text = TextStream(self.tokenizer, stop_strings(stop))
         caller = self._open(asked)
         try:
             while not text.has_ended:
@@ -121,10 +129,11 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Completion:
         """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
         prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
-        return (await self.generate(prompt, params))[0]
+        return (await self.generate(prompt, params, stop))[0]
 
     # -- on the callers' side --------------------------------------------------------------------------------
 
@@ -136,9 +145,12 @@ class AsyncLLM:
             self._commands.put(lambda: self._start(caller, asked))
         return caller
 
-    def _leave(self, caller: _Caller) -> None:
-        """Abort what has not ended. Queued behind the command that opens it, so it may run before it has requests."""
-        self._commands.put(lambda: self._mailboxes.close(caller.requests))
+    def _leave(self, caller: _Caller, requests: Sequence[Request] | None = None) -> None:
+        """Abort these requests of the caller, or all, if they have not ended.
+
+        Queued behind the command that opens them, so it may run before the caller has requests.
+        """
+        self._commands.put(lambda: self._mailboxes.close(caller.requests if requests is None else requests))
 
     # -- on the engine thread --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from common.errors import EngineError
 from engine.mailboxes import Item, Mailboxes, TokensAndParams
-from engine.offline import Answers, Completion, Message, OfflineModel, Prompt, TextStream
+from engine.offline import Answers, Completion, Message, OfflineModel, Prompt, TextStream, stop_strings
 from engine.request import Request, RequestOutput, SamplingParams
 
 
@@ -42,30 +42,38 @@ class LLM:
         self._left: deque[Request] = deque()  # their callers have gone; the next holder of the turn aborts them
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> list[Completion]:
         """Complete all prompts, batched; one completion per prompt, in their order.
 
         prompts: texts or lists of token ids, or one of these alone. params: for all of them, or one per prompt.
+        stop: texts that end an answer, which is cut before them.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails.
         """
         asked = self._model.encode(prompts, params)
-        answers = Answers(len(asked))
+        answers = Answers(len(asked), self.tokenizer, stop)
         requests, mailbox = self._open(asked)
         try:
             while answers.num_open:
-                answers.add(self._receive(mailbox))
+                output = self._receive(mailbox)
+                if answers.add(output):
+                    self._leave([output.request])
         finally:
             self._leave(requests)
-        return answers.completions(requests, self.tokenizer)
+        return answers.completions(requests)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = ()
+    ) -> Generator[str]:
         """Yield the text of one completion as it is generated, in pieces of whole characters.
 
         Starts with the first `next`. Closing the iterator, or dropping it, ends the generation and frees its blocks.
         Raises, at the first `next`, InvalidRequestError; later EngineError.
         """
-        text = TextStream(self.tokenizer)
+        text = TextStream(self.tokenizer, stop_strings(stop))
         requests, mailbox = self._open(self._model.encode([prompt], params))
         try:
             while not text.has_ended:
@@ -79,12 +87,13 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Completion:
         """Answer a conversation in the model's own chat template. Raises like `generate`.
 
         chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
         """
-        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params)[0]
+        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params, stop)[0]
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import setting_names
 from common.errors import ConfigError, InvalidRequestError
+from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -30,10 +31,11 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 @dataclass(slots=True)
 class Completion:
-    """One finished answer. `text` is without special tokens.
+    """One finished answer. `text` is without special tokens, and without the stop string that ended it.
 
     token_ids: everything generated, the token that ended it included.
-    finish_reason: "stop" (end of sequence or a stop token) or "length" (`max_tokens` or the context is full).
+    finish_reason: "stop" (end of sequence, a stop token or stop string) or "length" (`max_tokens` or the context is
+        full). stop_reason: that stop string.
     num_cached_tokens: how many of the prompt's tokens came from the prefix cache.
     logprobs: one entry per generated token if asked for; prompt_logprobs: one per prompt token but the first.
     """
@@ -45,6 +47,7 @@ class Completion:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,49 +95,111 @@ class OfflineModel:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
 
+class TextStream:
+    """The text of one request as its outputs come, until it ends or holds a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.has_ended = False
+        self.num_tokens = 0
+        self._detokenizer = tokenizer.detokenizer()
+        self._matcher = StopStringMatcher(stops) if stops else None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended it."""
+        return None if self._matcher is None or self._matcher.match is None else self._matcher.match.stop
+
+    def push(self, output: RequestOutput) -> str:
+        """Text that is certain now; empty while a character is incomplete, or what may become a stop string."""
+        self.has_ended = output.finish_reason is not None
+        visible = _visible(output.new_token_ids, output.stop_token_id)
+        if self._matcher is not None:
+            return self._push_matching(self._matcher, visible, output.request.params.min_tokens)
+        text = self._detokenizer.push(visible)
+        return text + self._detokenizer.finish() if self.has_ended else text
+
+    def _push_matching(self, matcher: StopStringMatcher, token_ids: Sequence[int], min_tokens: int) -> str:
+        """Push token by token: those behind the one that completes a stop string are dropped."""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            text = self._detokenizer.push((token_id,))
+            self.num_tokens += 1
+            pieces.append(matcher.skip(text) if self.num_tokens <= min_tokens else matcher.push(text))
+            if matcher.match is not None:
+                self.has_ended = True
+                return "".join(pieces)
+        if self.has_ended:
+            pieces += matcher.push(self._detokenizer.finish()), matcher.flush()
+        return "".join(pieces)
+
+
 class Answers:
     """The outputs of one `generate` call, until every prompt is answered."""
 
-    def __init__(self, num_prompts: int) -> None:
+    def __init__(self, num_prompts: int, tokenizer: Tokenizer, stop: str | Sequence[str]) -> None:
+        """Raise InvalidRequestError for stop strings that cannot work."""
         self.num_open = num_prompts
-        self._outputs: dict[RequestId, list[RequestOutput]] = {}
+        self._tokenizer = tokenizer
+        self._stops = stop_strings(stop)
+        self._answers: dict[RequestId, _Answer] = {}
+
+    def add(self, output: RequestOutput) -> bool:
+        """Take an output; whether its request is answered before the engine knows, so that it is to be aborted."""
+        answer = self._answers.setdefault(output.request.request_id, _Answer(self._tokenizer, self._stops))
+        if answer.has_ended:
+            return False  # sampled before the request was aborted
+        answer.add(output)
+        self.num_open -= answer.has_ended
+        return answer.has_ended and output.finish_reason is None
+
+    def completions(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions in the order of `requests`, all of which are answered."""
+        return [self._answers[request.request_id].completion(request) for request in requests]
+
+
+class _Answer:
+    """One prompt's outputs so far. Without stop strings its text is made at the end, of all tokens at once."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.has_ended = False
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer, stops) if stops else None
+        self._pieces: list[str] = []
+        self._outputs: list[RequestOutput] = []
 
     def add(self, output: RequestOutput) -> None:
-        self._outputs.setdefault(output.request.request_id, []).append(output)
-        self.num_open -= output.finish_reason is not None
-
-    def completions(self, requests: Sequence[Request], tokenizer: Tokenizer) -> list[Completion]:
-        """Completions in the order of `requests`, all of which have ended."""
-        return [_completion(request, self._outputs[request.request_id], tokenizer) for request in requests]
-
-
-class TextStream:
-    """The text of one request as its outputs come."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.has_ended = False
-        self._detokenizer = tokenizer.detokenizer()
-
-    def push(self, output: RequestOutput) -> str:
-        """Text that is certain now; empty while a character is incomplete."""
+        self._outputs.append(output)
         self.has_ended = output.finish_reason is not None
-        text = self._detokenizer.push(_visible(output.new_token_ids, output.stop_token_id))
-        return text + self._detokenizer.finish() if self.has_ended else text
+        if self._stream is not None:
+            self._pieces.append(self._stream.push(output))
+            self.has_ended = self._stream.has_ended
+
+    def completion(self, request: Request) -> Completion:
+        last, stream = self._outputs[-1], self._stream
+        token_ids = [token_id for output in self._outputs for token_id in output.new_token_ids]
+        logprobs = [entry for output in self._outputs for entry in output.logprobs]
+        text = "".join(self._pieces) if stream else self._tokenizer.decode(_visible(token_ids, last.stop_token_id))
+        stop_string = stream.stop_string if stream else None
+        if stream and stop_string:
+            del token_ids[stream.num_tokens :], logprobs[stream.num_tokens :]
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            text=text,
+            token_ids=token_ids,
+            finish_reason="stop" if stop_string or last.finish_reason is None else last.finish_reason.value,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=[entry for output in self._outputs for entry in output.prompt_logprobs],
+            stop_reason=stop_string,
+        )
 
 
-def _completion(request: Request, outputs: Sequence[RequestOutput], tokenizer: Tokenizer) -> Completion:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    token_ids = request.output_token_ids
-    return Completion(
-        prompt_token_ids=request.prompt_token_ids,
-        text=tokenizer.decode(_visible(token_ids, last.stop_token_id)),
-        token_ids=token_ids,
-        finish_reason=last.finish_reason.value,
-        num_cached_tokens=request.num_cached_tokens,
-        logprobs=[entry for output in outputs for entry in output.logprobs],
-        prompt_logprobs=[entry for output in outputs for entry in output.prompt_logprobs],
-    )
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as a tuple. Raises InvalidRequestError for an empty one, which is everywhere."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise InvalidRequestError("a stop string must not be empty", "stop")
+    return stops
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

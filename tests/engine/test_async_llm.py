@@ -50,6 +50,16 @@ async def test_16_callers_equal_solo_runs(llm: AsyncLLM) -> None:
     await assert_idle(llm)
 
 
+async def test_a_stop_string_ends_one_answer_of_several(llm: AsyncLLM) -> None:
+    whole = await llm.generate(PROMPTS[:2], SAMPLED)
+    stop = whole[0].text[3:6]
+    cut, other = await llm.generate(PROMPTS[:2], SAMPLED, stop=[stop])
+    assert (cut.text, cut.stop_reason) == (whole[0].text[: whole[0].text.index(stop)], stop)
+    assert other.text == whole[1].text.partition(stop)[0]
+    assert "".join([piece async for piece in llm.stream(PROMPTS[0], SAMPLED, stop=stop)]) == cut.text
+    await assert_idle(llm)
+
+
 async def test_callers_of_several_event_loops(llm: AsyncLLM) -> None:
     async def ask() -> list[int]:
         return (await llm.generate(PROMPTS[0], SAMPLED))[0].token_ids

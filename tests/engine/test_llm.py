@@ -104,6 +104,25 @@ def test_stream_gives_the_text_of_generate() -> None:
     assert "".join(llm.stream(PROMPTS[4], GREEDY)) == expected
 
 
+def test_a_stop_string_ends_an_answer_before_itself() -> None:
+    llm = make()
+    whole = llm.generate(PROMPTS, GREEDY)
+    text = whole[1].text
+    stop = text[5:7]
+    first, second = llm.generate([PROMPTS[1], PROMPTS[0]], GREEDY, stop=[stop, "not there"])
+    assert (first.text, first.finish_reason, first.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert first.token_ids == whole[1].token_ids[: len(first.token_ids)]
+    assert len(first.token_ids) < len(whole[1].token_ids)
+    if stop not in whole[0].text:
+        assert (second.text, second.finish_reason, second.stop_reason) == (whole[0].text, "length", None)
+    assert "".join(llm.stream(PROMPTS[1], GREEDY, stop=stop)) == first.text
+    later = replace(GREEDY, min_tokens=len(first.token_ids) + 1)
+    assert llm.generate(PROMPTS[1], later, stop=stop)[0].text.startswith(text[: text.index(stop)] + stop)
+    assert llm.engine.scheduler.num_requests == llm.engine.scheduler.kv.pool.num_used == 0
+    with pytest.raises(InvalidRequestError, match="stop string"):
+        llm.generate("a", GREEDY, stop="")
+
+
 def test_a_closed_stream_frees_its_blocks() -> None:
     llm = make()
     stream = llm.stream("Hello", SamplingParams(max_tokens=500, ignore_eos=True))
