@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.ports import check_port, free_ports
+from cli.ports import check_port, free_port_range, free_ports
 from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
 from tests.packaging.documentation import commands_of, runnable
@@ -157,7 +157,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
 
 
 def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
-    (metrics_port,) = free_ports(1)
+    metrics_port, *_ = free_port_range(3)
     served = Served(
         tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
         "--verbose", api_key="open-sesame",
@@ -215,7 +215,8 @@ def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
             check=False,
         )
 
-    missing = serve("--model", "/nowhere/model")
+    (free,) = map(str, free_ports(1))  # on the default one somebody else may listen
+    missing = serve("--port", free, "--model", "/nowhere/model")
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
     assert missing.stderr.count("\n") == 1
@@ -229,7 +230,7 @@ def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
     )
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    broken = serve("--model", str(tmp_path / "broken"))
+    broken = serve("--port", free, "--model", str(tmp_path / "broken"))
     assert broken.returncode == 1
     assert "error: " in broken.stderr
     assert "ended before it was ready" in broken.stderr.splitlines()[-1]
@@ -242,3 +243,13 @@ def test_ports():
     check_port("127.0.0.1", first)
     with pytest.raises(ConfigError, match="can't be used"):
         check_port("192.0.2.1", first)
+
+
+def test_a_port_is_kept_for_the_service_that_will_listen_there():
+    first, *others = ports = free_port_range(3)
+    assert others == [first + 1, first + 2]
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # as the kernel does for an outgoing connection
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 
+from cli.ports import free_ports
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free at the same moment, so no two are equal."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
 
 
 def save_with_tokenizer(tiny: TinyModel, folder: Path) -> Path:
