@@ -127,12 +127,10 @@ async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kil
     pytest.fail("nothing ever moved")
 
 
-@pytest.mark.timeout(240)
 async def test_kept_and_moved_answers_are_equal_and_explained(reference: LLM) -> None:
     await moved_somewhere(reference, 1, 1)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
 async def test_a_worker_dies_while_requests_move(reference: LLM, kill: str) -> None:
     await moved_somewhere(reference, 2, 2, kill)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 
 from tests.cluster.harness import Cluster, running_cluster
 
@@ -46,7 +45,6 @@ async def until_stopped(pid: int) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.timeout(90)
 async def test_kv_of_a_client_that_left_before_the_pull_is_freed() -> None:
     worker_args = (f"--kv-lease-seconds={LEASE_SECONDS}",)
     router_args = ("--local-prefill-tokens=0", "--worker-timeout-seconds=60")

@@ -126,7 +126,6 @@ async def test_clients_that_leave_in_mid_prompt_leave_nothing_behind(cluster: Cl
     cluster.wait_quiet()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
 async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM, kill: str) -> None:
     prompts = make_prompts(seed=4)
@@ -142,7 +141,6 @@ async def test_a_worker_killed_in_mid_prompt_costs_no_token(reference: LLM, kill
         cluster.wait_quiet()
 
 
-@pytest.mark.timeout(120)
 async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
     """Pools with room for one of the prompts. Urgent ones come until some have met others in mid-prompt."""
     engine, port = ("--model=dry-run", "--num-gpu-blocks=130", "--num-threads=1"), free_ports(1)[0]

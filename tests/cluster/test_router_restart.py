@@ -18,7 +18,6 @@ def complete(cluster: Cluster) -> openai.types.Completion:
         )
 
 
-@pytest.mark.timeout(150)
 def test_a_killed_router_comes_back_to_clean_workers_and_full_index() -> None:
     with running_cluster() as cluster:
         before = complete(cluster)
