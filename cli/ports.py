@@ -11,7 +11,7 @@ from common.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 MAX_RESERVED = 128
-_reserved: deque[socket.socket] = deque()  # as long as this process lives, unless it takes many more
+_reserved: deque[int] = deque()  # descriptors, open as long as this process lives unless it takes many more
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
@@ -59,10 +59,11 @@ def _reserve(port: int) -> int:
     except BaseException:
         probe.close()
         raise
-    _reserved.append(probe)
-    return int(probe.getsockname()[1])
+    found = int(probe.getsockname()[1])
+    _reserved.append(probe.detach())
+    return found
 
 
 def _forget_oldest(num_new: int) -> None:
     while len(_reserved) > MAX_RESERVED + num_new:
-        _reserved.popleft().close()
+        os.close(_reserved.popleft())
