@@ -167,7 +167,7 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             else:
                 assert number == signal.SIGSTOP
                 np.testing.assert_array_equal(mine[2:4], blocks[BLOCKS[2:]])
-            assert time.monotonic() - began < 30.0
+            assert time.monotonic() - began < 60.0
         finally:
             process.kill()
 
