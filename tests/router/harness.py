@@ -60,7 +60,7 @@ class Cluster:
             assert response.status_code == 200, await response.aread()
             return [event async for event in sse_events(response)]
 
-    async def until(self, condition: Any, timeout_seconds: float = 30.0) -> None:
+    async def until(self, condition: Any, timeout_seconds: float = 60.0) -> None:
         """Wait for it. The bound only ends a test that has failed: on a busy machine all takes longer."""
         async with asyncio.timeout(timeout_seconds):
             while not condition():
@@ -150,7 +150,7 @@ async def cluster(
             httpx.AsyncClient(base_url=url, timeout=60) as client,
             AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
         ):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while not (server.started and (not wait or _num_usable(gateway) == len(prefill) + len(decode))):
                     assert not serving.done()
                     await asyncio.sleep(0.005)
