@@ -63,7 +63,7 @@ async def survive(folder: Path, reference: LLM, num_streams: int, num_rounds: in
         assert (state["running"], state["waiting"]) == (0, 0)
     finally:
         served.process.terminate()
-        assert served.process.wait(60) == 0
+        assert served.process.wait(100) == 0
 
 
 async def test_streams_survive_the_death_of_the_only_decode_worker(tmp_path: Path, reference: LLM) -> None:  # noqa: F811
@@ -92,7 +92,7 @@ async def test_drained_workers_are_replaced_one_after_the_other(tmp_path: Path, 
         assert not before & set(descendants(served.process.pid))
     finally:
         served.process.terminate()
-        assert served.process.wait(60) == 0
+        assert served.process.wait(100) == 0
 
 
 async def is_ready(http: httpx.AsyncClient, worker: str) -> bool:

@@ -59,4 +59,4 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
                 runpy.run_path(str(script))  # what a random model answers may be nothing
         finally:
             served.process.terminate()
-            served.process.wait(60)
+            served.process.wait(100)
