@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from cli.ports import check_port, free_port_range, free_ports
 from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
 from tests.packaging.documentation import commands_of, runnable
+from tests.processes import command_line, descendants
 
 FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
 
@@ -61,24 +61,6 @@ def assert_gone(find: Callable[[], list[int]]) -> None:
     while left := find():
         assert time.monotonic() < deadline, [command_line(pid) for pid in left]
         time.sleep(0.05)
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, their children and so on. Threads and processes may end meanwhile."""
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                for child in map(int, (task / "children").read_text().split()):
-                    found += [child, *descendants(child)]
-    return found
-
-
-def command_line(pid: int) -> str:
-    """Empty: it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
 
 
 class Served:

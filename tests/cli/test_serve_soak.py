@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.cli.test_serve import Served, command_line, descendants, tmp_path  # noqa: F401
+from tests.cli.test_serve import Served, tmp_path  # noqa: F401
+from tests.processes import command_line, descendants
 
 MODULES = {
     "agent": " kvstore ",

@@ -24,9 +24,10 @@ from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.handle import PeerLease
 from kvstore.transport.nixl_agent import NixlAgent, agent_name
 from kvstore.types import BlockId, Epoch
-from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, wait_until, with_address, with_shard
+from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
 from tests.kvstore.transport import test_head_split as split
 from tests.kvstore.transport.test_service import BLOCKS, Worker
+from tests.processes import until_stopped
 
 pytest.importorskip("nixl_cu13", reason="NIXL has packages for x86_64 alone")
 BLOCK_BYTES = GEOMETRY.block_bytes
@@ -135,14 +136,6 @@ asyncio.run(main())
 """
 
 
-def state_of(pid: int) -> str:
-    """Z: dead, T: stopped with all its threads."""
-    states = {
-        (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
-    }
-    return states.pop() if len(states) == 1 else "several"
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -157,7 +150,7 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             client.pull(peer, [0, 1], ids(0, 1))
             np.testing.assert_array_equal(mine[:2], blocks[BLOCKS[:2]])
             process.send_signal(number)
-            wait_until(lambda: state_of(process.pid) in "TZ")
+            until_stopped(process.pid)
             monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 1.0)
             began = time.monotonic()
             try:
