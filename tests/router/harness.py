@@ -126,7 +126,8 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    settings = RouterConfig(model="dry-run", **{**addresses, **config})
+    patience = {"worker_timeout_seconds": 60.0}  # workers are in this process, which may wait for a core
+    settings = RouterConfig(model="dry-run", **{**addresses, **patience, **config})
     served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
     base = served[0]
     served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]

@@ -26,6 +26,7 @@ from tests.kvstore.helpers import (
     empty_pool,
     lease_from_hex,
     shm_names,
+    wait_until,
     with_address,
     with_shard,
 )
@@ -142,7 +143,7 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(mine[1], reborn.blocks[2])
     transport.close()
     reborn.close()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
 
 
 def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
