@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -165,12 +166,21 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def little_patience() -> Iterator[None]:
-    """Short times for transfers and replies, where they must not come."""
+def little_patience(reply_seconds: float = 100.0) -> Iterator[None]:
+    """A short time for transfers, and perhaps for replies, where they do not come."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "TRANSFER_SECONDS", 0.5)
-        patch.setattr(nccl_connection, "REPLY_SECONDS", 0.3)
+        patch.setattr(nccl_connection, "REPLY_SECONDS", reply_seconds)
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """By which transfers under way know their deadlines; `later`: by how much it is fast."""
+    made = SimpleNamespace(later=0.0, sleep=time.sleep)
+    made.monotonic = lambda: time.monotonic() + made.later
+    monkeypatch.setattr(nccl_library, "time", made)
+    return made
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 2, 3, 100])
@@ -340,12 +350,7 @@ def test_a_peer_that_has_used_up_the_time_for_it_is_not_asked_by_other_ways(
         reader.pull(lease, [0, 1], ids(0, 1))
 
 
-def test_a_reader_that_stops_holds_up_no_other(
-    owner: NcclOwner, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    later = 0.0  # by which transfers' deadlines come sooner
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, sleep=time.sleep)
-    monkeypatch.setattr(nccl_library, "time", clock)
+def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader, clock: SimpleNamespace) -> None:
     stopped = Reader("GPU-stopped")
     lease = owner.lease([3, 4])
     assert stopped.pull(lease, [0], ids(0)) == "nccl"
@@ -358,9 +363,9 @@ def test_a_reader_that_stops_holds_up_no_other(
     for _ in range(5):
         assert reader.pull(owner.lease([5, 6]), [0, 1], ids(0, 1)) == "nccl"
     wait_until(lambda: owner.holder.held == [lease.lease_id])
-    later = 1000.0
+    clock.later = 1000.0
     wait_until(lambda: not owner.holder.held)
-    later = 0.0
+    clock.later = 0.0
     assert first.num_aborts > 0
     wait_until(lambda: has_ended(pair.connection))
     assert stopped.pull(lease, [0], ids(0)) == "nccl"  # it goes on, and connects anew
@@ -439,10 +444,6 @@ class OwnerProcess:
         self.process.stdin.flush()
         assert self.line() == "told"
 
-    def end_in_a_send(self, how: signal.Signals) -> None:
-        assert self.line() == "stalled"
-        self.process.send_signal(how)
-
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
@@ -451,24 +452,32 @@ class OwnerProcess:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("during", [False, True])
 def test_an_owners_process_that_dies_or_stops(
-    tmp_path: Path, reader: Reader, how: signal.Signals, during: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, reader: Reader, how: signal.Signals, during: bool, clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(nccl_server, "MAX_READERS", 2)
     process = OwnerProcess(tmp_path)
     try:
         assert reader.pull(process.lease, [0, 2], ids(0, 1)) == "nccl"
         process.stall()
-        ending = threading.Thread(target=process.end_in_a_send, args=[how])
-        if during:
-            ending.start()
-        else:
+
+        def end_in_a_send() -> None:
+            assert process.line() == "stalled"
             process.process.send_signal(how)
+            if how is signal.SIGSTOP:  # nothing else shows it
+                clock.later = 1000.0
+
+        ending = threading.Thread(target=end_in_a_send if during else lambda: process.process.send_signal(how))
+        ending.start()
+        if not during:
+            ending.join()
         began = time.monotonic()
-        with little_patience(), pytest.raises(MiniInferError):
+        patience = contextlib.nullcontext() if during else little_patience(reply_seconds=0.3)
+        with patience, pytest.raises(MiniInferError):
             reader.pull(process.lease, [0, 1, 2], ids(0, 1, 2))
         assert time.monotonic() - began < 50.0
-        if during:
-            ending.join()
+        ending.join()
+        clock.later = 0.0
         assert reader.transport.num_links == 0
         (tmp_path / "other").mkdir()
         other = NcclOwner(tmp_path / "other", name="other")
