@@ -29,7 +29,7 @@ FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-thre
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="mi-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

@@ -165,7 +165,7 @@ def running_cluster(
     role_args: flags by role, or by the name of a service.
     models: workers that serve another --model than that of `engine_args`, by name.
     """
-    with tempfile.TemporaryDirectory(prefix="mini-infer-test-") as name:
+    with tempfile.TemporaryDirectory(prefix="mini-infer-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         run_dir = folder / "run"
         run_dir.mkdir(mode=0o700)

@@ -102,7 +102,7 @@ class Node:
 
 @contextlib.contextmanager
 def node(variant: str) -> Iterator[Node]:
-    with tempfile.TemporaryDirectory(prefix="mi-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
         made = Node(Rendered(variant), Path(folder))
         try:
             yield made

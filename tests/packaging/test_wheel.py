@@ -50,7 +50,7 @@ def clean_environment(runtime_dir: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """With a short path: sockets lie there."""
-    with tempfile.TemporaryDirectory(prefix="mi-") as path:
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
