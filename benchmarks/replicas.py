@@ -29,7 +29,7 @@ from benchmarks.cluster import Bench, Load
 from benchmarks.harness import int_list, report
 from benchmarks.model_folder import with_tokenizer
 from cli.local_server import LocalServer
-from cli.ports import LOOPBACK, free_ports
+from cli.ports import LOOPBACK, free_port_range
 
 PROMPT_TOKENS = re.compile(r"^vllm:prefix_cache_queries_total\{[^}]*\} (\S+)", re.MULTILINE)
 
@@ -51,11 +51,10 @@ def balance(counts: Sequence[float]) -> dict[str, Any]:
 
 def measure(num_replicas: int, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Start so many workers, warm them up, measure, stop them."""
-    first, *_ = free_ports(1)  # of the first worker's metrics, the others' follow
-    ports = range(first, first + num_replicas)
+    ports = free_port_range(num_replicas + 2)[:num_replicas]  # metrics: behind them those of agent and router
     options.clients = num_replicas * options.clients_per_worker
     bench = Bench(options)
-    own = ["--prefill=0", f"--decode={num_replicas}", f"--metrics-port={first}"]
+    own = ["--prefill=0", f"--decode={num_replicas}", f"--metrics-port={ports[0]}"]
     with LocalServer([*own, *flags]) as server:
         uvloop.run(bench.warm(server.url))
         before = [prompt_tokens(port) for port in ports]

@@ -42,7 +42,7 @@ from cli.load.results import RequestRecord
 from cli.load.runner import closed_loop
 from cli.load.workload import PlannedRequest, Prompt, PromptMaker
 from cli.local_server import LocalServer
-from cli.ports import LOOPBACK, free_ports
+from cli.ports import LOOPBACK, free_port_range
 from common.errors import UnavailableError
 
 NUM_STREAMS = 8
@@ -203,7 +203,7 @@ def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str,
     common = ["--decode=1", f"--max-num-batched-tokens={options.chunk_tokens}", "--local-prefill-tokens=0", *flags]
     found = {}
     for name, (num_prefill, own) in clusters.items():
-        port = free_ports(1)[0]  # of the first worker's metrics; the decode worker comes behind prefill workers
+        port, *_ = free_port_range(num_prefill + 3)  # of each service's metrics; decode comes behind prefill workers
         url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
         measure = functools.partial(measure_handoff, num_tokens=options.prompt_tokens, metrics_url=url)
         of_cluster = [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]

@@ -73,7 +73,7 @@ def test_nothing_shipped_executes_data(path: Path) -> None:
 )
 def test_imports_stay_light(module: str, forbidden: list[str]) -> None:
     code = f"import sys, {module}; print([m for m in {forbidden!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "[]"
 
@@ -86,7 +86,7 @@ def test_guards_are_not_asserts() -> None:
         "try:\n    SamplingParams(max_tokens=0)\n"
         "except InvalidRequestError:\n    print('refused')"
     )
-    result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.stdout.strip() == "refused", result.stderr
 
 

@@ -11,16 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from cli.ports import check_port, free_ports
+from cli.ports import check_port, free_port_range, free_ports
 from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
 from tests.packaging.documentation import commands_of, runnable
+from tests.processes import command_line, descendants
 
 FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
 
@@ -28,7 +29,7 @@ FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-thre
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="mi-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
@@ -54,17 +55,12 @@ def session_pids(text: str) -> list[int]:
     return [pid for pid in found if is_alive(pid)]
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process, their children and so on."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+def assert_gone(find: Callable[[], list[int]]) -> None:
+    """Nothing is left. Who got SIGKILL in the end takes a moment to die."""
+    deadline = time.monotonic() + 60.0
+    while left := find():
+        assert time.monotonic() < deadline, [command_line(pid) for pid in left]
+        time.sleep(0.05)
 
 
 class Served:
@@ -86,7 +82,7 @@ class Served:
                 cwd=tmp_path if program else None,
             )  # fmt: skip
 
-    def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+    def wait_for(self, pattern: str, seconds: float = 200.0) -> str:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             text = self.log.read_text()
@@ -97,6 +93,16 @@ class Served:
             time.sleep(0.1)
         pytest.fail(f"no {pattern!r} in:\n{self.log.read_text()[-3000:]}")
 
+    def wait_until_used(self, worker: str, seconds: float = 60.0) -> None:
+        """Until the router has it back, which is a moment after it is ready."""
+        deadline = time.monotonic() + seconds
+        while True:
+            workers = httpx.get(f"{self.url}/v1/cluster", timeout=60.0).json()["workers"]
+            if any(item["id"] == worker and item["state"] == "ready" for item in workers):
+                return
+            assert time.monotonic() < deadline, workers
+            time.sleep(0.05)
+
     def complete(self) -> str:
         body = {
             "model": "dry-run",
@@ -106,7 +112,7 @@ class Served:
             "ignore_eos": True,
         }
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=30.0, headers=headers)
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=100.0, headers=headers)
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"][0]["text"]
 
@@ -126,7 +132,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
             input="hello\n/exit\n",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             env=environment(tmp_path) | {"MINI_INFER_MODEL": "/models/of/some/other/server"},
             check=False,
         )
@@ -138,6 +144,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         served.wait_for(r"decode-1 ended \(SIGKILL\); restarting it now")
         assert served.complete() == answer
         served.wait_for(r"(?s)restarting it.*decode-1: ready")
+        served.wait_until_used("decode-1")
 
         (drain,) = commands_of("tests/cli/test_serve.py::test_a_cluster_from_start_to_sigterm", "curl")
         reply = subprocess.check_output(["bash", "-c", runnable(drain, served.url)])
@@ -146,18 +153,18 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         assert served.complete() == answer
     finally:
         served.process.terminate()
-        code = served.process.wait(60)
+        code = served.process.wait(100)
     assert code == 0, served.log.read_text()[-3000:]
     order = re.findall(r"\| ([a-z0-9-]+): stopped", served.log.read_text())
     assert order[0] == "router"
     assert order[-1] == "agent"
-    assert session_pids(str(run_dir)) == []
+    assert_gone(lambda: session_pids(str(run_dir)))
     assert not run_dir.exists()
     check_port("127.0.0.1", served.port)
 
 
 def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
-    (metrics_port,) = free_ports(1)
+    metrics_port, *_ = free_port_range(3)
     served = Served(
         tmp_path, "--prefill=0", f"--metrics-port={metrics_port}", "--exit-on-failure", "--log-format=json",
         "--verbose", api_key="open-sesame",
@@ -179,7 +186,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
             assert knows is (" router " in text), f"{text} {'has' if knows else 'lacks'} the API key"
 
         os.kill(next(pid for pid, text in processes.items() if " kvstore " in text), signal.SIGKILL)
-        assert served.process.wait(60) == 1
+        assert served.process.wait(100) == 1
     finally:
         if served.process.poll() is None:
             served.process.kill()
@@ -190,17 +197,17 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
     assert {line["service"] for line in from_services} == {"agent", "decode-0", "router", "serve"}
     assert "engine.loader.load" in {line["logger"] for line in from_services}
     assert not any(" | " in line for line in lines), "a line is not JSON"
-    assert [pid for pid in processes if is_alive(pid)] == []
+    assert_gone(lambda: [pid for pid in processes if is_alive(pid)])
 
 
 def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):
     done = subprocess.run(
-        command("demo", *FLAGS), capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+        command("demo", *FLAGS), capture_output=True, text=True, timeout=200, env=environment(tmp_path), check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for scene in ("one answer", "8 at once", "same prefix, new", "stopped reading after 3 pieces"):
         assert scene in done.stdout
-    assert session_pids(str(tmp_path)) == []
+    assert_gone(lambda: session_pids(str(tmp_path)))
     assert list(tmp_path.glob("mini-infer-*")) == []
 
 
@@ -210,12 +217,13 @@ def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
             command("serve", *flags),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             env=environment(tmp_path),
             check=False,
         )
 
-    missing = serve("--model", "/nowhere/model")
+    (free,) = map(str, free_ports(1))  # on the default one somebody else may listen
+    missing = serve("--port", free, "--model", "/nowhere/model")
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: model '/nowhere/model' not found: give")
     assert missing.stderr.count("\n") == 1
@@ -229,7 +237,7 @@ def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):
     )
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    broken = serve("--model", str(tmp_path / "broken"))
+    broken = serve("--port", free, "--model", str(tmp_path / "broken"))
     assert broken.returncode == 1
     assert "error: " in broken.stderr
     assert "ended before it was ready" in broken.stderr.splitlines()[-1]
@@ -242,3 +250,13 @@ def test_ports():
     check_port("127.0.0.1", first)
     with pytest.raises(ConfigError, match="can't be used"):
         check_port("192.0.2.1", first)
+
+
+def test_a_port_is_kept_for_the_service_that_will_listen_there():
+    first, *others = ports = free_port_range(3)
+    assert others == [first + 1, first + 2]
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))  # as the kernel does for an outgoing connection
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.cli.test_serve import Served, command_line, descendants, tmp_path  # noqa: F401
+from tests.cli.test_serve import Served, tmp_path  # noqa: F401
+from tests.processes import command_line, descendants
 
 MODULES = {
     "agent": " kvstore ",
@@ -41,5 +42,5 @@ def test_fifty_kills_of_every_role_in_a_row(tmp_path):  # noqa: F811
             print(f"round {count} done {time.monotonic() - begin:.0f} s after the first kill", flush=True)
     finally:
         served.process.terminate()
-        assert served.process.wait(60) == 0
+        assert served.process.wait(100) == 0
         print(served.log.read_text()[-2000:])

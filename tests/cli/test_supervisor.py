@@ -54,7 +54,7 @@ class Cluster:
 def cluster(tmp_path):
     made = Cluster(tmp_path / "events")
     yield made
-    deadline = time.monotonic() + 5.0  # the kernel ends a dead parent's child, a moment later
+    deadline = time.monotonic() + 60.0  # the kernel ends a dead parent's child, a moment later
     for _, pid in [*made.events("start"), *made.events("child")]:
         while is_alive(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -78,7 +78,7 @@ def slow_restarts() -> RestartPolicy:
     return policy
 
 
-async def eventually(condition, seconds: float = 30.0) -> None:
+async def eventually(condition, seconds: float = 100.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -222,9 +222,9 @@ async def test_what_a_dead_service_had_started_goes_with_it(cluster):
 
 async def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(cluster):
     begin = time.monotonic()
-    async with running(cluster.supervisor(cluster.spec("deaf", "deaf", grace_seconds=0.3))):
+    async with running(cluster.supervisor(cluster.spec("deaf", "deaf", grace_seconds=1.5))):
         begin = time.monotonic()
-    assert 0.3 <= time.monotonic() - begin < 30.0
+    assert 1.5 <= time.monotonic() - begin < 60.0
     assert [name for name, _ in cluster.events("term")] == ["deaf"]
 
 

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 
+from cli.ports import free_ports
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 
@@ -30,16 +30,7 @@ if TYPE_CHECKING:
     from tests.engine.tiny_models import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free at the same moment, so no two are equal."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+START_SECONDS = 200.0
 
 
 def save_with_tokenizer(tiny: TinyModel, folder: Path) -> Path:
@@ -99,10 +90,10 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60.0, **options)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=200.0, **options)
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=10.0).json()
+        return httpx.get(self.url + path, timeout=60.0).json()
 
     def start_service(self, name: str) -> None:
         self.services[name].start(self.env)
@@ -112,7 +103,7 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(self.url + "/readyz", timeout=2.0).status_code == 200:
+                if httpx.get(self.url + "/readyz", timeout=10.0).status_code == 200:
                     workers = self.get("/v1/cluster")["workers"]
                     if sum(1 for worker in workers if worker["state"] == "ready") >= num_workers:
                         return
@@ -122,7 +113,7 @@ class Cluster:
             time.sleep(0.05)
         raise TimeoutError("\n".join(f"--- {s.name}\n{s.log()[-1500:]}" for s in self.services.values()))
 
-    def wait_quiet(self, seconds: float = 30.0) -> list[dict[str, Any]]:
+    def wait_quiet(self, seconds: float = 100.0) -> list[dict[str, Any]]:
         """Until no worker has a request, a lease or a block in use; returns the workers' state."""
         deadline = time.monotonic() + seconds
         while True:
@@ -139,7 +130,7 @@ class Cluster:
         for service in order:
             if service.is_alive():
                 service.signal(signal.SIGTERM)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 30.0
         for service in order:
             if service.process is None:
                 continue
@@ -174,7 +165,7 @@ def running_cluster(
     role_args: flags by role, or by the name of a service.
     models: workers that serve another --model than that of `engine_args`, by name.
     """
-    with tempfile.TemporaryDirectory(prefix="mini-infer-test-") as name:
+    with tempfile.TemporaryDirectory(prefix="mini-infer-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         run_dir = folder / "run"
         run_dir.mkdir(mode=0o700)
@@ -218,7 +209,7 @@ def running_cluster(
             cluster.stop()
 
 
-def _wait_for_path(path: Path, seconds: float = 20.0) -> None:
+def _wait_for_path(path: Path, seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:

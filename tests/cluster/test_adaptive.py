@@ -59,7 +59,7 @@ async def counted(http: httpx.AsyncClient) -> dict[str, float]:
 
 async def ask_all(cluster: Cluster, *groups: list[Job]) -> list[str]:
     """The texts; each group is sent a moment after the one before."""
-    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=90.0)
+    client = openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0)
     async with client:
         tasks = []
         for group in groups:
@@ -74,8 +74,8 @@ async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[l
     Returns the jobs, their texts and the number of moves.
     """
     async with (
-        openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=90.0) as client,
-        httpx.AsyncClient(base_url=cluster.url, timeout=10) as http,
+        openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0, timeout=200.0) as client,
+        httpx.AsyncClient(base_url=cluster.url, timeout=100) as http,
     ):
         before = await counted(http)
         jobs: list[Job] = []
@@ -100,7 +100,7 @@ async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[l
 async def check_explanation(cluster: Cluster) -> None:
     """Placements and predictions of a request, on workers that have been measured."""
     body = {"model": "dry-run", "prompt": "z" * 300, "max_tokens": 4}
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=100) as client:
         response_id = (await client.post("/v1/completions", json=body)).json()["id"]
     [choice] = cluster.get(f"/explain/{response_id}")["choices"]
     [decision] = choice["decisions"]
@@ -112,7 +112,7 @@ async def check_explanation(cluster: Cluster) -> None:
 
 async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kill: str = "") -> None:
     """Answers are right in every attempt. In some a kept request ends before it could move: then again."""
-    for attempt in range(4):
+    for attempt in range(8):
         with adaptive_cluster(num_prefill, num_decode) as cluster:
             await ask_all(cluster, streams(4 * num_decode, 100), prompts(20, 100))  # measures the workers
             if not kill:
@@ -127,12 +127,10 @@ async def moved_somewhere(reference: LLM, num_prefill: int, num_decode: int, kil
     pytest.fail("nothing ever moved")
 
 
-@pytest.mark.timeout(240)
 async def test_kept_and_moved_answers_are_equal_and_explained(reference: LLM) -> None:
     await moved_somewhere(reference, 1, 1)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kill", ["prefill-0", "decode-0"])
 async def test_a_worker_dies_while_requests_move(reference: LLM, kill: str) -> None:
     await moved_somewhere(reference, 2, 2, kill)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 
@@ -100,9 +102,17 @@ def test_chat(cluster: Cluster, reference: LLM) -> None:
 
 
 def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
+    before = num_generated(cluster)
     stream = cluster.client().completions.create(
-        model="dry-run", prompt="endless", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        model="dry-run", prompt="endless", n=32, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    cluster.wait_quiet(5.0)
+    cluster.wait_quiet()
+    assert num_generated(cluster) - before < 32 * 1500 / 2
+
+
+def num_generated(cluster: Cluster) -> float:
+    """Tokens that have come to the router."""
+    text = httpx.get(cluster.url + "/metrics", timeout=60.0).text
+    return sum(map(float, re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)))

@@ -32,9 +32,8 @@ def cluster(tiny: Path) -> Iterator[Cluster]:
     models = {"prefill-1": str(tiny), "decode-1": str(tiny)}
     # Its KV groups travel by TCP, that of all tokens while the rest of a prompt is computed.
     other = ("--kv-transport=tcp", "--max-num-batched-tokens=64")
-    with running_cluster(
-        2, 2, models=models, router_args=("--worker-wait-seconds=0",), role_args=dict.fromkeys(models, other)
-    ) as running:
+    router = ("--worker-wait-seconds=0", "--worker-timeout-seconds=60")
+    with running_cluster(2, 2, models=models, router_args=router, role_args=dict.fromkeys(models, other)) as running:
         yield running
 
 

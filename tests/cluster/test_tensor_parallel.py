@@ -14,6 +14,7 @@ from benchmarks.model_folder import with_tokenizer
 from engine import LLM, SamplingParams
 from tests.cluster.harness import Cluster, running_cluster
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
+from tests.processes import command_line, descendants
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -116,12 +117,7 @@ def test_kv_of_windows_between_stages(name: str, prefill: str, decode: str, is_p
 
 def followers_of(pid: int) -> list[int]:
     """Processes of ranks 1, 2, ... below `pid`."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            found += [child] if b"engine.parallel.follower" in command else followers_of(child)
-    return found
+    return [child for child in descendants(pid) if "engine.parallel.follower" in command_line(child)]
 
 
 def ready_workers(cluster: Cluster) -> set[str]:
@@ -148,14 +144,14 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
         began = time.monotonic()
         os.kill(follower, signal.SIGKILL)
         while "decode-0" in ready_workers(cluster):
-            assert time.monotonic() - began < 2.0, worker.log()
+            assert time.monotonic() - began < 10.0, worker.log()
             time.sleep(0.02)
         for thread in threads:
-            thread.join(60.0)
+            thread.join(200.0)
         assert [texts[index] for index in range(len(PROMPTS))] == expected
         (follower,) = followers_of(cluster.services["decode-1"].pid)
         cluster.services["decode-1"].kill()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while Path(f"/proc/{follower}").exists():
             assert time.monotonic() < deadline, "a rank outlives its engine"
             time.sleep(0.02)
@@ -174,5 +170,5 @@ def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
             assert time.monotonic() - began < 8.0
             time.sleep(0.1)
         os.kill(follower, signal.SIGCONT)
-        thread.join(60.0)
+        thread.join(200.0)
         assert ready_workers(cluster) == {"decode-0"}

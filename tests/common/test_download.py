@@ -90,10 +90,10 @@ def download(endpoint: str, folder: Path) -> subprocess.CompletedProcess[str]:
     env = os.environ | {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(folder.parents[1] / "home"),
-        "HF_HUB_ETAG_TIMEOUT": "2",
+        "HF_HUB_ETAG_TIMEOUT": "60",
     }
     command = [sys.executable, "-m", "common.download", HUB_ID, str(folder)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
 def test_an_interrupted_download_keeps_what_it_has_and_the_folder_appears_when_it_is_whole(hub, tmp_path):

@@ -80,7 +80,7 @@ raise KeyError("the prompt")
 
 
 def test_the_end_of_a_process_is_json_too() -> None:
-    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, check=False)
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=200, check=False)
     first, last = map(json.loads, child.stderr.splitlines())
     assert (first["message"], last["message"]) == ("hello", "this process ends: KeyError")
     assert "the prompt" not in child.stderr
@@ -90,7 +90,7 @@ def test_the_end_of_a_process_is_json_too() -> None:
 def test_a_service_says_why_it_does_not_start_in_its_format(service: str) -> None:
     wrong = ["--model=/nowhere", "--decode=127.0.0.1:1"] if service == "router" else ["--host=0.0.0.0"]
     command = [sys.executable, "-m", service, "--log-format=json", *wrong]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert child.returncode == 1
     lines = [json.loads(line) for line in child.stderr.splitlines()]
     assert lines[-1]["level"] == "ERROR"

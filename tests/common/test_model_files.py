@@ -66,7 +66,7 @@ def resolve_elsewhere(hub: FakeHub, home: Path, token: str, model: str = "org/ti
     )
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=True
     )
     return done.stdout.strip()
 

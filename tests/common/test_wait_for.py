@@ -17,8 +17,8 @@ def test_a_path_that_is_there_or_comes(tmp_path):
     later = tmp_path / "later"
     threading.Timer(0.3, later.mkdir).start()
     began = time.monotonic()
-    assert main([str(later), "--seconds=10"]) == 0
-    assert time.monotonic() - began < 5
+    assert main([str(later), "--seconds=200"]) == 0
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize("left_behind", [False, True])
@@ -46,7 +46,7 @@ def test_it_says_what_is_missing_and_gives_up(tmp_path, capsys):
 
 def test_sigterm_ends_it_though_a_container_s_first_process_ignores_what_it_does_not_handle(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "common.wait_for", str(tmp_path / "model"), "--seconds=60"],
+        [sys.executable, "-m", "common.wait_for", str(tmp_path / "model"), "--seconds=600"],
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     )
@@ -54,4 +54,4 @@ def test_sigterm_ends_it_though_a_container_s_first_process_ignores_what_it_does
     with process:
         assert any(line.startswith(b"waiting") for line in process.stderr)  # gRPC may complain of the fork before
         process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM

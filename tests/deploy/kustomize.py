@@ -80,7 +80,7 @@ def build_own(folder: Path, kustomization: str) -> str:
     own.mkdir()
     (own / "kustomization.yaml").write_text(kustomization)
     command = ["kubectl", "kustomize", str(own)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ, LC_ALL="C"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=dict(os.environ, LC_ALL="C"))
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout

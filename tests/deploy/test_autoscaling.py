@@ -48,7 +48,7 @@ def evaluate(folder, queries):
     case = {"interval": "1m", "input_series": series, "promql_expr_test": tests}
     path = folder / "test.yml"
     path.write_text(json.dumps({"rule_files": [], "tests": [case]}))
-    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -51,9 +51,12 @@ def by_annotations(targets, folder):
     job["file_sd_configs"] = [{"files": [str(folder / "targets.json")]}]
     path = folder / "prometheus.yml"
     path.write_text(yaml.safe_dump({"scrape_configs": [job]}))
-    command = ["promtool", "check", "service-discovery", "--timeout=2s", str(path), job["job_name"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    kept = [each["labels"] for each in json.loads(done.stdout) if each["labels"]]
+    for seconds in (2, 10, 60):  # it waits for so long, and prints what it has read by then
+        command = ["promtool", "check", "service-discovery", f"--timeout={seconds}s", str(path), job["job_name"]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+        if found := json.loads(done.stdout):  # those that are left out, too
+            break
+    kept = [each["labels"] for each in found if each["labels"]]
     return sorted(
         ({k: v for k, v in labels.items() if not k.startswith("__")} for labels in kept),
         key=lambda labels: labels["instance"] + labels["pod"],

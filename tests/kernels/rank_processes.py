@@ -35,7 +35,7 @@ def run_ranks(module: str, folder: Path, size: int) -> None:
     command = [sys.executable, "-m", module, str(folder)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(size)]
     try:
-        assert [process.wait(100) for process in ranks] == [0] * size
+        assert [process.wait(280) for process in ranks] == [0] * size
     finally:
         for process in ranks:
             process.kill()

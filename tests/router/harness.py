@@ -60,7 +60,7 @@ class Cluster:
             assert response.status_code == 200, await response.aread()
             return [event async for event in sse_events(response)]
 
-    async def until(self, condition: Any, timeout_seconds: float = 30.0) -> None:
+    async def until(self, condition: Any, timeout_seconds: float = 60.0) -> None:
         """Wait for it. The bound only ends a test that has failed: on a busy machine all takes longer."""
         async with asyncio.timeout(timeout_seconds):
             while not condition():
@@ -126,7 +126,8 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    settings = RouterConfig(model="dry-run", **{**addresses, **config})
+    patience = {"worker_timeout_seconds": 60.0}  # workers are in this process, which may wait for a core
+    settings = RouterConfig(model="dry-run", **{**addresses, **patience, **config})
     served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
     base = served[0]
     served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
@@ -150,7 +151,7 @@ async def cluster(
             httpx.AsyncClient(base_url=url, timeout=60) as client,
             AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as openai,
         ):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while not (server.started and (not wait or _num_usable(gateway) == len(prefill) + len(decode))):
                     assert not serving.done()
                     await asyncio.sleep(0.005)

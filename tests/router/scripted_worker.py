@@ -112,6 +112,12 @@ class ScriptedWorker:
         await self.server.set_serving(True)
         return self
 
+    def speak(self) -> None:
+        """End the silence of its script."""
+        self.script.is_silent = False
+        for session in self.sessions:
+            session.wake.set()
+
     async def kill(self) -> None:
         """Gone at once, like a process that was killed."""
         assert self.server is not None

@@ -323,7 +323,7 @@ async def test_the_deadline_cuts_every_choice_once_one_has_a_token() -> None:
     (decode,) = router.decode
     _, sink = router.request(num_prompts=2, seconds=0.05)
     decode.says("so far")  # the second prompt has nothing yet
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(sink.ends()) < 2:
             await asyncio.sleep(0.005)
     assert sorted(sink.ends()) == [(0, "length", "deadline"), (1, "length", "deadline")]
@@ -335,7 +335,7 @@ async def test_the_deadline_cuts_every_choice_once_one_has_a_token() -> None:
 async def test_the_deadline_fails_a_request_without_a_token() -> None:
     router = Router()
     _, sink = router.request(num_choices=2, seconds=0.01)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not sink.errors:
             await asyncio.sleep(0.005)
     assert [type(error) for error in sink.errors] == [DeadlineExceededError]

@@ -211,14 +211,16 @@ async def test_a_stream_waits_for_its_only_worker_and_goes_on(monkeypatch: pytes
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60, "seed": 1, "stream": True}
         raw = b""
         newcomer: asyncio.Task[httpx.Response] | None = None
-        came_back = False
+        came_back, num_before = False, 0
         async with c.http.stream("POST", "/v1/chat/completions", json=body) as response:
             async for data in response.aiter_bytes():
                 raw += data
                 if newcomer is None and raw.count(b"data: ") > 5:
                     await c.decode[0].kill()
+                    await c.until(lambda: c.model.workers.usable("decode") == [])
                     newcomer = asyncio.create_task(c.chat(max_tokens=4))  # waits, too
-                if newcomer is not None and sse.KEEP_ALIVE in raw and not came_back:
+                    num_before = raw.count(sse.KEEP_ALIVE)  # a busy machine may be slower than the worker
+                if newcomer is not None and raw.count(sse.KEEP_ALIVE) > num_before + 1 and not came_back:
                     assert c.model.workers.usable("decode") == []
                     assert not newcomer.done()
                     came_back = True
@@ -250,8 +252,13 @@ async def test_a_request_that_makes_progress_may_move_as_often_as_it_must() -> N
 
 
 async def test_requests_that_are_in_prefill_count_where_they_will_decode() -> None:
-    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0, script=Script(delay_seconds=0.05)) as c:
-        await asyncio.gather(*(c.chat(f"prompt {number} " * 10) for number in range(8)))
+    async with cluster(num_prefill=1, num_decode=2, local_prefill_tokens=0, script=Script(is_silent=True)) as c:
+        answers = [asyncio.create_task(c.chat(f"prompt {number} " * 10)) for number in range(8)]
+        await c.until(lambda: len(c.prefill[0].submits) == 8)
+        assert not any(worker.submits for worker in c.decode)
+        for worker in (*c.prefill, *c.decode):
+            worker.speak()
+        await asyncio.gather(*answers)
         assert sorted(len(worker.submits) for worker in c.decode) == [4, 4]
         assert all(link.view().load == 0 for link in c.gateway.workers.links)
 
@@ -312,7 +319,7 @@ IN_TIME: dict[str, Any] = {"max_tokens": 100_000, "seed": 1}
 
 async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
     info = {"max_model_len": 1 << 20}
-    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.0) as c:
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=3.0) as c:
         answer = await c.chat(**IN_TIME, return_token_ids=True)
         assert answer.status_code == 200
         (choice,) = answer.json()["choices"]
@@ -327,7 +334,7 @@ async def test_at_the_deadline_an_answer_has_the_text_so_far() -> None:
 
 async def test_at_the_deadline_a_stream_ends_like_an_answer() -> None:
     info = {"max_model_len": 1 << 20}
-    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=1.0) as c:
+    async with cluster(script=ENDLESS, info=info, request_timeout_seconds=3.0) as c:
         events = await c.events(**IN_TIME, stream_options={"include_usage": True})
         assert events[-1] == "[DONE]"
         ends = [e["choices"][0] for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
@@ -347,7 +354,7 @@ async def test_at_the_deadline_held_back_text_is_shown_and_every_choice_ends() -
         report.deltas.extend(kept)
 
     script = Script(reply=[*reply, *b"#" * 100], spoil=spoil)
-    async with cluster(script=script, request_timeout_seconds=1.0) as c:
+    async with cluster(script=script, request_timeout_seconds=3.0) as c:
         answer = await c.complete(["a", "b"], stop=["STOP"], max_tokens=100)
         assert answer.status_code == 200, answer.text
         choices = answer.json()["choices"]
@@ -365,9 +372,7 @@ async def test_too_many_waiting_requests_get_429_at_once() -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        for session in c.decode[0].sessions:
-            c.decode[0].script.is_silent = False
-            session.wake.set()
+        c.decode[0].speak()
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
 
 
@@ -421,7 +426,7 @@ async def test_mismatched_worker_is_refused_with_what_differs() -> None:
 async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
     control = await undisturbed()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.router.scripted_worker", "--worker-id", "stopped", "--delay-seconds", "0.01",
+        sys.executable, "-m", "tests.router.scripted_worker", "--worker-id", "stopped", "--delay-seconds", "0.1",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -430,7 +435,7 @@ async def test_a_stopped_worker_process_is_given_up_and_comes_back() -> None:
         async with cluster(decode=address, worker_timeout_seconds=1.0, wait=False) as c:
             await c.until(lambda: len(c.model.workers.usable("decode")) == 1)
             request = asyncio.create_task(c.chat(max_tokens=40))
-            await c.until(lambda: c.model.dispatcher.num_running == 1)
+            await c.until(lambda: c.model.dispatcher.num_running == 1)  # it has a token, and 39 are to come
             process.send_signal(signal.SIGSTOP)
             c.gateway.workers._add("decode", c.decode[0].address)
             assert (await request).json()["choices"] == control["choices"]

@@ -96,7 +96,7 @@ async def test_prompts_make_the_dispatcher_move_what_is_kept() -> None:
     assert choice.kept_on(0.0) is not None
     decode.link.load = EMPTY
     prefill.link.load = pb.LoadReport(waiting_prefill_tokens=8192)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not handed_over(prefill):
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.15)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.rpc import open_channel
 from common.token_ids import pack_ids
@@ -25,7 +24,11 @@ from tests.kvstore.helpers import as_handle, with_address
 from worker.protobuf import handle_of
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
-DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=2")
+# Leases would last a minute: what ends soon was released.
+DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=60")
+# One request after the other, and 20 ms a step however fast the machine is: what is open stays open for a test.
+SLOW = (*DRY_RUN, "--simulated-steps=base=0.02", "--max-num-seqs=1")
+MINUTE_LONG = pb.SamplingParams(max_tokens=3000)
 
 
 class Worker:
@@ -44,7 +47,7 @@ class Worker:
 
     async def wait_ready(self) -> None:
         async with open_channel(self.address) as channel:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while True:
                 try:
                     await self.stub(channel).Describe(pb.DescribeRequest(), timeout=5)
@@ -83,8 +86,14 @@ class Stream:
         await self._call.write(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
 
     async def report(self) -> pb.StepReport:
+        report = await self._next()
+        assert report is not None, "the stream has ended"
+        return report
+
+    async def _next(self) -> pb.StepReport | None:
         report = await asyncio.wait_for(self._call.read(), 60)
-        assert isinstance(report, pb.StepReport), "the stream has ended"
+        if not isinstance(report, pb.StepReport):
+            return None
         self.load = report.load
         for event in report.kv_events:
             if event.HasField("snapshot"):
@@ -113,12 +122,12 @@ class Stream:
 
     async def until_broken(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while await asyncio.wait_for(self._call.read(), 60) is not EOF:
+            while await self._next() is not None:
                 pass
 
     async def until_quiet(self) -> pb.LoadReport:
         """Wait until nothing is open and every block is free or cached."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             load = (await self.report()).load
             open_things = load.num_running + load.num_waiting + load.num_loading + load.num_swapped + load.num_leases

@@ -74,7 +74,7 @@ async def test_the_router_refuses_a_mixture(workers: dict[str, Worker]) -> None:
     infos = []
     for name in ("decode", "plain"):
         async with open_channel(workers[name].address) as channel:
-            infos.append(await workers[name].stub(channel).Describe(pb.DescribeRequest(), timeout=5))
+            infos.append(await workers[name].stub(channel).Describe(pb.DescribeRequest(), timeout=60))
     eight_bit, plain = infos
     assert (eight_bit.kv_dtype, plain.kv_dtype) == ("float8_e4m3fn", "float32")
     assert eight_bit.block_bytes * 4 == plain.block_bytes

@@ -19,15 +19,19 @@ from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("program", "stall_seconds", "message"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "killed while loading, most likely because host memory ended"),
-        ("raise SystemExit(3)", "ended with status 3 while loading"),
-        ("import time; time.sleep(60)", "done nothing for 1 s while loading"),  # as where a network file system hangs
+        ("import os; os.kill(os.getpid(), 9)", 60.0, "killed while loading, most likely because host memory ended"),
+        ("raise SystemExit(3)", 60.0, "ended with status 3 while loading"),
+        (
+            "import time; time.sleep(600)",
+            1.0,
+            "done nothing for 1 s while loading",
+        ),  # a network file system hangs
     ],
 )
 async def test_an_engine_that_ends_while_loading_is_explained(
-    program: str, message: str, monkeypatch: pytest.MonkeyPatch
+    program: str, stall_seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = asyncio.create_subprocess_exec
 
@@ -38,7 +42,7 @@ async def test_an_engine_that_ends_while_loading_is_explained(
     monkeypatch.setattr(engine_client, "START_WATCH_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=message):
         await EngineClient.start(
-            Start(WorkerConfig(start_stall_seconds=1.0), EngineConfig("dry-run"), GpuConfig(), "")
+            Start(WorkerConfig(start_stall_seconds=stall_seconds), EngineConfig("dry-run"), GpuConfig(), "")
         )
 
 

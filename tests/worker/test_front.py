@@ -50,7 +50,7 @@ class EngineProcess:
         self.to_front.put_nowait(StepReport([delta], load=EngineLoad(num_steps=1)))
 
     async def until_sent(self, *messages: ToEngine) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.others) < len(messages):
                 await asyncio.sleep(0.001)
         assert self.others == list(messages)
@@ -74,7 +74,7 @@ class Attached:
         """The id under which the engine knows the request."""
         self.command(submit=pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING))
         await anext(self.reports)  # the snapshot
-        return (await asyncio.wait_for(self.engine.submitted.get(), 10)).request_id
+        return (await asyncio.wait_for(self.engine.submitted.get(), 60)).request_id
 
     def command(self, **kind: Any) -> None:
         self.commands.put_nowait(pb.Command(**kind))
@@ -98,7 +98,7 @@ async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attache
 
 async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
     attached.engine.prefilled(await attached.submit())
-    while not (report := await asyncio.wait_for(anext(attached.reports), 10)).deltas:
+    while not (report := await asyncio.wait_for(anext(attached.reports), 60)).deltas:
         pass
     assert report.deltas[0].kv_handle == PROTO_HANDLE
     await attached.reports.aclose()  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
     attached.engine.prefilled(await attached.submit())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while attached.front.num_open_requests:  # the report waits for the stream to be read
             await asyncio.sleep(0.001)
     await attached.reports.aclose()  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
     attached.engine.prefilled(request_id)
     await attached.engine.until_sent(RELEASE)
     with pytest.raises(UnavailableError, match="keep up"):
-        await asyncio.wait_for(anext(attached.reports), 10)
+        await asyncio.wait_for(anext(attached.reports), 60)
 
 
 async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(attached: Attached) -> None:
@@ -130,7 +130,7 @@ async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(at
     submit = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1]), sampling=sampling, kv_handle=PROTO_HANDLE)
     attached.command(submit=submit)
     await anext(attached.reports)  # the snapshot
-    [failure] = (await asyncio.wait_for(anext(attached.reports), 10)).failures
+    [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
     assert (failure.request_id, failure.code) == ("r", pb.FAILURE_CODE_INVALID_ARGUMENT)
     assert failure.param == "temperature"
     await attached.engine.until_sent(Abandon(HANDLE))

@@ -81,7 +81,7 @@ class RowsOfABlock:
     def close(self) -> None: ...
 
 
-def block_pull(positions: list[int], local: list[BlockId], seconds: float = 1.0) -> BlockPull:
+def block_pull(positions: list[int], local: list[BlockId], seconds: float = 60.0) -> BlockPull:
     return BlockPull(PARTS, positions, local, time.monotonic() + seconds)
 
 
@@ -162,7 +162,7 @@ def test_a_pull_waits_for_rows_until_its_deadline(parts: Parts) -> None:
     with pytest.raises(TransferError, match="staging"):
         staged.pull(block_pull([0], ids(0), 0.02))
     threading.Timer(0.05, parts.rows.give_back, [taken]).start()
-    assert staged.pull(block_pull([0], ids(0), 5.0)) == [[0]]
+    assert staged.pull(block_pull([0], ids(0))) == [[0]]
 
 
 def test_a_pull_from_an_attached_pool(parts: Parts) -> None:

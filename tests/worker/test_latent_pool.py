@@ -25,7 +25,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     path = save_with_tokenizer(TINY, folder / "model")
-    engine = (f"--model={path}", "--dtype=float32", "--num-gpu-blocks=64", "--num-threads=1", "--kv-lease-seconds=2")
+    engine = (f"--model={path}", "--dtype=float32", "--num-gpu-blocks=64", "--num-threads=1", "--kv-lease-seconds=60")
     roles = {"prefill": ("--mla=latent", "--tp=2"), "decode": ("--mla=absorbed",)}
     started = {
         role: Worker(role, folder, port, *extra, engine=engine)

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from protos import types_pb2 as pb
-from tests.worker.harness import DRY_RUN, PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
-
-LONG_LEASES = (*DRY_RUN, "--kv-lease-seconds=60")
+from tests.worker.harness import PROMPT, Stream, Worker, attached, prefill, prefill_and_decode
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
-    with prefill_and_decode(tmp_path_factory.mktemp("run"), LONG_LEASES) as found:
+    with prefill_and_decode(tmp_path_factory.mktemp("run")) as found:
         yield found
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from common.errors import MiniInferError, TransferError
 from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import LeaseTable
-from kvstore.transport import client, nccl, nccl_connection, nccl_server
+from kvstore.transport import client, nccl, nccl_connection, nccl_library, nccl_server
 from kvstore.transport.client import KvClient, host_transports
 from kvstore.transport.handle import PeerLease, PeerShard, ShardAddress
 from kvstore.transport.lease_client import LeaseClient
@@ -49,9 +52,12 @@ import sys
 from pathlib import Path
 from tests.kvstore.helpers import as_handle, handle_to_hex
 from tests.worker.test_nccl import NcclOwner
-owner = NcclOwner(Path(sys.argv[1]), float(sys.argv[2]))
+owner = NcclOwner(Path(sys.argv[1]))
+owner.on_stall = lambda: print("stalled", flush=True)
 print(handle_to_hex(as_handle(owner.lease([1, 2, 5]))), flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    owner.stall = float(line)
+    print("told", flush=True)
 """
 
 
@@ -76,22 +82,25 @@ class Leases:
 
 
 class NcclOwner(Owner):
-    """A pool that is offered by NCCL, and by shared memory. stall: seconds that each send takes longer."""
+    """A pool that is offered by NCCL, and by shared memory. `stall`: seconds that each send takes longer."""
 
-    def __init__(self, folder: Path, stall: float = 0.0, name: str = "owner", seed: int = 0, token: str = "") -> None:
+    def __init__(self, folder: Path, name: str = "owner", seed: int = 0, token: str = "") -> None:
         super().__init__(folder, name=name, seed=seed)
         self.fake = FakeNccl("GPU-owner")
         self.pool = NcclPool(DevicePool(torch.from_numpy(self.blocks)), self.fake)
-        self.stall = stall
+        self.stall = 0.0
+        self.on_stall: Callable[[], None] = lambda: None
         self.holder = Leases(self.leases)
         self.nccl = NcclServer("127.0.0.1", token, name, self.epoch, [GEOMETRY.block_bytes])
-        self.nccl.serve([self if stall else self.pool], self.holder)  # type: ignore[list-item]
+        self.nccl.serve([self], self.holder)  # type: ignore[list-item]
 
     def __getattr__(self, name: str) -> object:  # stands for its pool
         return getattr(self.pool, name)
 
     def send(self, *arguments: object) -> None:
-        time.sleep(self.stall)
+        if self.stall:
+            self.on_stall()
+            time.sleep(self.stall)
         self.pool.send(*arguments)  # type: ignore[arg-type]
 
     def lease(self, block_ids: Sequence[int], shm: bool = False, seconds: float = 60.0) -> PeerLease:
@@ -117,7 +126,7 @@ class Reader:
         leases = LeaseClient()
         self.client = KvClient(GEOMETRY, [self.transport, *host_transports(self.blocks, leases, ("shm",))], leases)
 
-    def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 10.0) -> str:
+    def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 100.0) -> str:
         return self.client.pull(lease, positions, local, seconds).transport
 
 
@@ -145,10 +154,33 @@ def reader() -> Iterator[Reader]:
     assert all(link.num_aborts for link in reader.fake.links)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gives up because threads wait for a core."""
+    monkeypatch.setattr(nccl, "TRANSFER_SECONDS", 100.0)
+    monkeypatch.setattr(nccl_connection, "REPLY_SECONDS", 100.0)
+    monkeypatch.setattr(client, "FALLBACK_SECONDS", 100.0)
+    for module in (nccl, nccl_server):
+        monkeypatch.setattr(module, "REPLY_SECONDS", 100.0)
+        monkeypatch.setattr(module, "JOIN_SECONDS", 100.0)
+
+
+@contextmanager
+def little_patience(reply_seconds: float = 100.0) -> Iterator[None]:
+    """A short time for transfers, and perhaps for replies, where they do not come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "TRANSFER_SECONDS", 0.5)
+        patch.setattr(nccl_connection, "REPLY_SECONDS", reply_seconds)
+        yield
+
+
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short time for transfers."""
-    monkeypatch.setattr(nccl, "TRANSFER_SECONDS", 0.5)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """By which transfers under way know their deadlines; `later`: by how much it is fast."""
+    made = SimpleNamespace(later=0.0, sleep=time.sleep)
+    made.monotonic = lambda: time.monotonic() + made.later
+    monkeypatch.setattr(nccl_library, "time", made)
+    return made
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 2, 3, 100])
@@ -267,7 +299,7 @@ def test_strangers_bytes_end_their_connection_only(owner: NcclOwner, reader: Rea
         stranger = Connection(socket.create_connection(("127.0.0.1", owner.nccl.port)))
         stranger.sock.sendall(data)
         with pytest.raises(TransferError):
-            stranger.receive(100, 5.0)
+            stranger.receive(100, 60.0)
         stranger.close()
     assert reader.pull(owner.lease([3]), [0], ids(0)) == "nccl"
 
@@ -290,14 +322,15 @@ def test_what_cannot_be_reached_is_left_to_the_next_transport_for_a_while(
 
 
 def test_an_owner_that_stops_during_a_pull_costs_its_deadline_and_a_new_communicator(
-    owner: NcclOwner, reader: Reader, soon: None
+    owner: NcclOwner, reader: Reader
 ) -> None:
     lease = owner.lease([3, 4, 5], shm=True)
     assert reader.pull(lease, [0], ids(0)) == "nccl"
     owner.link.is_running.clear()
     began = time.monotonic()
-    assert reader.pull(lease, [0, 1], ids(0, 1)) == "shm"  # in the same pull
-    assert 0.5 <= time.monotonic() - began < 3.0
+    with little_patience():
+        assert reader.pull(lease, [0, 1], ids(0, 1)) == "shm"  # in the same pull
+    assert 0.5 <= time.monotonic() - began < 50.0
     np.testing.assert_array_equal(reader.blocks[[0, 1]], owner.blocks[[3, 4]])
     wait_until(lambda: not owner.holder.held and owner.fake.links[0].num_aborts > 0)
     assert reader.fake.links[0].num_aborts > 0
@@ -307,17 +340,17 @@ def test_an_owner_that_stops_during_a_pull_costs_its_deadline_and_a_new_communic
 
 
 def test_a_peer_that_has_used_up_the_time_for_it_is_not_asked_by_other_ways(
-    owner: NcclOwner, reader: Reader, soon: None, monkeypatch: pytest.MonkeyPatch
+    owner: NcclOwner, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "FALLBACK_SECONDS", 0.3)
     lease = owner.lease([3, 4, 5], shm=True)
     assert reader.pull(lease, [0], ids(0)) == "nccl"
     owner.link.is_running.clear()
-    with pytest.raises(TransferError, match=r"cannot be read \(nccl: [^;]*\)$"):
+    with little_patience(), pytest.raises(TransferError, match=r"cannot be read \(nccl: [^;]*\)$"):
         reader.pull(lease, [0, 1], ids(0, 1))
 
 
-def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader, soon: None) -> None:
+def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader, clock: SimpleNamespace) -> None:
     stopped = Reader("GPU-stopped")
     lease = owner.lease([3, 4])
     assert stopped.pull(lease, [0], ids(0)) == "nccl"
@@ -330,7 +363,9 @@ def test_a_reader_that_stops_holds_up_no_other(owner: NcclOwner, reader: Reader,
     for _ in range(5):
         assert reader.pull(owner.lease([5, 6]), [0, 1], ids(0, 1)) == "nccl"
     wait_until(lambda: owner.holder.held == [lease.lease_id])
+    clock.later = 1000.0
     wait_until(lambda: not owner.holder.held)
+    clock.later = 0.0
     assert first.num_aborts > 0
     wait_until(lambda: has_ended(pair.connection))
     assert stopped.pull(lease, [0], ids(0)) == "nccl"  # it goes on, and connects anew
@@ -393,11 +428,21 @@ def test_threads_share_a_communicator(owner: NcclOwner, reader: Reader) -> None:
 
 
 class OwnerProcess:
-    def __init__(self, folder: Path, stall: float) -> None:
-        argv = [sys.executable, "-c", OWNER_PROCESS, str(folder), str(stall)]
+    def __init__(self, folder: Path) -> None:
+        argv = [sys.executable, "-c", OWNER_PROCESS, str(folder)]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.lease = lease_from_hex(self.line())
+
+    def line(self) -> str:
         assert self.process.stdout is not None
-        self.lease = lease_from_hex(self.process.stdout.readline().decode())
+        return self.process.stdout.readline().decode().strip()
+
+    def stall(self) -> None:
+        """Let no send come to its end from now on."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"1000\n")
+        self.process.stdin.flush()
+        assert self.line() == "told"
 
     def kill(self) -> None:
         self.process.kill()
@@ -407,21 +452,32 @@ class OwnerProcess:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("during", [False, True])
 def test_an_owners_process_that_dies_or_stops(
-    tmp_path: Path, reader: Reader, how: signal.Signals, during: bool, monkeypatch: pytest.MonkeyPatch, soon: None
-) -> None:
-    monkeypatch.setattr(nccl_connection, "REPLY_SECONDS", 0.3)
+    tmp_path: Path, reader: Reader, how: signal.Signals, during: bool, clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(nccl_server, "MAX_READERS", 2)
-    process = OwnerProcess(tmp_path, stall=0.1)
+    process = OwnerProcess(tmp_path)
     try:
         assert reader.pull(process.lease, [0, 2], ids(0, 1)) == "nccl"
-        timer = threading.Timer(0.05 if during else 0.0, process.process.send_signal, [how])
-        timer.start()
+        process.stall()
+
+        def end_in_a_send() -> None:
+            assert process.line() == "stalled"
+            process.process.send_signal(how)
+            if how is signal.SIGSTOP:  # nothing else shows it
+                clock.later = 1000.0
+
+        ending = threading.Thread(target=end_in_a_send if during else lambda: process.process.send_signal(how))
+        ending.start()
         if not during:
-            timer.join()
+            ending.join()
         began = time.monotonic()
-        with pytest.raises(MiniInferError):
+        patience = contextlib.nullcontext() if during else little_patience(reply_seconds=0.3)
+        with patience, pytest.raises(MiniInferError):
             reader.pull(process.lease, [0, 1, 2], ids(0, 1, 2))
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 50.0
+        ending.join()
+        clock.later = 0.0
         assert reader.transport.num_links == 0
         (tmp_path / "other").mkdir()
         other = NcclOwner(tmp_path / "other", name="other")

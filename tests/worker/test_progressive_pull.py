@@ -10,12 +10,21 @@ import pytest
 from common.rpc import open_channel
 from engine import LLM, SamplingParams
 from protos import types_pb2 as pb
-from tests.worker.harness import DRY_RUN, PROMPT, Stream, Worker, attached, by_tcp, prefill_and_decode
+from tests.worker.harness import (
+    DRY_RUN,
+    MINUTE_LONG,
+    PROMPT,
+    SLOW,
+    Stream,
+    Worker,
+    attached,
+    by_tcp,
+    prefill_and_decode,
+)
 
 CHUNK_TOKENS, BLOCK_TOKENS = 40, 16
 NUM_CHUNKS = -(-len(PROMPT) // CHUNK_TOKENS)
-# Leases would last a minute: what ends soon was released.
-CHUNKED = (*DRY_RUN, f"--max-num-batched-tokens={CHUNK_TOKENS}", "--kv-lease-seconds=60")
+CHUNKED = (*DRY_RUN, f"--max-num-batched-tokens={CHUNK_TOKENS}")
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +126,10 @@ async def test_a_prefill_worker_that_dies_before_its_parts_are_pulled(
         await d.until_quiet()
 
 
+@pytest.mark.parametrize("pair", [SLOW], indirect=True, ids=["slow"])
 async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> None:
     async with attached(pair["prefill"]) as p, attached(pair["decode"]) as d:
-        await d.submit("open", prompt_token_ids=PROMPT[:5], sampling=pb.SamplingParams(max_tokens=1500))
+        await d.submit("open", prompt_token_ids=PROMPT[:5], sampling=MINUTE_LONG)
         while not (await d.report()).deltas:
             pass
         async with open_channel(pair["decode"].address) as channel:
@@ -129,7 +139,8 @@ async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> 
             await d.prefetch(part)
         await p.release(last.kv_handle.lease_id, last.kv_handle.epoch)
         await p.until_quiet()
-        await d.until_end("open")
+        await d.cancel("open")
+        await d.until_broken()  # it has told all, and ends
         assert not d.keys & {key for part in parts for key in part.block_keys}
 
 

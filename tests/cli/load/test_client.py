@@ -87,7 +87,7 @@ async def test_nobody_listens():
 async def test_silence_is_a_timeout_and_the_connection_is_not_used_again():
     silent = [*chunked([event(choices=[{"text": "a"}])], end=False), SILENCE]
     replies = iter([silent, chunked(text_chunks(1))])
-    (late, good), server = await ask(lambda _: next(replies), count=2, timeout_seconds=1.0)
+    (late, good), server = await ask(lambda _: next(replies), count=2, timeout_seconds=3.0)
     assert (late.error, len(late.chunk_times)) == ("timeout", 1)
     assert good.error == ""
     assert server.num_connections == 2

@@ -76,7 +76,7 @@ class Session:
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def wait_for(self, condition: Callable[[], object] | str, seconds: float = 30.0) -> None:
+    def wait_for(self, condition: Callable[[], object] | str, seconds: float = 100.0) -> None:
         """Show what comes until the condition holds; a text must be on the screen."""
         deadline = time.monotonic() + seconds
         while not (condition in self.screen.text if isinstance(condition, str) else condition()):
@@ -85,7 +85,7 @@ class Session:
             )
             self._read(0.05)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = 100.0) -> int:
         """Exit code."""
         self.wait_for(lambda: self.process.poll() is not None, seconds)
         self._read(0.0)

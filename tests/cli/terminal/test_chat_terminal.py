@@ -34,8 +34,8 @@ def test_an_answer_is_wrapped_and_keys_typed_meanwhile_go_to_the_next_prompt(ser
         session.type(" line" + ENTER + "second li")
         session.resize(24)
         say(server, "It does so ", "again and again.\n\n- one\n- `two`", None)
-        assert server.questions.get(timeout=10) == "hi there"
-        assert server.questions.get(timeout=10) == "first line"
+        assert server.questions.get(timeout=60) == "hi there"
+        assert server.questions.get(timeout=60) == "first line"
         shown = session.screen
         session.wait_for("> first line")
         at = next(number for number, row in enumerate(shown.rows) if row == "> hi there")

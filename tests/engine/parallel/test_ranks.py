@@ -366,7 +366,7 @@ def test_the_end_of_a_rank_is_seen_from_a_thread() -> None:
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.1)
     os.kill(follower, signal.SIGKILL)
-    assert lost.get(timeout=2.0) == "rank 1 of the model ended"
+    assert lost.get(timeout=60.0) == "rank 1 of the model ended"
 
 
 def test_ranks_that_end_with_their_engine_are_not_lost() -> None:
@@ -385,7 +385,7 @@ def test_processes_end_with_their_engine() -> None:
     (follower,) = followers_of(os.getpid())
     del llm
     gc.collect()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while Path(f"/proc/{follower}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

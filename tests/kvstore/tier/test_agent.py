@@ -1,6 +1,5 @@
 """The node agent: pins die with their client, committed blocks do not; nonsense on its sockets does nothing."""
 
-import asyncio
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ from kvstore.tier.agent_server import serve
 from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
 from kvstore.transport.unix_socket import connect_unix, pack, recv_frame, send_frame
+from tests.kvstore.helpers import shm_names
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 BLOCK_BYTES = 4096
@@ -62,7 +62,7 @@ class Agent:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         return self.process.returncode
 
 
@@ -73,7 +73,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.stop(signal.SIGKILL)
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -227,7 +227,7 @@ def test_memory_that_a_device_has_registered_stays_where_it_is(agent: Agent, tmp
 def test_the_books_are_metrics(agent: Agent) -> None:
     tier = connect(agent)
     assert tier.reserve(KEYS[:3]) is not None
-    with urlopen(f"http://127.0.0.1:{agent.metrics_port}/metrics", timeout=5) as answer:
+    with urlopen(f"http://127.0.0.1:{agent.metrics_port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     assert 'mini_infer_host_tier_slots{role="agent",state="pinned"} 3.0' in text
     assert 'mini_infer_host_tier_clients{role="agent"} 1.0' in text
@@ -235,12 +235,12 @@ def test_the_books_are_metrics(agent: Agent) -> None:
 
 
 def test_sigterm_ends_it_cleanly(agent: Agent) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = shm_names()
     tier = connect(agent)
     assert agent.stop() == 0
     assert not Path(agent.socket).exists()
     assert tier.lookup(KEYS) == []
-    assert set(os.listdir("/dev/shm")) == shm
+    assert shm_names() <= shm
     tier.close()
 
 
@@ -264,7 +264,7 @@ def test_sigterm_ends_it_cleanly(agent: Agent) -> None:
     ],
 )
 def test_refused_requests_end_the_connection(shared_agent: Agent, requests: list[object]) -> None:
-    with connect_unix(shared_agent.socket, 5.0) as sock:
+    with connect_unix(shared_agent.socket, 60.0) as sock:
         for request in requests:
             send_frame(sock, request)
         replies = []
@@ -293,9 +293,9 @@ def test_random_bytes_do_no_harm(shared_agent: Agent) -> None:
     for target in ("unix", "grpc"):
         for _ in range(60):
             if target == "unix":
-                sock = connect_unix(shared_agent.socket, 5.0)
+                sock = connect_unix(shared_agent.socket, 60.0)
             else:
-                sock = socket.create_connection(("127.0.0.1", shared_agent.port), 5.0)
+                sock = socket.create_connection(("127.0.0.1", shared_agent.port), 60.0)
             with sock:
                 try:
                     sock.sendall((hello if rng.random() < 0.5 else b"") + rng.randbytes(rng.randrange(200)))
@@ -315,7 +315,7 @@ def test_random_bytes_do_no_harm(shared_agent: Agent) -> None:
 
 def test_a_second_agent_on_the_same_socket_says_so(shared_agent: Agent) -> None:
     command = [sys.executable, "-m", "kvstore", "--port=0", f"--socket={shared_agent.socket}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 1
     assert "another process listens" in result.stderr
     assert "Traceback" not in result.stderr
@@ -365,5 +365,4 @@ async def test_an_agent_without_memory_is_not_started() -> None:
 async def test_health_is_served(shared_agent: Agent) -> None:
     from common.healthcheck import is_ready
 
-    async with asyncio.timeout(10):
-        assert await is_ready(f"127.0.0.1:{shared_agent.port}")
+    assert await is_ready(f"127.0.0.1:{shared_agent.port}", timeout_seconds=60.0)

@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcTranspor
     for number in (8, -1):
         lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
         with pytest.raises(TransferError, match="outside"):
-            transport.pull(BlockPull([SourcePart(lease.shards[0])], [0], ids(0), time.monotonic() + 1.0))
+            transport.pull(BlockPull([SourcePart(lease.shards[0])], [0], ids(0), time.monotonic() + 60.0))
     assert not device.pool.any()
     owner.close()
 
@@ -193,19 +193,19 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     try:
         assert process.stdout is not None
         peer = lease_from_hex(process.stdout.readline().decode()).shards[0]
-        transport.pull(BlockPull([SourcePart(peer)], [0, 2], ids(0, 1), time.monotonic() + 1.0))
+        transport.pull(BlockPull([SourcePart(peer)], [0, 2], ids(0, 1), time.monotonic() + 60.0))
     finally:
         process.kill()
         process.communicate()
     wait_until(lambda: transport.num_mappings == 0)
     wait_until(lambda: device.num_open == 0)
     with pytest.raises(MiniInferError):
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
     reborn = GpuOwner(tmp_path, seed=1)
-    transport.pull(BlockPull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), time.monotonic() + 1.0))
+    transport.pull(BlockPull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
     np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
     with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
     assert transport.num_mappings == device.num_open == 1
     reborn.close()
     wait_until(lambda: device.num_open == 0)  # an orderly end, too
@@ -223,7 +223,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
         time.sleep(0.02)
 
     device.during_pull = die
-    transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
+    transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
     np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
     wait_until(lambda: device.num_open == 0)
 
@@ -235,7 +235,7 @@ def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport
 
     def pull() -> None:
         together.wait()
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 1.0))
+        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
 
     threads = [threading.Thread(target=pull) for _ in range(4)]
     for thread in threads:

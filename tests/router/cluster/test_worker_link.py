@@ -79,19 +79,21 @@ async def behind_a_link(script: Script, **config: Any) -> AsyncIterator[tuple[Cl
             await link.close()
 
 
-async def undisturbed() -> str:
+async def undisturbed(max_tokens: int = 60) -> str:
     async with cluster() as c:
-        return text_of(await c.events(max_tokens=60))
+        return text_of(await c.events(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize("fault", ["reset", "black hole"])
 async def test_a_stream_goes_on_when_its_link_fails(fault: str) -> None:
-    control = await undisturbed()
+    control = await undisturbed(400)
     async with behind_a_link(SLOW, worker_timeout_seconds=1.0) as (c, link):
-        stream = asyncio.create_task(c.events(max_tokens=60))
+        stream = asyncio.create_task(c.events(max_tokens=400))  # four seconds
         await c.until(lambda: c.decode[0].num_tokens > 5)
         c.gateway.workers._add("decode", c.decode[1].address)
         await c.until(lambda: len(c.model.workers.usable("decode")) == 2)
+        assert not stream.done()
+        c.decode[1].script.delay_seconds = 0.0
         if fault == "reset":
             assert link.break_all() > 0
         else:
@@ -127,10 +129,10 @@ async def test_an_address_where_something_else_answers_is_tried_again() -> None:
     server = await asyncio.start_server(nonsense, "127.0.0.1", 0)
     async with server, cluster() as c:
         c.gateway.workers._add("decode", f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        await asyncio.wait_for(asked.wait(), 30)
+        await asyncio.wait_for(asked.wait(), 60)
         asked.clear()
         assert (await c.chat()).status_code == 200
-        await asyncio.wait_for(asked.wait(), 30)
+        await asyncio.wait_for(asked.wait(), 60)
         assert [item["state"] for item in c.gateway.workers.describe()] == ["ready", "connecting"]
 
 
@@ -220,7 +222,7 @@ async def test_nonsense_from_a_worker_harms_its_request_at_most(spoil: Callable[
         c.decode[0].script.spoil = spoil
         answer = await c.chat(**fields)
         events = await asyncio.wait_for(
-            c.events(**fields) if answer.status_code == 200 else c.chat(stream=True, **fields), 30
+            c.events(**fields) if answer.status_code == 200 else c.chat(stream=True, **fields), 60
         )
         if spoil in HARMLESS:
             assert answer.json()["choices"] == control["choices"]

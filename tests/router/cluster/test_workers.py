@@ -15,7 +15,7 @@ from kvstore.types import WorkerId
 from tests.router.harness import Cluster, cluster, text_of
 from tests.router.scripted_worker import BLOCK_SIZE, Script, ScriptedWorker
 
-SLOW = Script(delay_seconds=0.01)
+SLOW = Script(delay_seconds=0.02)
 D0 = WorkerId("d0")
 HIDDEN = list(range(48))  # a prompt whose blocks the worker stores without telling
 
@@ -33,10 +33,10 @@ def knows_all(c: Cluster) -> bool:
 
 async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -> None:
     async with cluster() as c:
-        control = text_of(await c.events(max_tokens=150))
+        control = text_of(await c.events(max_tokens=400))
     async with cluster(script=SLOW) as c:
         worker = c.decode[0]
-        stream = asyncio.create_task(c.events(max_tokens=150))
+        stream = asyncio.create_task(c.events(max_tokens=400))  # eight seconds, unless hurried
         await c.until(lambda: worker.num_tokens > 5)
         lose_events(worker)
         assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {}
@@ -46,6 +46,7 @@ async def test_a_gap_in_kv_events_fetches_a_snapshot_and_open_requests_go_on() -
         assert worker.num_streams == 2
         assert c.model.workers.cached_tokens(pack_ids(HIDDEN), "", "") == {D0: len(HIDDEN)}
         await c.until(lambda: len(worker.sessions) == 1)  # the second stream was for the snapshot only
+        worker.script.delay_seconds = 0.0
         assert text_of(await stream) == control
         assert len(worker.submits) == 2
         await c.chat("another prompt that is stored", max_tokens=1)
@@ -101,8 +102,8 @@ class Names:
 async def test_workers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, "127.0.0.1")
     async with cluster() as c:
-        control = text_of(await c.events(max_tokens=150))
-    first = await ScriptedWorker("decode", "first", Script(delay_seconds=0.01)).start()
+        control = text_of(await c.events(max_tokens=400))
+    first = await ScriptedWorker("decode", "first", Script(delay_seconds=0.02)).start()
     second = ScriptedWorker("decode", "second", Script(delay_seconds=0.01))
     second.host, second.port = "127.0.0.2", first.port
     await second.start()
@@ -110,7 +111,7 @@ async def test_workers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
         async with cluster(num_decode=0, decode=f"decode.test:{first.port}", wait=False) as c:
             workers = c.model.workers
             await c.until(lambda: [link.worker_id for link in workers.usable("decode")] == ["first"])
-            stream = asyncio.create_task(c.events(max_tokens=150))
+            stream = asyncio.create_task(c.events(max_tokens=400))
             await c.until(lambda: first.num_tokens > 5)
 
             names.hosts = ["127.0.0.1", "127.0.0.2"]  # one appears
@@ -123,6 +124,7 @@ async def test_workers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch
             for _ in range(3):
                 assert (await c.chat(max_tokens=1)).status_code == 200
             assert (len(first.submits), len(second.submits)) == (1, 3)
+            first.script.delay_seconds = 0.0
             assert text_of(await stream) == control  # it ends where it began
             await c.until(lambda: len(workers.links) == 1)
             await c.until(lambda: not first.sessions)

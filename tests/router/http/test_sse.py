@@ -142,7 +142,7 @@ async def test_updates_that_come_while_the_client_is_behind_are_told_together_an
         assert client.texts() == ["ab", "c", "d", "ef"]
         stream.on_update(0, update("g"))
         stream.on_update(0, update("h", "stop"))
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
         assert client.texts() == ["ab", "c", "d", "ef", "g", "h"]
         assert client.sent[-1].endswith(b"data: [DONE]\n\n")  # in one write with the last text
 
@@ -154,11 +154,11 @@ async def test_an_error_comes_after_what_was_kept_or_instead_of_everything() -> 
         client.is_ready = False
         stream.on_update(0, update("b"))
         stream.on_failure(EngineError("broken"))
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
         assert client.texts() == ["a", "b"]
         assert orjson.loads(client.sent[-1].splitlines()[0][6:])["error"]["message"] == "broken"
     async with open_stream() as (stream, client, task):
         stream.on_failure(EngineError("broken"))
         with pytest.raises(EngineError, match="broken"):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)
         assert not client.sent  # so that the answer can have a status
