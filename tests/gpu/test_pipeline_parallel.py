@@ -241,7 +241,7 @@ def open_stages(
     monkeypatch.setattr(rows, "FEW_ROWS", 3)
     monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(engine.assembly, "_num_in_flight", lambda *_: count)
+    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
     settings = {
         "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "max_model_len": 96, "dtype": "float32", **settings,
