@@ -25,7 +25,7 @@ from cli.ports import LOOPBACK, check_port, free_ports
 from cli.progress import StartDisplay
 from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
-from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace
+from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace, misspelt_variables
 from common.errors import ConfigError
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
@@ -158,6 +158,8 @@ def run(argv: Sequence[str]) -> int:
     config = parse_config(argv, os.environ, lambda device: find_gpus(device, os.environ), notes)
     check_ports(config)
     model = resolve_model(config.engine.model)
+    for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
+        print(f"note: {line}", file=sys.stderr)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
     with run_directory() as run_dir:

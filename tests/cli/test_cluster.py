@@ -15,7 +15,8 @@ from cli.gpus import Gpus, visible_gpus
 from cli.model_size import weight_bytes
 from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import INSTEAD_OF_VLLM, build_parser, check_ports, parse_config, placement_lines, ready_message
+from cli.serve import GROUPS, INSTEAD_OF_VLLM, build_parser, check_ports, parse_config, placement_lines, ready_message
+from common.config import misspelt_variables
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from tests.deploy.settings import SETTINGS, parse
@@ -393,3 +394,9 @@ def test_ready_message_names_the_model_and_hides_the_key():
     assert "$MINI_INFER_API_KEY" in text
     assert "sesame" not in text
     assert (config.serve.prefill, config.serve.decode) == (1, 1)
+
+
+def test_a_misspelt_variable_is_named() -> None:
+    env = {"MINI_INFER_MODLE": "x", "MINI_INFER_QUANT_MODE": "none", "MINI_INFER_IMAGE": "ours:1", "MODLE": "y"}
+    settings = [cls for _, cls in GROUPS]
+    assert misspelt_variables(env, *settings) == ["MINI_INFER_MODLE is not read: did you mean MINI_INFER_MODEL?"]
