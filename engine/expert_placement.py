@@ -82,16 +82,6 @@ def with_fewest_moves(slots: Slots, before: Slots, num_ranks: int) -> Slots:
     return tuple(found)
 
 
-def check_placement(slots: Slots, num_experts: int, num_ranks: int) -> None:
-    """Raise ConfigError unless ranks have equally many slots, every expert has one, and no rank an expert twice."""
-    if len(slots) % num_ranks:
-        raise ConfigError(f"a placement of {len(slots)} slots cannot be divided among {num_ranks} ranks")
-    if set(slots) != set(range(num_experts)):
-        raise ConfigError(f"a placement must name each of {num_experts} experts, and no others")
-    if any(len(set(held)) < len(held) for held in slots_of_ranks(slots, num_ranks)):
-        raise ConfigError("a placement gives a rank the same expert twice")
-
-
 def slots_of_ranks(slots: Slots, num_ranks: int) -> list[Slots]:
     """The experts of each rank."""
     count = len(slots) // num_ranks

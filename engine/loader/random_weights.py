@@ -26,7 +26,6 @@ DRY_RUN_CONFIG = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(),
     max_position_embeddings=2048,
-    bos_token_id=256,
     eos_token_ids=(257,),
 )
 # With 0.02 the residual stream is the embedding alone and greedy output repeats one token.

@@ -129,7 +129,6 @@ class ModelConfig:
     query_scale: float = 1.0
     embedding_scale: float = 1.0
     linear_bits: int = PLAIN_BITS
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     unused_weights: tuple[str, ...] = ()
     expert_slots: tuple[tuple[int, ...], ...] = ()

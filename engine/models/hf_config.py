@@ -51,7 +51,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         sliding_window=_sliding_window(raw),
         full_layers=_full_layers(raw),
-        bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(int(token) for token in eos_ids),
     )
     check_config(config)
