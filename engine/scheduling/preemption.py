@@ -1,7 +1,7 @@
-"""Requests that give way: whom a newcomer displaces, and what becomes of a displaced request.
+"""Preemption: which running requests a newcomer displaces, and what becomes of them.
 
-Whether a request ranks behind another is the policy's to say. Blocks are counted before anybody is displaced, so
-that nobody gives way in vain.
+The policy says whether one request gives way to another. Blocks are counted before any request is displaced, so that
+none gives way in vain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """KV of prompts that peers have computed: requests that wait for it, and what is to be pulled into which blocks.
 
-Reserves blocks between the decisions of the scheduler and says which loads are to be made. How KV travels is not
-known here: a worker takes the jobs and reports how they ended.
+Reserves blocks between the scheduler's decisions and lists the loads to be made. Does not know how KV travels: a
+worker takes the jobs and reports how they ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """All requests of one engine, each in the queue of its status, and each queue in the order of service.
 
-Moves requests and nothing else: whom to move, and what happens to its blocks, is decided by the scheduler and its
-parts. `forgotten` collects requests of which the runner need not know any more.
+Moves requests and nothing else: the scheduler and its parts decide which to move, and what happens to its blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _rank = attrgetter("rank")
 
 
 class RequestQueues:
-    """Lists by status, to read; `enter`, `move`, `remove` change them."""
+    """Queues by status, for reading; `enter`, `move` and `remove` change them."""
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
@@ -60,7 +59,7 @@ class RequestQueues:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Let the runner drop what it knows of `request`."""
+        """Let the runner drop what it knows of `request` with the next step."""
         if request.num_planned_blocks >= 0:
             self._forgotten.append(request.request_id)
             request.num_planned_blocks = -1

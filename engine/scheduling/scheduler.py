@@ -2,9 +2,8 @@
 
 One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
 closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
-Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. Whom to
-serve first is the policy's to say, who gives way `preemption`'s, who starts `admission`'s; `stopping` knows when a
-request has ended.
+Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. The policy
+ranks requests, `admission` starts them, `preemption` takes their blocks back, and `stopping` says when one has ended.
 """
 
 from __future__ import annotations
