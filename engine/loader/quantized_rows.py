@@ -120,20 +120,20 @@ class QuantizedRows:
 
     def _cut_reordered(self, order: Tensor, columns: range) -> QuantizedRows:
         """The weights of those inputs, sorted by group. Groups are filled up with weights of zero."""
-        places = ((order >= columns.start) & (order < columns.stop)).nonzero()[:, 0]
-        groups = places // self.group_size
+        indices = ((order >= columns.start) & (order < columns.stop)).nonzero()[:, 0]
+        groups = indices // self.group_size
         counts = torch.bincount(groups, minlength=self.scales.shape[1])
         filled = -(-counts // FILLED_GROUP) * FILLED_GROUP
         filled[-1] += -int(filled.sum()) % FILLED_MULTIPLE
-        in_group = torch.arange(len(places), device=order.device) - (counts.cumsum(0) - counts)[groups]
+        in_group = torch.arange(len(indices), device=order.device) - (counts.cumsum(0) - counts)[groups]
         target = (filled.cumsum(0) - filled)[groups] + in_group
         of_filled = torch.arange(len(counts), device=order.device).repeat_interleave(filled // FILLED_GROUP)
         scales = self.scales[:, of_filled]
         offsets = None if self.offsets is None else self.offsets[:, of_filled]
         values = self._zeros(scales, offsets).repeat_interleave(FILLED_GROUP, dim=1)
-        values[:, target] = self.values[:, places]
+        values[:, target] = self.values[:, indices]
         cut = torch.zeros(values.shape[1], dtype=order.dtype, device=order.device)
-        cut[target] = order[places] - columns.start
+        cut[target] = order[indices] - columns.start
         return QuantizedRows(values, scales, offsets, FILLED_GROUP, cut, self.quantizes_inputs)
 
     def _zeros(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
