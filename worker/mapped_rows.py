@@ -41,7 +41,7 @@ class MappedRowsTransport:
         return self._staged.offered_by(shard)
 
     def open(self, shard: PeerShard) -> None:
-        self._mappings.of(shard)
+        """See Transport. The pull maps the peer's memory, because only it knows whether that is read from here."""
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
         part, *others = pull.parts
