@@ -21,7 +21,7 @@ from kernels.rms_norm import rms_norm
 from kernels.w4a16_gemm import dequantize_w4, pack_w4
 from tests.gpu.models import save_family, save_tiny_model, use_small_tiles
 from tests.gpu.test_latents import V3
-from tests.kernels.helpers import relative_error
+from tests.kernels.helpers import INT4_FLOAT32_BOUND, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -91,11 +91,12 @@ def test_equals_the_block(
     router = Linear(block.router)
     partials = moe(served, experts, router)(x, None)  # type: ignore[arg-type]
     assert partials is not None
-    assert relative_error(partials.sum(dim=0), expected) < 2e-6
+    bound = INT4_FLOAT32_BOUND if kind is W4A16Linear else 2e-6
+    assert relative_error(partials.sum(dim=0), expected) < bound
     if num_tokens == 1:
         before = residual.clone()
         moe_of_row(served, experts, lambda row: router(rms_norm(row, block.norm, block.eps)))(residual, None)  # type: ignore[arg-type]
-        assert relative_error(residual - before, expected) < 1e-5
+        assert relative_error(residual - before, expected) < 2e-5
 
 
 @pytest.mark.parametrize(("columns", "piece"), [(96, None), (128, 32)])

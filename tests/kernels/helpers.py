@@ -11,6 +11,8 @@ from kernels.quantized_gemm import FP8_DTYPE, quantize_rows_fp8, quantize_rows_i
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 # Triton's interpreter cuts bfloat16 off where a GPU rounds to nearest.
 BFLOAT16_BOUND = 5e-3 if torch.cuda.is_available() else 1.5e-2
+# Compiled kernels add up 128 + w of int4 and take 128 times the sum of x off again, which costs digits of float32.
+INT4_FLOAT32_BOUND = 2e-5 if torch.cuda.is_available() else 2e-6
 
 QUANTIZERS = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}  # references
 
