@@ -250,14 +250,15 @@ def grouped_gemm(
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
     block_k = form.columns_at_once(config.block_k)
-    block_m = max(16, min(config.block_m, triton.next_power_of_2(num_tokens)))
+    block_m = max(min(16, config.block_m), min(config.block_m, triton.next_power_of_2(num_tokens)))
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
         num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last is partly empty
     else:
         if num_tokens > MAX_UNSORTED:
             raise ValueError(f"{num_tokens} tokens: more than {MAX_UNSORTED} must be sorted")
-        order, counts, num_tiles, block_m = pairs, pairs, num_experts, MAX_UNSORTED
+        order, counts, num_tiles = pairs, pairs, num_experts
+        block_m = block_m if num_tokens <= block_m else MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
         x, weight, x if scales is None else form.scales_of(scales), bias, order, counts,

@@ -82,7 +82,8 @@ class GemvConfig:
 class TileConfig:
     """block_n x block_k: the tile of W in a program's loop; split_k programs share a tile's K.
 
-    block_m: the most rows, or rows of planes, that a program takes; fewer are padded to a power of two, at least 16.
+    block_m: the most rows, or rows of planes, that a program takes; fewer are padded to a power of two, at least 16
+    (unless 8 are the most, which grouped GEMMs take).
     """
 
     block_n: int

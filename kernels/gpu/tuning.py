@@ -208,10 +208,12 @@ DOWN_ROW: Table[GemvConfig] = Table(
 )
 
 # More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 78 | 181 | 190 | 919, down 41 | 97 | 107 |
-# 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. e4m3 at 8 | 64 | 256: 52 | 110 | 142, 31
-# | 69 | 88; once 55 | 134 | 136. With four stages instead of three 58 | 127 | 158. Weights of 4 bits come in chunks
-# of 128 columns; their rules fit the chip and its registers, and are to be measured.
+# 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. e4m3 at 8 | 64: 43.1 | 96.6, 24.5 | 53.7,
+# once 56 | 136; in tiles of 16 pairs 52 | 110, 31 | 69, for fewer programs fit then. At 256 142, 88, once 136; with
+# four stages instead of three 158. int4 at 8 | 64: 37.4 | 74.5, 18.9 | 41.3, once 30 | 72. Where more pairs share an
+# expert of 4 bits, in chunks of 128 columns, rules fit the chip and its registers and are to be measured.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
+FEW_PAIRS = at_most(4)  # of an expert
 FOUR_BIT_TILES = (
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=FOUR_BITS, pairs_per_expert=at_most(32)),
@@ -220,6 +222,7 @@ FOUR_BIT_TILES = (
 )
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    Rule(TileConfig(64, 256, num_stages=3, block_m=8), itemsize=at_most(1), pairs_per_expert=FEW_PAIRS),
     *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=3, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),
@@ -229,6 +232,8 @@ GROUPED_GATE_UP: Table[TileConfig] = Table(
 )
 GROUPED_DOWN: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
+    Rule(TileConfig(64, 128, num_warps=2, num_stages=3, block_m=8), itemsize=FOUR_BITS, pairs_per_expert=FEW_PAIRS),
+    Rule(TileConfig(32, 128, num_warps=1, num_stages=3, block_m=8), itemsize=at_most(1), pairs_per_expert=FEW_PAIRS),
     *FOUR_BIT_TILES,
     Rule(TileConfig(64, 128, num_stages=3, block_m=16), itemsize=at_most(1), pairs_per_expert=at_most(8)),
     Rule(TileConfig(128, 64, num_stages=4, block_m=32), itemsize=at_most(1), pairs_per_expert=at_most(32)),

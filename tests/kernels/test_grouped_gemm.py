@@ -12,6 +12,7 @@ from kernels.silu_mul import silu_mul
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 
 TILES = TileConfig(16, 32, num_stages=2, block_m=16)
+TILES_OF_8 = TileConfig(16, 32, num_stages=2, block_m=8)
 ROWS = GemvConfig(4, 32, num_warps=1, num_stages=1)
 NUM_EXPERTS, TOP_K = 6, 3
 ALPHA, LIMIT = 1.702, 2.0
@@ -49,7 +50,7 @@ def test_pairs_are_sorted_by_expert(num_tokens: int, few_experts: bool, device: 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize(("inner", "hidden", "dtype"), [(32, 64, HALF_DTYPE), (24, 40, torch.float32)])
-@pytest.mark.parametrize("kind", ["pairs", "tokens", "sorted"])
+@pytest.mark.parametrize("kind", ["pairs", "tokens", "sorted", "sorted in eights"])
 def test_equals_the_reference(
     num_tokens: int, inner: int, hidden: int, dtype: torch.dtype, kind: str, device: torch.device
 ) -> None:
@@ -58,9 +59,10 @@ def test_equals_the_reference(
     down = torch.randn(NUM_EXPERTS, hidden, inner, device=device).to(dtype)
     chosen, shares = choices(num_tokens, device, few_experts=num_tokens == 9)
     if kind != "pairs":
-        pairs = sort_pairs(chosen, NUM_EXPERTS) if kind == "sorted" else chosen
-        inside = grouped_gemm(x, gate_up, pairs, TILES, TOP_K)
-        out = grouped_gemm(inside, down, pairs, TILES, TOP_K, shares)
+        pairs = chosen if kind == "tokens" else sort_pairs(chosen, NUM_EXPERTS)
+        tiles = TILES if kind == "sorted" else TILES_OF_8
+        inside = grouped_gemm(x, gate_up, pairs, tiles, TOP_K)
+        out = grouped_gemm(inside, down, pairs, tiles, TOP_K, shares)
     else:
         inside = grouped_gemv(x, gate_up, chosen, ROWS, TOP_K)
         out = grouped_gemv(inside, down, chosen, ROWS, TOP_K, shares)
