@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
-from kernels.gpu.expert_formats import bytes_of
+from kernels.gpu.expert_formats import bytes_of, columns_of
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import GemvConfig, TileConfig, found
@@ -34,7 +34,7 @@ from kernels.gpu.tuning import (
     GROUPED_GATE_UP,
     MAX_PAIRS,
 )
-from kernels.mxfp4 import GROUP_SIZE
+from kernels.mxfp4 import GROUP_SIZE, filled
 from kernels.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
@@ -130,9 +130,9 @@ def int4(experts: int, rows: int, columns: int, group: int, device: str) -> Weig
 
 
 def mxfp4(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    size = experts, rows, columns // GROUP_SIZE
+    size = experts, rows, filled(columns) // GROUP_SIZE
     exponents = torch.randint(118, 122, size, device=device, dtype=torch.uint8)
-    return Weights(words(experts, rows, columns, device), exponents)
+    return Weights(words(experts, rows, filled(columns), device), exponents)
 
 
 MAKERS = {"bfloat16": plain, "fp8": eight_bits, "fp8-blocks": blocks, "int4": int4, "mxfp4": mxfp4}
@@ -140,10 +140,10 @@ MAKERS = {"bfloat16": plain, "fp8": eight_bits, "fp8-blocks": blocks, "int4": in
 
 def weights_of(dtype: str, shape: Shape, group: int, device: str = "cuda") -> tuple[Weights, Weights]:
     """gate_up and down."""
-    make = MAKERS[dtype]
+    make, inner = MAKERS[dtype], filled(shape.inner) if dtype == "mxfp4" else shape.inner
     return (
-        make(shape.num_experts, 2 * shape.inner, shape.hidden, group, device),
-        make(shape.num_experts, shape.hidden, shape.inner, group, device),
+        make(shape.num_experts, 2 * inner, shape.hidden, group, device),
+        make(shape.num_experts, shape.hidden, inner, group, device),
     )
 
 
@@ -156,7 +156,7 @@ class Layer:
         self.shape, self.gate_up, self.down = shape, gate_up, down
         device = down.weight.device
         self.x = torch.randn(num_tokens, shape.hidden, device=device).bfloat16()
-        self.inside = torch.randn(num_tokens * shape.top_k, shape.inner, device=device).bfloat16()
+        self.inside = torch.randn(num_tokens * shape.top_k, columns_of(down.weight), device=device).bfloat16()
         self.logits = [
             torch.randn(num_tokens, shape.num_experts, device=device).bfloat16() for _ in range(num_choices)
         ]

@@ -161,7 +161,7 @@ class ExpertLinear(ABC):
 
     @property
     def group_size(self) -> int:
-        return self.num_columns // self.scales.shape[1]
+        return columns_of(self.weight) // self.scales.shape[1]
 
     @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -182,9 +182,18 @@ class GroupedEightBit(ExpertLinear):
 
 
 class Mxfp4Linear(ExpertLinear):
-    """weight: words of e2m1 that `pack_mxfp4` makes, (out, in / 4). scales: exponents, uint8."""
+    """weight: words of e2m1, scales: exponents, as `pack_mxfp4` makes them."""
 
-    __slots__ = ()
+    __slots__ = ("_num_columns",)
+
+    def __init__(self, weight: Tensor, scales: Tensor, num_columns: int, bias: Tensor | None = None) -> None:
+        """num_columns: those that are not filled."""
+        super().__init__(weight, scales, bias)
+        self._num_columns = num_columns
+
+    @property
+    def num_columns(self) -> int:
+        return self._num_columns
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return dequantize_mxfp4(self.weight, self.scales, dtype)
+        return dequantize_mxfp4(self.weight, self.scales, dtype)[:, : self.num_columns]

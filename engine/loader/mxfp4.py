@@ -24,10 +24,9 @@ from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.model import Model
-from kernels.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, pack_mxfp4
+from kernels.mxfp4 import EXPONENT_BIAS, GROUP_SIZE, MAGNITUDES, filled, pack_mxfp4
 
 BLOCKS, SCALES = "_blocks", "_scales"
-COLUMN_MULTIPLE = 64  # of the inputs of `down`: kernels read as many at once
 
 
 class Mxfp4Weights:
@@ -121,17 +120,17 @@ class Mxfp4Experts:
         else:
             before, behind = filled_columns(columns)
             blocks, exponents = _filled_groups(blocks, exponents, before, len(columns), behind)
-        return Mxfp4Linear(pack_mxfp4(blocks), exponents.clone(), bias)
+        return Mxfp4Linear(*pack_mxfp4(blocks, exponents), blocks.shape[1] * GROUP_SIZE, bias)
 
 
 def filled_columns(columns: range) -> tuple[int, int]:
     """How many columns of zeros kernels need before and behind a rank's inputs of `down`.
 
-    Before: up to the beginning of a group. In all a multiple of COLUMN_MULTIPLE, equally many on all ranks.
+    Before: up to the beginning of a group. In all whole chunks of packed weights, equally many on all ranks.
     """
     before = columns.start % GROUP_SIZE
     most_before = GROUP_SIZE - math.gcd(len(columns), GROUP_SIZE)
-    total = -(-(len(columns) + most_before) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    total = filled(len(columns) + most_before)
     return before, total - before - len(columns)
 
 

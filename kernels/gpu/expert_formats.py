@@ -4,7 +4,8 @@
     16 or 32 bits                        None
     int8, e4m3                           float32 (experts, rows), or (experts, rows, groups) of columns
     words of int4, int16, columns / 4    bfloat16 (experts, rows, groups, 2): scale and offset, as in `PackedW4`
-    words of e2m1, int16, columns / 4    uint8 (experts, rows, columns / 32): exponents, as in `kernels/mxfp4.py`
+    words of e2m1, int16, columns / 4    uint8 (experts, rows, columns / 32): exponents, as in `kernels/mxfp4.py`,
+                                         whose rows end in zeros that x may lack
 
 x stays in 16 bits in all of them, so weights are exactly those of a checkpoint.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.mxfp4 import filled
 from kernels.w4a16_gemm import chunk_of
 
 WORDS = torch.int16  # of four weights
@@ -45,6 +47,10 @@ class ExpertForm:
         """Rows and columns of a step of a GEMV: as many weights, of more rows where a group is narrower."""
         columns = self.columns_at_once(block_k)
         return block_n * max(1, block_k // columns), columns
+
+    def num_filled(self, num_columns: int) -> int:
+        """Columns of the weight for an x of so many."""
+        return filled(num_columns) if self.name == "e2m1" else num_columns
 
     def scales_of(self, scales: Tensor) -> Tensor:
         """Scales as kernels read them."""

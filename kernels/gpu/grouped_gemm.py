@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.expert_formats import columns_of, form_of
+from kernels.gpu.expert_formats import ExpertForm, columns_of, form_of
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.launch_configs import TileConfig
@@ -159,7 +159,7 @@ def _grouped_kernel(
     IS_SORTED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+    X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials."""
     wait_for_predecessor(OVERLAPS)
@@ -205,7 +205,7 @@ def _grouped_kernel(
     else:
         total, total_up = packed_tile(
             x_at, has_row, weight_ptr, scales_ptr, weight_rows, N.to(tl.int64), columns < N, K, total, total_up,
-            GATED, FORMAT, GROUP, WORDS, BLOCK_K // (4 * WORDS), EVEN, NUM_STAGES, COMPILED,
+            GATED, FORMAT, GROUP, WORDS, BLOCK_K // (4 * WORDS), EVEN, X_COLUMNS, NUM_STAGES, COMPILED,
         )  # fmt: skip
     if HAS_SCALES:
         total *= tl.load(scales_ptr + weight_rows, mask=columns < N, other=0.0)[:, None]
@@ -246,10 +246,12 @@ def grouped_gemm(
     (num_tokens, top_k), contiguous.
     """
     form = form_of(weight, scales)
-    out, n, k, num_tokens = output_of(x, weight, shares, top_k)
+    out, n, k, num_tokens = output_of(x, weight, shares, top_k, form)
     num_experts = weight.shape[0]
     num_pairs = num_tokens * top_k
     block_k = form.columns_at_once(config.block_k)
+    if form.words and k % block_k:
+        block_k = 4 * form.words  # without a step that is partly empty
     block_m = max(min(16, config.block_m), min(config.block_m, triton.next_power_of_2(num_tokens)))
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
@@ -268,8 +270,8 @@ def grouped_gemm(
         EVEN=n % config.block_n == 0 and k % block_k == 0, HAS_SCALES=form.has_row_scales,
         HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], FORMAT=form.name, GROUP=form.group,
         WORDS=form.words, COMPUTE=_compute_dtype(x, weight), BLOCK_M=block_m, BLOCK_N=config.block_n,
-        BLOCK_K=block_k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
-        num_warps=config.num_warps, launch_pdl=overlaps,
+        BLOCK_K=block_k, X_COLUMNS=x.shape[1] % k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps,
+        COMPILED=is_compiled(x), num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
 
@@ -304,10 +306,12 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-def output_of(x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int) -> tuple[Tensor, int, int, int]:
+def output_of(
+    x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int, form: ExpertForm
+) -> tuple[Tensor, int, int, int]:
     """(output, n, k, number of tokens)."""
     k = columns_of(weight)
-    if not weight.is_contiguous() or x.shape[1] != k:
+    if not weight.is_contiguous() or k not in (x.shape[1], form.num_filled(x.shape[1])):
         raise ValueError(f"a contiguous weight of {x.shape[1]} columns is needed, this one has {k}")
     if shares is None:
         n, num_tokens = weight.shape[1] // 2, x.shape[0]

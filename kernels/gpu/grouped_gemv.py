@@ -45,7 +45,7 @@ def _pair_kernel(
     TOP_K: tl.constexpr, GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
+    X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
     pair = tl.program_id(1)
@@ -90,7 +90,7 @@ def _pair_kernel(
         rows = weight_rows[None, :] + tl.zeros((CHUNKS, 1), tl.int64)
         parts, up_parts, squares = packed_row(
             at, norm_ptr, weight_ptr, scales_ptr, rows, N.to(tl.int64), inside[None, :], tl.arange(0, CHUNKS), K,
-            GATED, HAS_NORM, FORMAT, GROUP, WORDS, CHUNKS, EVEN, NUM_STAGES, COMPILED,
+            GATED, HAS_NORM, FORMAT, GROUP, WORDS, CHUNKS, EVEN, X_COLUMNS, NUM_STAGES, COMPILED,
         )  # fmt: skip
         total, total_up = tl.trans(parts), tl.trans(up_parts)
     y = tl.sum(total, axis=1)
@@ -101,7 +101,7 @@ def _pair_kernel(
         if HAS_SCALES:
             up *= tl.load(scales_ptr + weight_rows + N, mask=inside, other=0.0)
         if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+            scale = tl.rsqrt(tl.sum(squares, axis=0) / (X_COLUMNS if X_COLUMNS > 0 else K) + eps)
             y *= scale
             up *= scale
         if HAS_BIAS:
@@ -158,7 +158,7 @@ def _row_down_kernel(
         y_of, _none, _squares = packed_row(
             x_ptr + tl.minimum(places, TOP_K - 1) * K, x_ptr, weight_ptr, scales_ptr, weight_rows, 0,
             is_chosen[:, None] & inside[None, :], tl.arange(0, CHOICES * SLICES) % SLICES, K,
-            False, False, FORMAT, GROUP, WORDS, SLICES, EVEN, NUM_STAGES, COMPILED,
+            False, False, FORMAT, GROUP, WORDS, SLICES, EVEN, 0, NUM_STAGES, COMPILED,
         )  # fmt: skip
         shares = tl.load(shares_ptr + places, mask=is_chosen, other=0.0)
     if HAS_SCALES:
@@ -183,7 +183,7 @@ def grouped_gemv(
     norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between; for gate_up.
     """
     form = form_of(weight, scales)
-    out, n, k, num_tokens = output_of(x, weight, shares, top_k)
+    out, n, k, num_tokens = output_of(x, weight, shares, top_k, form)
     block_n, block_k = form.tile(config.block_n, config.block_k)
     overlaps = overlaps_launches(x)
     _pair_kernel[(triton.cdiv(n, block_n), num_tokens * top_k)](
@@ -194,7 +194,7 @@ def grouped_gemv(
         TOP_K=top_k, GATED=shares is None, HAS_NORM=norm is not None, HAS_SCALES=form.has_row_scales,
         HAS_BIAS=bias is not None, ALPHA=gate[0], LIMIT=gate[1], EVEN=n % block_n == 0 and k % block_k == 0,
         FORMAT=form.name, GROUP=form.group, WORDS=form.words, BLOCK_N=block_n, BLOCK_K=block_k,
-        NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
+        X_COLUMNS=x.shape[1] % k, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, COMPILED=is_compiled(x),
         num_warps=config.num_warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out

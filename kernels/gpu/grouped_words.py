@@ -12,14 +12,23 @@ from kernels.gpu.nibbles import chunk_products, chunk_sums, split_row
 
 
 @triton.jit
+def _quarter(x_at, columns, has_x, X_COLUMNS: tl.constexpr):
+    """Columns of rows of x, transposed: x of one nibble of a chunk. X_COLUMNS: see `packed_tile`."""
+    if X_COLUMNS > 0:
+        has_x = has_x & (columns < X_COLUMNS)
+    return tl.trans(tl.load(x_at + columns, mask=has_x, other=0.0))
+
+
+@triton.jit
 def packed_tile(
     x_at, has_row, words_ptr, scales_ptr, weight_rows, up, inside, K, total, total_up,
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
-    EVEN: tl.constexpr, NUM_STAGES: tl.constexpr, COMPILED: tl.constexpr,
+    EVEN: tl.constexpr, X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Tiles (columns, rows) of packed weights times rows of x: `weight_rows` and, GATED, those `up` further.
 
     x_at: (rows, 1). weight_rows: int64 (columns,), which are there where `inside`. CHUNKS: of a step of the loop.
+    X_COLUMNS: of x where it has fewer than the weights; 0: as many.
     """
     CHUNK: tl.constexpr = 4 * WORDS
     GROUPS: tl.constexpr = CHUNK // GROUP
@@ -36,10 +45,10 @@ def packed_tile(
             exists = inside & (chunk < num_chunks)
             has_x = has_row[:, None] if EVEN else has_row[:, None] & (chunk < num_chunks)
             x = (
-                tl.trans(tl.load(x_at + chunk * CHUNK + offsets, mask=has_x, other=0.0)),
-                tl.trans(tl.load(x_at + chunk * CHUNK + WORDS + offsets, mask=has_x, other=0.0)),
-                tl.trans(tl.load(x_at + chunk * CHUNK + 2 * WORDS + offsets, mask=has_x, other=0.0)),
-                tl.trans(tl.load(x_at + chunk * CHUNK + 3 * WORDS + offsets, mask=has_x, other=0.0)),
+                _quarter(x_at, chunk * CHUNK + offsets, has_x, X_COLUMNS),
+                _quarter(x_at, chunk * CHUNK + WORDS + offsets, has_x, X_COLUMNS),
+                _quarter(x_at, chunk * CHUNK + 2 * WORDS + offsets, has_x, X_COLUMNS),
+                _quarter(x_at, chunk * CHUNK + 3 * WORDS + offsets, has_x, X_COLUMNS),
             )
             if EVEN:
                 words = tl.load(word_at + chunk * WORDS)
@@ -66,12 +75,14 @@ def packed_tile(
 def packed_row(
     x_at, norm_ptr, words_ptr, scales_ptr, weight_rows, up, inside, chunk_ids, K,
     GATED: tl.constexpr, HAS_NORM: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr, EVEN: tl.constexpr, NUM_STAGES: tl.constexpr, COMPILED: tl.constexpr,
+    CHUNKS: tl.constexpr, EVEN: tl.constexpr, X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Packed weights times one row of x, or one in each part: sums (parts, columns), those of `up`, squares of x.
 
     A part takes every CHUNKS-th chunk from its `chunk_ids`, (parts,), on: K sliced over warps. x_at: (parts,).
-    weight_rows, inside: (parts, columns), see `packed_tile`. HAS_NORM: x is multiplied by the norm's weight.
+    weight_rows, inside: (parts, columns), and X_COLUMNS, see `packed_tile`. HAS_NORM: x is multiplied by the norm's
+    weight.
     """
     CHUNK: tl.constexpr = 4 * WORDS
     GROUPS: tl.constexpr = CHUNK // GROUP
@@ -89,10 +100,13 @@ def packed_row(
     for first in tl.range(0, num_chunks, CHUNKS, num_stages=NUM_STAGES):
         exists = first + chunk_ids < num_chunks
         has_weight = inside & exists[:, None]
-        x = tl.load(x_at[:, None, None] + columns_of_x + first * CHUNK, mask=exists[:, None, None], other=0.0)
+        has_x = exists[:, None, None]
+        if X_COLUMNS > 0:
+            has_x = has_x & (columns_of_x + first * CHUNK < X_COLUMNS)
+        x = tl.load(x_at[:, None, None] + columns_of_x + first * CHUNK, mask=has_x, other=0.0)
         if HAS_NORM:
             at = norm_ptr + columns_of_x + first * CHUNK
-            norm = tl.load(at, mask=exists[:, None, None], other=0.0).to(tl.float32)
+            norm = tl.load(at, mask=has_x, other=0.0).to(tl.float32)
             squares += x.to(tl.float32) * x.to(tl.float32)
             x = (x.to(tl.float32) * norm).to(x.dtype)
         parts = split_row(x)

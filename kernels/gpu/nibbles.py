@@ -81,6 +81,27 @@ def scale_and_zero(pairs):
 
 
 @triton.jit
+def load_scales(scale_at, has_scale, FORMAT: tl.constexpr, GROUPS: tl.constexpr):
+    """What a chunk's GROUPS are scaled by, for `scale_of`: bytes of e2m1 that lie together are loaded as one word."""
+    if FORMAT == "e2m1" and GROUPS > 1:
+        WORD: tl.constexpr = tl.int32 if GROUPS == 4 else tl.int16
+        stored = tl.load(scale_at.to(tl.pointer_type(WORD), bitcast=True), mask=has_scale, other=0).to(tl.int32)
+    else:
+        stored = scale_at
+    return stored
+
+
+@triton.jit
+def scale_of(stored, group: tl.constexpr, has_scale, FORMAT: tl.constexpr, GROUPS: tl.constexpr):
+    """The pair of int4, or exponent of e2m1, of one group."""
+    if FORMAT == "e2m1" and GROUPS > 1:
+        scale = (stored >> 8 * group) & 255
+    else:
+        scale = tl.load(stored + group, mask=has_scale, other=0)
+    return scale
+
+
+@triton.jit
 def power_of_two(exponents):
     """2^(e - 127) of bytes e, times the 2^14 that unpacked numbers lack; float32. No model has e above 240."""
     return ((exponents.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
@@ -137,7 +158,9 @@ def chunk_sums(
     weights = unpack_to_half(words, FORMAT) if COMPILED else unpack_plain(words, FORMAT)
     OPERAND: tl.constexpr = as_operand(x[0], FORMAT, COMPILED).dtype
     ones = tl.full(words.shape, 1.0, OPERAND)
-    for group in tl.static_range(4 // NIBBLES):
+    GROUPS: tl.constexpr = 4 // NIBBLES
+    scales = load_scales(scale_at, has_scale, FORMAT, GROUPS)
+    for group in tl.static_range(GROUPS):
         sums = none
         dots = none
         for nibble in tl.static_range(group * NIBBLES, (group + 1) * NIBBLES):
@@ -145,7 +168,7 @@ def chunk_sums(
             dots = tl.dot(weights[nibble].to(OPERAND), operand, dots, input_precision="ieee")
             if FORMAT == "int4":
                 sums = tl.dot(ones, operand, sums, input_precision="ieee")
-        stored = tl.expand_dims(tl.load(scale_at + group, mask=has_scale, other=0), len(words.shape) - 1)
+        stored = tl.expand_dims(scale_of(scales, group, has_scale, FORMAT, GROUPS), len(words.shape) - 1)
         if FORMAT == "int4":
             scale, zero = scale_and_zero(stored)
             if ADDS_ONCE:
@@ -170,8 +193,10 @@ def chunk_products(
     BIAS: tl.constexpr = 136.0 if COMPILED else 8.0
     NIBBLES: tl.constexpr = GROUP // words.shape[1]
     weights = unpack_to_half(words, FORMAT) if COMPILED else unpack_plain(words, FORMAT)
-    for group in tl.static_range(4 // NIBBLES):
-        stored = tl.load(scale_at + group, mask=has_scale, other=0)[:, None]
+    GROUPS: tl.constexpr = 4 // NIBBLES
+    scales = load_scales(scale_at, has_scale, FORMAT, GROUPS)
+    for group in tl.static_range(GROUPS):
+        stored = scale_of(scales, group, has_scale, FORMAT, GROUPS)[:, None]
         for nibble in tl.static_range(group * NIBBLES, (group + 1) * NIBBLES):
             weight = weights[nibble].to(tl.float32)
             if FORMAT == "int4":

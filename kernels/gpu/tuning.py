@@ -210,8 +210,8 @@ DOWN_ROW: Table[GemvConfig] = Table(
 # More pairs: `grouped_gemm`. us at 8 | 64 | 256 | 8,192 tokens, gate_up 76 | 181 | 190 | 919, down 40 | 97 | 107 |
 # 693; reading the chosen experts once takes 111 | 271 | 276 | 276 for both. At 8 | 64 | 256: e4m3 43 | 97 | 123 and
 # 24.5 | 54 | 79, once 56 | 136 | 138; with 16 pairs and 4 warps, of which fewer programs fit, 52 | 110 | 142 and 31 |
-# 69 | 88. int4 37 | 75 | 109 and 19 | 41 | 68, once 30 | 72 | 73. e2m1 by gpt-oss-20b at 64 tokens 178 and 102, once
-# 97. More than 32 pairs of an expert of 4 bits are not measured; its chunks are of 128 columns.
+# 69 | 88. int4 37 | 75 | 109 and 19 | 41 | 68, once 30 | 72 | 73. e2m1 of gpt-oss-20b at 64 tokens: gate_up 136, both
+# once 101. More than 32 pairs of an expert of 4 bits are not measured; its chunks are of 128 columns.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
 BYTES = at_most(1)
 VERY_FEW_PAIRS, FEW_PAIRS, SOME_PAIRS = at_most(0.5), at_most(4), at_most(32)  # of an expert
@@ -222,7 +222,7 @@ MANY_PAIRS_OF_FOUR_BITS = (
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 256, num_stages=3, block_m=8), itemsize=BYTES, pairs_per_expert=FEW_PAIRS),
-    Rule(TileConfig(32, 256, num_warps=2, num_stages=3, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
+    Rule(TileConfig(64, 128, num_warps=2, num_stages=4, block_m=16), itemsize=FOUR_BITS, pairs_per_expert=at_most(8)),
     Rule(TileConfig(64, 128, num_stages=4, block_m=32), itemsize=FOUR_BITS, pairs_per_expert=SOME_PAIRS),
     *MANY_PAIRS_OF_FOUR_BITS,
     Rule(TileConfig(64, 128, num_warps=2, num_stages=4, block_m=16), itemsize=BYTES, pairs_per_expert=SOME_PAIRS),

@@ -58,6 +58,7 @@ from kernels.gpu.process_logits import LogitsRules, process_logits
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.kv_copy import WordCopy
+from kernels.mxfp4 import filled
 from kernels.w4a16_gemm import PackedW4
 from kvstore.layout import PoolGeometry
 from tests.compile import hopper
@@ -220,23 +221,23 @@ def test_grouped_gemms_of_packed_experts(
 
 
 def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) -> None:
-    """gpt-oss-20b's, whose 2,880 columns no tile divides."""
-    num_experts, top_k, n, gate = 32, 4, 2880, (1.702, 7.0)
+    """gpt-oss-20b's, whose 2,880 columns are filled up to 2,944."""
+    num_experts, top_k, n, inner, gate = 32, 4, 2880, filled(2880), (1.702, 7.0)
 
     def weights(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        words = torch.empty(num_experts, rows, n // 4, dtype=torch.int16, device=META)
-        exponents = torch.empty(num_experts, rows, n // 32, dtype=torch.uint8, device=META)
+        words = torch.empty(num_experts, rows, inner // 4, dtype=torch.int16, device=META)
+        exponents = torch.empty(num_experts, rows, inner // 32, dtype=torch.uint8, device=META)
         return words, exponents, torch.empty(num_experts, rows, dtype=torch.bfloat16, device=META)
 
-    def hidden(rows: int) -> Tensor:
-        return torch.empty(rows, n, dtype=torch.bfloat16, device=META)
+    def hidden(rows: int, columns: int = n) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device=META)
 
     def shares(rows: int) -> Tensor:
         return torch.empty(rows, top_k, dtype=torch.float32, device=META)
 
-    (gate_up, scales, bias), (down, down_scales, down_bias) = weights(2 * n), weights(n)
+    (gate_up, scales, bias), (down, down_scales, down_bias) = weights(2 * inner), weights(n)
     row, down_row = found(GATE_UP_ROW.find(itemsize=0.5)), found(DOWN_ROW.find(itemsize=0.5))
-    x, inside = hidden(1), hidden(top_k)
+    x, inside = hidden(1), hidden(top_k, inner)
     grouped_gemv(x, gate_up, ints(1, top_k), row, top_k, norm=x[0], eps=1e-5, scales=scales, bias=bias, gate=gate)
     add_down_of_row(inside, down, ints(1, top_k), shares(1), down_row, x, down_scales, down_bias)
     for tokens in (16, 256, 8192):
@@ -246,7 +247,7 @@ def test_mxfp4_experts_with_biases_and_a_clamped_gate(compiled: list[Compiled]) 
         tile = found(GROUPED_DOWN.find(pairs_per_expert=load, itemsize=0.5))
         grouped_gemm(hidden(tokens), gate_up, chosen, up_tile, top_k, scales=scales, bias=bias, gate=gate)
         grouped_gemm(
-            hidden(tokens * top_k), down, chosen, tile, top_k, shares(tokens), down_scales, down_bias
+            hidden(tokens * top_k, inner), down, chosen, tile, top_k, shares(tokens), down_scales, down_bias
         )  # fmt: skip
     check(compiled, "_pair_kernel", "_row_down_kernel", "_grouped_kernel")
 

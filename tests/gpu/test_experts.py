@@ -53,7 +53,7 @@ def quantize(block: Moe, kind: Kind) -> None:
         if issubclass(kind, Mxfp4Linear):
             blocks = torch.randint(0, 256, (*ref.layer.weight.shape, 16), device=DEVICE)[:, ::32].to(torch.uint8)
             exponents = torch.randint(121, 125, blocks.shape[:2], device=DEVICE).to(torch.uint8)
-            made = Mxfp4Linear(pack_mxfp4(blocks), exponents)
+            made = Mxfp4Linear(*pack_mxfp4(blocks, exponents), ref.layer.weight.shape[1])
             ref.layer.weight = made.dequantize(torch.float32)
             ref.replace(made)
         elif issubclass(kind, W4A16Linear):
@@ -72,7 +72,7 @@ def quantize(block: Moe, kind: Kind) -> None:
     [
         (1, False, Fp8Linear, 32), (3, True, None, 32), (3, True, W8A8Linear, 32), (40, False, W8A8Linear, 32),
         (1, False, W4A16Linear, 64), (3, True, W4A16Linear, 64), (8, True, W4A16Linear, 64),
-        (20, False, W4A16Linear, 128), (1, False, Mxfp4Linear, 64), (20, False, Mxfp4Linear, 64),
+        (20, False, W4A16Linear, 128), (1, False, Mxfp4Linear, 128), (20, False, Mxfp4Linear, 128),
     ],
 )  # fmt: skip
 def test_equals_the_block(

@@ -32,8 +32,8 @@ def int4(rows: int, columns: int, group: int, device: torch.device) -> Weights:
 def e2m1(rows: int, columns: int, group: int, device: torch.device) -> Weights:
     blocks = torch.randint(0, 256, (NUM_EXPERTS, rows, columns // group, 16), device=device).to(torch.uint8)
     exponents = torch.randint(120, 134, blocks.shape[:3], device=device).to(torch.uint8)
-    words = pack_mxfp4(blocks)
-    return words, exponents, dequantize_mxfp4(words, exponents, torch.float32)
+    words, exponents = pack_mxfp4(blocks, exponents)
+    return words, exponents, dequantize_mxfp4(words, exponents, torch.float32)[..., :columns]
 
 
 def eight_bits(rows: int, columns: int, group: int, device: torch.device) -> Weights:

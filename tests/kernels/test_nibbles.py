@@ -43,7 +43,7 @@ def test_four_bits_are_put_under_an_exponent() -> None:
 
 def test_e2m1_becomes_float16() -> None:
     blocks = torch.randint(0, 256, (64, 4, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    words = pack_mxfp4(blocks)  # of chunks of 128 columns: word j holds j, 32 + j, 64 + j, 96 + j
+    words, _ = pack_mxfp4(blocks, blocks[..., 0])  # of chunks of 128 columns: word j holds j, 32 + j, 64 + j, 96 + j
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
     numbers = values[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1).int()].view(64, 4, 32)
     for index, bits in enumerate(run(UNPACK_E2M1.value, words)):

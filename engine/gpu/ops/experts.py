@@ -101,8 +101,11 @@ def stackable(layer: LinearLayer, piece: int | None = None) -> LinearLayer:
         raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
     if isinstance(layer, Linear | EightBitLinear):
         return layer
-    can_be_cut = piece is None or not isinstance(layer, Mxfp4Linear)  # no model has both
-    if can_be_cut and fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit)):
+    if isinstance(layer, Mxfp4Linear):
+        fits_kernels = piece is None  # no model has both
+    else:
+        fits_kernels = fits(piece or layer.num_columns, layer.group_size, not isinstance(layer, GroupedEightBit))
+    if fits_kernels:
         return layer
     plain = Linear(layer.dequantize(torch.bfloat16), layer.bias)
     return W8A16Linear.of(plain, SplitKWorkspace(layer.device, 1, 1))
