@@ -88,7 +88,7 @@ CHARTS = (
     ),
     Chart(
         "expert_parallel", "Expert parallelism: padded, packed, grouped",
-        "python -m benchmarks.expert_parallel --device cuda --ranks 2 --tokens 64,1024 --json "
+        "python -m benchmarks.expert_parallel --device cuda --ranks 2 --tokens 64,128,1024 --json "
         "> docs/data/expert_parallel.jsonl",
         draw_experts, ("routing", "tokens", "form", "layer (us)", "bytes moved", "bytes needed"),
         lambda line: (
