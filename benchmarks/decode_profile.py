@@ -2,7 +2,9 @@
 
     python -m benchmarks.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
 
-Figures are per step, in microseconds. The profiler slows the host down, so phases of the host are timed before,
+Figures are per step, in microseconds. Kernels of a step overlap: what each adds to the step is the time from the end
+of the one that ended before it to its own, and its duration, in which it may wait for others, stands behind. Kernels
+of one name are told apart by their grid. The profiler slows the host down, so phases of the host are timed before,
 without it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.decode_picture` draws them.
 """
 
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,25 +110,34 @@ def is_device(event: dict[str, Any]) -> bool:
 
 
 def show(batch: int, host: dict[str, float], events: list[dict[str, Any]], span: float, steps: int, top: int) -> None:
-    device = sorted((event for event in events if is_device(event)), key=lambda event: event["ts"])
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in device:
-        times[event["name"][:NAME_LENGTH]].append(event["dur"])
-    busy, end = 0.0, 0.0
-    for event in device:
-        busy += max(event["ts"] + event["dur"] - max(event["ts"], end), 0.0)
-        end = max(end, event["ts"] + event["dur"])
+    device = [event for event in events if is_device(event)]
+    added = time_added(device)
+    busy = sum(sum(each) for each, _ in added.values())
     print(f"batch {batch}: host " + "  ".join(f"{name} {value:.0f}" for name, value in host.items()))
     print(f"  device span {span / steps:.0f}  busy {busy / steps:.0f}  kernels {len(device) / steps:.0f}")
-    for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:top]:
-        total, count = sum(durations) / steps, len(durations) / steps
-        print(f"  {total:8.1f}  {count:6.1f} x {total / count:7.2f}  {name}")
+    for name, (each, durations) in sorted(added.items(), key=lambda item: -sum(item[1][0]))[:top]:
+        total, count = sum(each) / steps, len(each) / steps
+        print(f"  {total:8.1f}  {count:6.1f} x {total / count:7.2f} of {sum(durations) / len(each):7.2f}  {name}")
     calls: dict[str, int] = defaultdict(int)
     for event in events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             calls[event["name"]] += 1
     print("  calls " + "  ".join(f"{name} {count / steps:.1f}" for name, count in sorted(calls.items())))
     sys.stdout.flush()
+
+
+def time_added(device: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+    """By name and grid, of each launch: microseconds that it adds to those before it, gaps left out; its duration."""
+    found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    end = 0.0
+    for event in sorted(device, key=lambda event: event["ts"] + event["dur"]):
+        grid = event.get("args", {}).get("grid", "")
+        added, durations = found[f"{event['name'][:NAME_LENGTH]} {grid}".rstrip()]
+        own_end = event["ts"] + event["dur"]
+        added.append(own_end - max(event["ts"], end))
+        durations.append(event["dur"])
+        end = own_end
+    return found
 
 
 def keep(path: Path, events: list[dict[str, Any]], step: float) -> None:
