@@ -34,6 +34,7 @@ from engine.gpu.swap import HostCopies
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.transport.block_server import BlockServer
 from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease, open_handle
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
@@ -66,8 +67,10 @@ class Owner:
 
     async def start(self) -> None:
         staging = self._staging if self._memory.needs_staging else None
-        view = PoolView(self._memory.socket_path, staging)
-        service = KvTransferService([view], self._mirror, self._renewed, self._released, self._memory.nixl_memory)
+        view, sender = PoolView(self._memory.socket_path, staging), BlockServer("127.0.0.1")
+        service = KvTransferService(
+            [view], sender, self._mirror, self._renewed, self._released, self._memory.nixl_memory
+        )
         self._server.add(
             kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
         )  # fmt: skip

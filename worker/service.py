@@ -91,7 +91,7 @@ async def _serve(role: str, settings: Start) -> int:
             files = await asyncio.to_thread(resolve_model, settings.engine.model, False)
             tokenizer = await asyncio.to_thread(load_tokenizer, files)
             info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
-            leases, staging = add_kv_service(server, engine)
+            leases, staging, sender = add_kv_service(server, engine, worker)
             front = WorkerFront(engine, leases, info, staging)
             metrics = WorkerMetrics(front)
             if worker.metrics_port:
@@ -101,6 +101,7 @@ async def _serve(role: str, settings: Start) -> int:
             await server.set_serving(True)
             logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
             status = await _watch(server, front, engine, worker, stopping, logger)
+            sender.close()
         finally:
             await engine.stop()
         await server.stop(1.0)

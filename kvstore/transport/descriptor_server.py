@@ -19,7 +19,7 @@ from pathlib import Path
 from common.errors import TransferError
 from common.logging import RateLimit
 from kvstore.transport.pool_info import PoolInfo, info_from_wire, info_to_wire
-from kvstore.transport.unix_socket import UnixListener, connect_unix, recv_frame, send_frame
+from kvstore.transport.unix_socket import UnixListener, connect_unix, has_gone, recv_frame, send_frame
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
@@ -88,10 +88,10 @@ class DescriptorServer:
 
     def _hold(self, client: socket.socket) -> None:
         for other in list(self._held):
-            if _has_gone(other):
+            if has_gone(other):
                 self._held.remove(other)
                 other.close()
-        client.setblocking(False)  # with a timeout `_has_gone` would wait for it, and take its end for the client's
+        client.setblocking(False)  # with a timeout `has_gone` would wait for it, and take its end for the client's
         self._held.append(client)
         if len(self._held) > MAX_HELD:
             self._held.popleft().close()
@@ -121,12 +121,3 @@ def fetch_pool_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo,
         for fd in fds:
             os.close(fd)
         raise
-
-
-def _has_gone(client: socket.socket) -> bool:
-    try:
-        return client.recv(1, socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -66,6 +66,18 @@ class LeaseClient:
         if len(rows) != len(shard.block_ids) - first:
             raise TransferError("the peer has staged another lease")
         return [BlockId(row) for row in rows]
+
+    def read(self, shard: PeerShard, positions: Sequence[int], deadline_seconds: float) -> tuple[bytes, int]:
+        """Ask for blocks of the lease: the ticket, and the port at which it is good.
+
+        Raises UnavailableError, or TransferError when the peer refuses.
+        """
+        stub = self.stub(shard.address.kv_address)
+        request = kvstore_pb2.ReadRequest(
+            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
+        )
+        reply = call(lambda: stub.Read(request, timeout=deadline_seconds, metadata=self.metadata))
+        return reply.ticket, reply.port
 
     def describe_memory(self, shard: PeerShard) -> bytes:
         """How NIXL reads the peer's memory. Raises UnavailableError, TransferError."""

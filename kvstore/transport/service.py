@@ -1,39 +1,35 @@
 """The KvTransfer service of one worker, in its front: reads of leased blocks by TCP, and leases.
 
-The front maps the pool of each rank read-only and mirrors its leases; the engine owns both. A chunk is copied first
-and the lease looked at once more before the chunk is sent, so nothing leaves under a lease that has ended here. Both
-processes end leases by the same clock, and the reader's digest check covers what is left of the race.
+The front holds a read-only descriptor of each rank's pool and mirrors its leases; the engine owns both. The lease is
+looked at again while blocks are sent. Both processes end leases by the same clock, and the reader's digest check
+covers what is left of the race.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
 
 from common.errors import InvalidRequestError, MiniInferError, TransferError
 from common.rpc import Context, abort_with
 from kvstore.pool.leases import LeaseTable
+from kvstore.transport.block_server import BlockRead, BlockServer
 from kvstore.transport.descriptor_server import fetch_pool
-from kvstore.transport.shared_memory import blocks_over, map_fd
+from kvstore.transport.shared_memory import check_sealed
 from kvstore.transport.staging import StagingTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
-CHUNK_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 16
 FETCH_SECONDS = 5.0
-Blocks = npt.NDArray[np.uint8]
 
 OnRenew = Callable[[LeaseId, Epoch, float], None]
 OnRelease = Callable[[LeaseId, Epoch], None]
 
 
 class PoolView:
-    """A pool of another process of this host, read-only: `blocks` is uint8 [num_blocks, block_bytes].
+    """A pool of another process of this host, read-only: the memfd `memory`, of rows of `block_bytes`.
 
     With `staging` it is an area in front of GPU memory, to whose rows the blocks of a lease are copied on demand.
     """
@@ -41,12 +37,16 @@ class PoolView:
     def __init__(self, socket_path: str, staging: StagingTable | None = None) -> None:
         """Ask the owner's DescriptorServer. Raises UnavailableError, TransferError, ConfigError."""
         self.staging = staging
-        info, fd = fetch_pool(socket_path, FETCH_SECONDS)
+        info, self.memory = fetch_pool(socket_path, FETCH_SECONDS)
+        self.block_bytes = info.geometry.block_bytes
         try:
-            mapping = map_fd(fd, info.geometry.pool_bytes, writable=False)
-        finally:
-            os.close(fd)
-        self.blocks: Blocks = blocks_over(mapping, info.geometry.num_blocks, info.geometry.block_bytes)
+            check_sealed(self.memory, info.geometry.pool_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self.memory)
 
 
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
@@ -58,13 +58,18 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     def __init__(
         self,
         pools: Sequence[PoolView],
+        sender: BlockServer,
         leases: LeaseTable,
         on_renew: OnRenew,
         on_release: OnRelease,
         nixl_memory: bytes = b"",
     ) -> None:
-        """`pools` by rank: a lease names the same blocks in each of them. nixl_memory: see `NixlAgent.describe`."""
+        """`pools` by rank: a lease names the same blocks in each of them. nixl_memory: see `NixlAgent.describe`.
+
+        Pools and sender stay the caller's to close.
+        """
         self._pools = pools
+        self._sender = sender
         self._leases = leases
         self._on_renew = on_renew
         self._on_release = on_release
@@ -93,7 +98,8 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             await abort_with(context, error)
         return kvstore_pb2.StageReply(rows=rows)
 
-    async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> AsyncIterator[kvstore_pb2.BlockChunk]:
+    async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> kvstore_pb2.ReadReply:
+        ticket = b""
         try:
             if len(request.positions) > MAX_POSITIONS:
                 raise InvalidRequestError(f"at most {MAX_POSITIONS} blocks in one read", "positions")
@@ -101,12 +107,13 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
             self._resolve(request, request.positions)
             first = min(request.positions, default=0)
             rows = await self._rows(request, pool, first)
-            for index, position in enumerate(request.positions):
-                for chunk in block_chunks(index, pool.blocks[rows[position - first]]):
-                    self._resolve(request, [position])  # after the copy
-                    yield chunk
+            wanted = [rows[position - first] for position in request.positions]
+            ticket = self._sender.offer(
+                BlockRead(pool.memory, pool.block_bytes, wanted, lambda: self._resolve(request, ()))
+            )
         except MiniInferError as error:
             await abort_with(context, error)
+        return kvstore_pb2.ReadReply(ticket=ticket, port=self._sender.port)
 
     async def DescribeMemory(self, request: kvstore_pb2.MemoryRequest, context: Context) -> kvstore_pb2.MemoryReply:
         if not self._nixl_memory or request.epoch != self._leases.epoch:
@@ -130,11 +137,3 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None
     ) -> list[BlockId]:
         return self._leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())
-
-
-def block_chunks(index: int, block: Blocks) -> list[kvstore_pb2.BlockChunk]:
-    """Copy one block into messages of at most CHUNK_BYTES of data."""
-    return [
-        kvstore_pb2.BlockChunk(position=index, offset=offset, data=block[offset : offset + CHUNK_BYTES].tobytes())
-        for offset in range(0, len(block), CHUNK_BYTES)
-    ]

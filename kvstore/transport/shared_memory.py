@@ -53,7 +53,7 @@ def map_fd(fd: int, num_bytes: int, writable: bool) -> mmap.mmap:
     """Map the first `num_bytes` of a memfd, also one that a peer sent. Raises TransferError when it is not one
     of sealed size or too short, ConfigError when it cannot be mapped.
     """
-    _check_sealed(fd, num_bytes)
+    check_sealed(fd, num_bytes)
     try:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, protection)
@@ -66,7 +66,7 @@ def map_fd_in_place(fd: int, buffer: mmap.mmap) -> None:
 
     Nobody may read or write meanwhile, nor have the memory registered with a device. Raises as `map_fd`.
     """
-    _check_sealed(fd, len(buffer))
+    check_sealed(fd, len(buffer))
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -76,7 +76,8 @@ def map_fd_in_place(fd: int, buffer: mmap.mmap) -> None:
         raise ConfigError(f"cannot map {len(buffer)} bytes of shared memory: {os.strerror(ctypes.get_errno())}")
 
 
-def _check_sealed(fd: int, num_bytes: int) -> None:
+def check_sealed(fd: int, num_bytes: int) -> None:
+    """Raise TransferError unless it is a memfd of sealed size, of so many bytes at least."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:

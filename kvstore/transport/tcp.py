@@ -1,28 +1,42 @@
-"""Reads a peer's lease through its KvTransfer service: works everywhere, costs both sides copies.
+"""Reads a peer's lease over TCP: works everywhere, costs both sides copies.
 
-The stream carries chunks in order, block after block; anything else in it is an error, and nothing is written
-outside the local blocks that were named.
+The KvTransfer service grants a read; the blocks come over plain connections, received where they belong. A long pull
+is divided among several connections, each with a thread that computes digests, too: a core copies some GB a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import pairwise
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
 from kvstore.transport.handle import PeerShard
 from kvstore.transport.host_pull import BlockPull, pull_parts
-from kvstore.transport.lease_client import LeaseClient, rpc_failure
-from protos import kvstore_pb2
+from kvstore.transport.lease_client import LeaseClient
+from kvstore.transport.runs import merged_runs
+from kvstore.transport.unix_socket import has_gone
 
+MAX_STREAMS = 4  # of a pull
+MIN_STREAM_BYTES = 4 << 20
+MAX_IDLE = 64  # connections
+CONNECT_SECONDS = 5.0
+WAIT_SECONDS = 1  # between two looks at the deadline
 Blocks = npt.NDArray[np.uint8]
+Address = tuple[str, int]
 
 
 class TcpTransport:
-    """Streams over the channels of a `LeaseClient`, which stays the caller's to close."""
+    """Safe to use from several threads; `client` stays the caller's to close."""
 
     name = "tcp"
 
@@ -30,6 +44,9 @@ class TcpTransport:
         """`pool` is what is pulled into."""
         self._pool = pool
         self._client = client
+        self._connections = Connections()
+        self._num_streams = min(MAX_STREAMS, len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(2 * MAX_STREAMS, "kv-tcp")
 
     def offered_by(self, shard: PeerShard) -> bool:
         return bool(shard.address.kv_address)
@@ -38,42 +55,101 @@ class TcpTransport:
         """Do nothing: the service checks lease and epoch with every read."""
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
-        return pull_parts(self._read, pull, self._pool)
+        num_bytes = len(pull.positions) * self._pool.shape[1]
+        slices = sliced(pull, min(self._num_streams, num_bytes // MIN_STREAM_BYTES))
+        others = [self._threads.submit(pull_parts, self._read, each, self._pool) for each in slices[1:]]
+        try:
+            digests = pull_parts(self._read, slices[0], self._pool)
+        finally:
+            wait(others)  # also after a failure: nothing may be on its way to the blocks then
+        for other in others:
+            for own, more in zip(digests, other.result(), strict=True):
+                own += more
+        return digests
 
     def _read(
         self, shard: PeerShard, positions: Sequence[int], blocks: Blocks, rows: Sequence[int], deadline_seconds: float
     ) -> None:
         if not positions:
             return
-        stub = self._client.stub(shard.address.kv_address)
-        request = kvstore_pb2.ReadRequest(
-            lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
-        )
-        stream = stub.Read(request, timeout=deadline_seconds, metadata=self._client.metadata)
+        deadline = time.monotonic() + deadline_seconds
+        ticket, port = self._client.read(shard, positions, deadline_seconds)
+        address = shard.address.kv_address.rpartition(":")[0].strip("[]"), port
         try:
-            receive_blocks(stream, rows, blocks)
-        except grpc.RpcError as error:
-            failure = rpc_failure(error)
-            raise TransferError(str(failure)) from error
-        finally:
-            stream.cancel()
+            connection = self._connections.take(address)
+        except OSError as error:
+            raise TransferError(f"cannot connect to {address[0]}:{port} for KV blocks: {error}") from error
+        try:
+            connection.sendall(ticket)
+            receive_blocks(connection, blocks, rows, deadline)
+        except OSError as error:
+            connection.close()
+            raise TransferError(f"the connection for KV blocks failed: {error}") from error
+        except BaseException:
+            connection.close()  # with bytes of this read in it
+            raise
+        self._connections.give(address, connection)
 
     def close(self) -> None:
-        """Do nothing: the channels belong to the `LeaseClient`."""
+        self._threads.shutdown()
+        self._connections.close()
 
 
-def receive_blocks(chunks: Iterable[kvstore_pb2.BlockChunk], rows: Sequence[int], blocks: Blocks) -> None:
-    """Write a stream of chunks to the rows `rows`. Raises TransferError unless it is exactly those."""
-    block_bytes = blocks.shape[1]
-    index = offset = 0
-    for chunk in chunks:
-        data = np.frombuffer(chunk.data, dtype=np.uint8)
-        fits = index < len(rows) and 0 < data.size <= block_bytes - offset
-        if not fits or (chunk.position, chunk.offset) != (index, offset):
-            raise TransferError("the peer sent other data than was asked for")
-        blocks[rows[index], offset : offset + data.size] = data
-        offset += data.size
-        if offset == block_bytes:
-            index, offset = index + 1, 0
-    if index != len(rows):
-        raise TransferError(f"the peer sent {index} of {len(rows)} blocks")
+class Connections:
+    """Connections to peers that nobody uses at the moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Address, socket.socket]] = []
+
+    def take(self, address: Address) -> socket.socket:
+        """One that is idle, or a new one. Raises OSError."""
+        with self._lock:
+            known = [pair for pair in self._idle if pair[0] == address]
+            self._idle = [pair for pair in self._idle if pair[0] != address] + known[:-1]
+        for _, connection in known[-1:]:
+            if not has_gone(connection):
+                return connection
+            connection.close()
+        connection = socket.create_connection(address, CONNECT_SECONDS)
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WAIT_SECONDS, 0))
+        return connection
+
+    def give(self, address: Address, connection: socket.socket) -> None:
+        """Keep it for the next read; the one that was kept longest goes beyond MAX_IDLE."""
+        with self._lock:
+            self._idle.append((address, connection))
+            if len(self._idle) > MAX_IDLE:
+                self._idle.pop(0)[1].close()
+
+    def close(self) -> None:
+        with self._lock:
+            while self._idle:
+                self._idle.pop()[1].close()
+
+
+def sliced(pull: BlockPull, count: int) -> list[BlockPull]:
+    """The pull in `count` parts of about as many blocks; one part if there is less to divide."""
+    total = len(pull.positions)
+    bounds = [total * index // max(count, 1) for index in range(max(count, 1) + 1)]
+    return [
+        replace(pull, positions=pull.positions[first:stop], local_block_ids=pull.local_block_ids[first:stop])
+        for first, stop in pairwise(bounds)
+    ]
+
+
+def receive_blocks(connection: socket.socket, blocks: Blocks, rows: Sequence[int], deadline: float) -> None:
+    """Fill rows with what arrives. Raises OSError, TransferError at the deadline or at the connection's end."""
+    for row, _, count in merged_runs(list(zip(rows, range(len(rows)), strict=True))):
+        wanted = memoryview(blocks[row : row + count].reshape(-1).data)
+        while wanted:
+            if time.monotonic() > deadline:
+                raise TransferError("the peer did not send its KV blocks in time")
+            try:
+                received = connection.recv_into(wanted, 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # nothing came for WAIT_SECONDS
+                continue
+            if not received:
+                raise TransferError("the peer ended a read of KV blocks")
+            wanted = wanted[received:]

@@ -171,3 +171,14 @@ def _remove_stale(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     raise ConfigError(f"another process listens on {path}: stop it or choose another --run-dir")
+
+
+def has_gone(peer: socket.socket) -> bool:
+    """Whether a connection on which nothing is due has ended, or said something all the same."""
+    try:
+        peer.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -20,6 +20,7 @@ from common.rpc import RpcServer
 from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention, windowed_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
+from kvstore.transport.block_server import BlockServer
 from kvstore.transport.client import Blocks, KvClient, host_client
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
@@ -132,8 +133,10 @@ class Ranks:
         ]
         self.leases = LeaseTable(self.epoch)
         self.server = RpcServer("127.0.0.1", 0)
-        pools = [PoolView(str(owner.socket)) for owner in self.owners]
-        self.service = KvTransferService(pools, self.leases, self._ignore_renewal, self._ignore_release)
+        self.pools, self.sender = [PoolView(str(owner.socket)) for owner in self.owners], BlockServer("127.0.0.1")
+        self.service = KvTransferService(
+            self.pools, self.sender, self.leases, self._ignore_renewal, self._ignore_release
+        )
         adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
         self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
@@ -162,8 +165,11 @@ async def running(folder: Path, heads: int, size: int, shards: Sequence[Shard] =
         yield worker
     finally:
         await worker.server.stop(0)
+        worker.sender.close()
         for server in worker.device_servers:
             server.close()
+        for pool in worker.pools:
+            pool.close()
         for owner in worker.owners:
             owner.close()
 

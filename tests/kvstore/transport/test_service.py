@@ -1,6 +1,10 @@
 """KvTransfer of a worker and the TCP transport that reads it."""
 
 import asyncio
+import contextlib
+import os
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,13 +19,13 @@ from common.errors import HandshakeError, TransferError, UnavailableError
 from common.rpc import RpcServer, open_channel, token_metadata
 from kvstore.layout import full_attention
 from kvstore.pool.leases import Lease, LeaseTable
-from kvstore.transport import service as service_module
+from kvstore.transport import block_server, tcp
+from kvstore.transport.block_server import BlockServer
 from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.handle import PeerLease
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.staging import StagingTable
-from kvstore.transport.tcp import receive_blocks
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.helpers import GEOMETRY, Owner, empty_pool, with_address, with_shard
@@ -38,8 +42,8 @@ class Worker:
         self.leases = LeaseTable(self.owner.epoch)
         self.told: list[tuple[str, str]] = []
         self.server = RpcServer("127.0.0.1", 0, "secret")
-        pool = PoolView(str(self.owner.socket), staging)
-        self.service = KvTransferService([pool], self.leases, self._renewed, self._released)
+        self.pool, self.sender = PoolView(str(self.owner.socket), staging), BlockServer("127.0.0.1")
+        self.service = KvTransferService([self.pool], self.sender, self.leases, self._renewed, self._released)
         adder = kvstore_pb2_grpc.add_KvTransferServicer_to_server
         self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
@@ -66,6 +70,8 @@ async def running(
         yield worker
     finally:
         await worker.server.stop(0)
+        worker.sender.close()
+        worker.pool.close()
         worker.owner.close()
 
 
@@ -94,13 +100,16 @@ async def test_a_pull_by_tcp(tmp_path: Path, client: KvClient, mine: np.ndarray)
         assert not mine[[0, 1, 3, 4, 5, 6]].any()
 
 
-async def test_a_block_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "CHUNK_BYTES", 100_000)
+async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MIN_STREAM_BYTES", BIG.block_bytes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     async with running(tmp_path, BIG) as worker:
         mine = empty_pool(BIG)
         client = host_client(BIG, mine, "secret")
-        await asyncio.to_thread(client.pull, worker.lease([2, 0]), [0, 1], ids(0, 1))
-        np.testing.assert_array_equal(mine[:2], worker.owner.blocks[[2, 0]])
+        for _ in range(2):  # the second time by the same connections
+            mine[:] = 0
+            await asyncio.to_thread(client.pull, worker.lease([2, 0, 1]), [0, 1, 2], ids(0, 2, 1))
+            np.testing.assert_array_equal(mine, worker.owner.blocks[[2, 1, 0]])
         client.close()
 
 
@@ -214,20 +223,41 @@ async def test_a_lease_that_ends_while_it_is_staged_is_an_error() -> None:
         await waiting
 
 
-async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path) -> None:
-    async with running(tmp_path, BIG) as worker, open_channel(worker.server.address) as channel:
-        worker.lease([0, 1, 2] * 40)
-        stub = kvstore_pb2_grpc.KvTransferStub(channel)
-        request = kvstore_pb2.ReadRequest(lease_id="lease", epoch=worker.owner.epoch, positions=range(120))
-        stream = stub.Read(request, metadata=token_metadata("secret"))
+async def test_a_lease_that_ends_during_a_read_ends_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_server, "MAX_SENT", 1 << 16)
+    async with running(tmp_path, BIG) as worker:
+        peer = worker.lease([0, 1, 2] * 40)
+        leases = LeaseClient("secret")
+        ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], range(120), 5.0)
+        leases.close()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+            connection.sendall(ticket)
+            received = len(await asyncio.to_thread(connection.recv, 1 << 16))
+            worker.leases.release(LeaseId("lease"), worker.leases.epoch)
+            while more := await asyncio.to_thread(connection.recv, 1 << 20):
+                received += len(more)
+        assert received < 120 * BIG.block_bytes
 
-        async def read_on() -> None:
-            async for _ in stream:
-                worker.leases.release(LeaseId("lease"), worker.leases.epoch)
 
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await read_on()
-        assert raised.value.code() is grpc.StatusCode.ABORTED
+async def test_a_ticket_is_good_for_one_read(tmp_path: Path) -> None:
+    async with running(tmp_path) as worker:
+        peer = worker.lease(BLOCKS)
+        leases = LeaseClient("secret")
+        ticket, port = await asyncio.to_thread(leases.read, peer.shards[0], [1], 5.0)
+        for wrong in (b"\0" * 16, b"GET / HTTP/1.1\r\n\r\n", ticket[:5]):
+            assert await asyncio.to_thread(answer_to, port, wrong) == b""
+        assert await asyncio.to_thread(answer_to, port, ticket) == worker.owner.blocks[4].tobytes()
+        assert await asyncio.to_thread(answer_to, port, ticket) == b""
+        leases.close()
+
+
+def answer_to(port: int, message: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
+        connection.sendall(message)
+        connection.shutdown(socket.SHUT_WR)
+        with connection.makefile("rb") as file, contextlib.suppress(ConnectionResetError):
+            return file.read()
+    return b""
 
 
 async def test_reads_are_bounded(tmp_path: Path) -> None:
@@ -237,31 +267,40 @@ async def test_reads_are_bounded(tmp_path: Path) -> None:
         for positions, code in (([0] * 70_000, "INVALID_ARGUMENT"), ([4], "ABORTED"), ([2**32 - 1], "ABORTED")):
             request = kvstore_pb2.ReadRequest(lease_id="lease", epoch=worker.owner.epoch, positions=positions)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.Read(request, metadata=token_metadata("secret")).read()
+                await stub.Read(request, metadata=token_metadata("secret"))
             assert raised.value.code().name == code
 
 
-def chunk(position: int, offset: int, size: int) -> kvstore_pb2.BlockChunk:
-    return kvstore_pb2.BlockChunk(position=position, offset=offset, data=b"\1" * size)
-
-
 @pytest.mark.parametrize(
-    "chunks",
-    [
-        [],
-        [chunk(0, 0, 1024)],
-        [chunk(0, 0, 1024), chunk(0, 0, 1024)],
-        [chunk(1, 0, 1024), chunk(0, 0, 1024)],
-        [chunk(0, 0, 1025)],
-        [chunk(0, 0, 0), chunk(0, 0, 1024), chunk(1, 0, 1024)],
-        [chunk(0, 0, 512), chunk(0, 0, 512), chunk(1, 0, 1024)],
-        [chunk(0, 0, 512), chunk(0, 512, 513)],
-        [chunk(0, 2**64 - 1, 8)],
-        [chunk(0, 0, 1024), chunk(1, 0, 1024), chunk(2, 0, 8)],
-    ],
+    ("sent", "stays", "message"), [(0, False, "ended"), (1500, False, "ended"), (1500, True, "in time")]
 )
-def test_a_stream_that_is_not_what_was_asked_for(chunks: list[kvstore_pb2.BlockChunk]) -> None:
-    mine = empty_pool()
-    with pytest.raises(TransferError):
-        receive_blocks(chunks, ids(2, 3), mine)
-    assert not mine[[0, 1, 4, 5, 6, 7]].any()
+def test_a_peer_that_does_not_send_all(sent: int, stays: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "WAIT_SECONDS", 0)
+    mine, connections = empty_pool(), tcp.Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reader = connections.take(server.getsockname())
+        peer, _ = server.accept()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 50_000))
+        peer.sendall(bytes(sent))
+        if not stays:
+            peer.close()
+        with pytest.raises(TransferError, match=message):
+            tcp.receive_blocks(reader, mine, ids(2, 5), time.monotonic() + 0.2)
+        peer.close()
+        reader.close()
+
+
+def test_connections_that_have_ended_are_not_used_again() -> None:
+    connections = tcp.Connections()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        first = connections.take(address)
+        peer, _ = server.accept()
+        connections.give(address, first)
+        assert connections.take(address) is first
+        connections.give(address, first)
+        peer.close()
+        second = connections.take(address)
+        assert second is not first
+        second.close()
+    connections.close()

@@ -1,0 +1,137 @@
+"""Sends blocks over plain TCP connections, straight from the descriptor of a pool's memory.
+
+A reader asks the KvTransfer service, which checks token, lease and epoch, and gets a ticket and this server's port.
+It sends the ticket on a connection and receives the bytes of its blocks, one after the other and nothing else. A
+ticket is good for one read, a connection for one read after another. What the server does not like ends the
+connection.
+
+The kernel copies from the pool's pages to the socket (sendfile), with a thread per connection: Python takes no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError, MiniInferError
+from common.logging import RateLimit
+from kvstore.transport.runs import merged_runs
+from kvstore.types import BlockId
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RateLimit())
+
+TICKET_BYTES = 16
+TICKET_SECONDS = 30.0
+MAX_TICKETS = 1 << 14
+MAX_CONNECTIONS = 512
+STALL_SECONDS = 10  # for which a reader may take nothing
+MAX_SENT = 1 << 26  # between two looks at the lease
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Rows of a memfd. check: raises MiniInferError once they may not be read any more; called from any thread."""
+
+    memory: int
+    block_bytes: int
+    rows: Sequence[BlockId]
+    check: Callable[[], object]
+
+
+class BlockServer:
+    """Serves until `close`. Raises ConfigError when it cannot listen."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        """host: IPv6 in brackets or without. port: 0, any free one."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host.strip("[]"), port), family=family)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for reads of KV: {error.strerror}") from error
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._tickets: dict[bytes, tuple[BlockRead, float]] = {}  # in the order of their ends
+        self._connections: set[socket.socket] = set()
+        self._closing = False
+        threading.Thread(target=self._accept, name="kv-blocks", daemon=True).start()
+
+    def offer(self, read: BlockRead) -> bytes:
+        """A ticket for one read."""
+        ticket, now = secrets.token_bytes(TICKET_BYTES), time.monotonic()
+        with self._lock:
+            while self._tickets:
+                oldest = next(iter(self._tickets))
+                if self._tickets[oldest][1] > now and len(self._tickets) < MAX_TICKETS:
+                    break
+                del self._tickets[oldest]
+            self._tickets[ticket] = read, now + TICKET_SECONDS
+        return ticket
+
+    def close(self) -> None:
+        """Stop serving; reads that are under way end."""
+        with self._lock:
+            self._closing = True
+            connections = [*self._connections, self._listener]
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                # Out of descriptors, most likely: a moment later there may be some again.
+                logger.warning("cannot accept a connection for KV blocks: %s", error.strerror)
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                is_welcome = not self._closing and len(self._connections) < MAX_CONNECTIONS
+                if is_welcome:
+                    self._connections.add(connection)
+            if is_welcome:
+                threading.Thread(target=self._serve, args=(connection,), name="kv-blocks", daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a reader's host may be gone
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STALL_SECONDS, 0))
+        try:
+            while (read := self._take(connection.recv(TICKET_BYTES, socket.MSG_WAITALL))) is not None:
+                _send(connection, read)
+        except (OSError, MiniInferError) as error:
+            logger.info("a read of KV blocks ended early: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _take(self, ticket: bytes) -> BlockRead | None:
+        with self._lock:
+            read, end = self._tickets.pop(ticket, (None, 0.0))
+        return read if time.monotonic() < end else None
+
+
+def _send(connection: socket.socket, read: BlockRead) -> None:
+    """Raises OSError when the reader is gone, or MiniInferError."""
+    for row, _, count in merged_runs(list(zip(read.rows, range(len(read.rows)), strict=True))):
+        at, end = row * read.block_bytes, (row + count) * read.block_bytes
+        while at < end:
+            read.check()
+            sent = os.sendfile(connection.fileno(), read.memory, at, min(end - at, MAX_SENT))
+            if not sent:
+                raise OSError("the pool's memory has ended")
+            at += sent
