@@ -96,14 +96,18 @@ class BlockPool:
             raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left")
         taken: list[BlockId] = []
         for _ in range(num_blocks):
-            if self._free:
-                block_id = self._free.pop()
-            else:
-                block_id, _none = self._cached.popitem(last=False)
-                self._evicted[block_id] = self._forget(block_id)
+            block_id = self._free.pop() if self._free else self._evict()
             self._refcount[block_id] = 1
             taken.append(block_id)
         return taken
+
+    def keep_free(self, num_blocks: int) -> None:
+        """Evict cached blocks until so many are free, as far as there are any.
+
+        Who needs them soon then waits neither for the eviction nor for what becomes of their content.
+        """
+        while len(self._free) < num_blocks and self._cached:
+            self._free.append(self._evict())
 
     def publish(self, block_id: BlockId, key: BlockKey) -> bool:
         """Make a used, completely written block findable. False: another block has this key and keeps it."""
@@ -153,6 +157,12 @@ class BlockPool:
         removed = [key for key, is_stored in self._changes.items() if not is_stored]
         self._changes.clear()
         return stored, removed
+
+    def _evict(self) -> BlockId:
+        """Take the least recently used cached block out of the cache; it is in no state then."""
+        block_id, _none = self._cached.popitem(last=False)
+        self._evicted[block_id] = self._forget(block_id)
+        return block_id
 
     def _forget(self, block_id: BlockId) -> BlockKey:
         key = self._key_of.pop(block_id)

@@ -335,6 +335,26 @@ def test_what_a_prefetch_evicts_goes_to_the_host_tier_first() -> None:
     assert again.num_cached_tokens == 5 * BLOCK  # its last token is always computed
 
 
+def test_the_load_behind_a_part_has_nothing_to_evict() -> None:
+    peer = make_peer(10, host_slots=16)
+    peer.engine.add_request(list(range(100, 100 + 9 * BLOCK)), SamplingParams(max_tokens=1))
+    run_all(peer.engine)
+    pool = peer.scheduler.kv.pool
+    assert (pool.num_free, pool.num_cached) == (1, 9)
+    peer.offer(PROMPT, 0, 3)
+    peer.step()
+    assert len(peer.engine.last_plan.copies_out) == 2 + 3
+    assert (pool.num_free, pool.num_cached) == (3, 4)
+    peer.finish_prefetch(peer.prefetches[0])
+    request = peer.submit(PROMPT)
+    peer.step()
+    assert peer.engine.last_plan.copies_out == []
+    [job] = peer.loads
+    assert job.positions == [3, 4, 5]
+    peer.finish_load(job)
+    finish(peer, request)
+
+
 def test_nothing_is_fetched_while_somebody_waits() -> None:
     peer = make_peer(max_num_seqs=1)
     peer.engine.add_request([1, 2, 3], SamplingParams(max_tokens=8))
