@@ -186,9 +186,11 @@ class Choice:
         """Send the next worker all that the decode leg needs beside the first token and the KV."""
         if leg.next_link is None:
             return
-        submit = self.journal.submit_ahead(time.monotonic())
+        now = time.monotonic()
+        submit = self.journal.submit_ahead(now)
         leg.next_link.prepare(submit)
         self._prepared = leg.next_link, submit.request_id
+        self.journal.note(now, f"prepared on {leg.next_link.worker_id}")
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Journal a step's tokens and show them. The hot path: keep it short."""
