@@ -109,17 +109,19 @@ class Engine:
         num_source_tokens: int = 0,
         due: float = inf,
         is_late: bool = False,
+        is_prepared: bool = False,
     ) -> Request:
         """Check and enqueue a request. Raises InvalidRequestError, ContextLengthError.
 
         due: time.monotonic() when its next token is due. is_late: it will come too late, so that `due` only ranks.
+        is_prepared: it waits for `proceed`.
         """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt must hold at least one token", "prompt")
         if adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
             raise InvalidRequestError(f"this engine has no adapter {adapter!r}")
         self._check_token_ids(prompt_token_ids, params)
-        self._check_in_vocabulary("the output", output_token_ids, None)  # not a field of a client's request
+        self._check_output(output_token_ids, params)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         request = Request(
@@ -137,11 +139,25 @@ class Engine:
             due=due,
             is_late=is_late,
         )
-        if len(request.output_token_ids) >= params.max_tokens:
-            # No `param`: clients do not send output tokens, so this is never their mistake.
-            raise InvalidRequestError("all max_tokens are generated already")
-        self.scheduler.add(request)
+        self.scheduler.add(request, is_prepared)
         return request
+
+    def proceed(
+        self,
+        request: Request,
+        *,
+        output_token_ids: Sequence[int],
+        kv_source: object | None,
+        num_source_tokens: int,
+        due: float = inf,
+        is_late: bool = False,
+    ) -> None:
+        """Enqueue a prepared request with what only the end of its prompt has told; see `add_request`."""
+        self._check_output(output_token_ids, request.params)
+        request.output_token_ids = list(output_token_ids)
+        request.kv_source, request.num_source_tokens = kv_source, num_source_tokens
+        request.due, request.is_late = due, is_late
+        self.scheduler.proceed(request)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""
@@ -258,6 +274,12 @@ class Engine:
         ]
         for param, token_ids in named:
             self._check_in_vocabulary(param, token_ids, param)
+
+    def _check_output(self, output_token_ids: Sequence[int], params: SamplingParams) -> None:
+        # No `param`: clients do not send output tokens, so this is never their mistake.
+        self._check_in_vocabulary("the output", output_token_ids, None)
+        if len(output_token_ids) >= params.max_tokens:
+            raise InvalidRequestError("all max_tokens are generated already")
 
     def _check_in_vocabulary(self, what: str, token_ids: Sequence[int], param: str | None) -> None:
         if token_ids and _largest(token_ids) >= self.vocab_size:

@@ -30,6 +30,7 @@ from worker.messages import (
     Failure,
     HandOver,
     Prefetch,
+    Proceed,
     Release,
     Renew,
     Stage,
@@ -129,6 +130,8 @@ class EngineProcess:
         match message:
             case Submit():
                 self._submit(message)
+            case Proceed():
+                self._proceed(message)
             case Cancel(request_id):
                 self._cancel(request_id)
             case HandOver(request_id):
@@ -167,6 +170,7 @@ class EngineProcess:
                 num_source_tokens=0 if lease is None else lease.num_tokens,
                 due=now + submit.due_seconds if submit.due_seconds > 0 else inf,
                 is_late=submit.is_late,
+                is_prepared=submit.is_prepared,
             )
         except MiniInferError as error:
             self._report.failures.append(Failure.of(submit.request_id, error))
@@ -174,6 +178,28 @@ class EngineProcess:
             return
         deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
         self._open[submit.request_id] = OpenRequest(request, now, deadline)
+
+    def _proceed(self, proceed: Proceed) -> None:
+        entry = self._open.get(proceed.request_id)
+        if entry is None:  # its deadline is exceeded, which the router has heard or will
+            return
+        request, now = entry.request, time.monotonic()
+        num_tokens = request.num_prompt_tokens + len(proceed.output_token_ids) - 1
+        lease = None if proceed.handle is None else self._loads.accept(proceed.handle, num_tokens)
+        entry.arrived = now
+        try:
+            self._engine.proceed(
+                request,
+                output_token_ids=proceed.output_token_ids,
+                kv_source=lease,
+                num_source_tokens=0 if lease is None else lease.num_tokens,
+                due=now + proceed.due_seconds if proceed.due_seconds > 0 else inf,
+                is_late=proceed.is_late,
+            )
+        except MiniInferError as error:
+            request.kv_source = lease
+            self._cancel(proceed.request_id)
+            self._report.failures.append(Failure.of(proceed.request_id, error))
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:
@@ -257,4 +283,5 @@ class EngineProcess:
             step_prompt_pairs=last.num_prompt_pairs,
             waiting_prefill_pairs=load.waiting_prefill_pairs,
             context_tokens=load.context_tokens,
+            num_prepared=load.num_prepared,
         )

@@ -24,7 +24,7 @@ from protos import types_pb2 as pb
 from worker.drain import Drain
 from worker.engine_client import EngineClient
 from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
-from worker.protobuf import failure_of, handle_of, load_report, submit_of, token_delta
+from worker.protobuf import failure_of, handle_of, load_report, proceed_of, submit_of, token_delta
 from worker.sessions import Session, kv_handles
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,10 @@ class WorkerFront:
         async for command in commands:
             if command.HasField("submit"):
                 self._submit(session, command.submit, prefill_only)
+            elif command.HasField("prepare"):
+                self._submit(session, command.prepare, prefill_only, is_prepared=True)
+            elif command.HasField("proceed"):
+                self._proceed(session, command.proceed)
             elif command.HasField("cancel"):
                 self._cancel(session, command.cancel.request_id)
             elif command.HasField("hand_over"):
@@ -98,18 +102,18 @@ class WorkerFront:
                 self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
         session.close("")  # the router has said goodbye
 
-    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool) -> None:
+    def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool, is_prepared: bool = False) -> None:
         if self.drain.is_active:
-            self._refuse(session, submit, UnavailableError("this worker is draining"))
+            self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
             return
         if submit.request_id in session.names:
-            self._refuse(session, submit, EngineError("this request id is in use"))
+            self._refuse(session, submit.request_id, EngineError("this request id is in use"))
             return
         name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
         try:
-            message = submit_of(submit, name, prefill_only)
+            message = submit_of(submit, name, prefill_only, is_prepared)
         except InvalidRequestError as error:
-            self._refuse(session, submit, error)
+            self._refuse(session, submit.request_id, error)
             if submit.HasField("kv_handle"):
                 self._engine.send(Abandon(handle_of(submit.kv_handle)))
             return
@@ -117,8 +121,16 @@ class WorkerFront:
         self._owner[name] = (session, submit.request_id)
         self._engine.send(message)
 
-    def _refuse(self, session: Session, submit: pb.Submit, error: MiniInferError) -> None:
-        refusal = failure_of(Failure.of(RequestId(submit.request_id), error), submit.request_id)
+    def _proceed(self, session: Session, proceed: pb.Proceed) -> None:
+        """Start a prepared request, also while the worker drains: it has been accepted."""
+        name = session.names.get(proceed.request_id)
+        if name is None:  # refused, which the router has not heard yet: its KV is for the next worker
+            self._refuse(session, proceed.request_id, UnavailableError("this request has not been prepared here"))
+            return
+        self._engine.send(proceed_of(proceed, name))
+
+    def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
+        refusal = failure_of(Failure.of(RequestId(request_id), error), request_id)
         session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
 
     def _cancel(self, session: Session, request_id: str) -> None:

@@ -52,6 +52,17 @@ class Submit(Message):
     handle: KvHandle | None
     due_seconds: float = 0.0  # from now, when the next token is due; 0: no objective
     is_late: bool = False  # its first token misses the objective anyway: due is only its place in the queue
+    is_prepared: bool = False  # a peer computes the prompt: it starts with Proceed
+
+
+class Proceed(Message):
+    """Start a prepared request; fields as in Submit."""
+
+    request_id: RequestId
+    output_token_ids: list[TokenId]
+    handle: KvHandle | None
+    due_seconds: float = 0.0
+    is_late: bool = False
 
 
 class Cancel(Message):
@@ -98,7 +109,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
+ToEngine = Start | Submit | Proceed | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------
@@ -234,6 +245,7 @@ class EngineLoad(Row):
     step_prompt_pairs: int = 0
     waiting_prefill_pairs: int = 0
     context_tokens: int = 0
+    num_prepared: int = 0
 
 
 class StepReport(Message):

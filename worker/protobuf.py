@@ -18,7 +18,7 @@ from msgspec.structs import asdict as struct_fields
 from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.transport.handle import KvHandle
 from protos import types_pb2 as pb
-from worker.messages import Delta, EngineLoad, Failure, Submit
+from worker.messages import Delta, EngineLoad, Failure, Proceed, Submit
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -32,7 +32,7 @@ SCALARS = (int, float, str, bytes)  # bool is an int
 OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
 
 
-def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> Submit:
+def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool, is_prepared: bool = False) -> Submit:
     """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
     return Submit(
         request_id=request_id,
@@ -47,6 +47,18 @@ def submit_of(submit: pb.Submit, request_id: RequestId, prefill_only: bool) -> S
         handle=handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
         due_seconds=submit.due_seconds,
         is_late=submit.is_late,
+        is_prepared=is_prepared,
+    )
+
+
+def proceed_of(proceed: pb.Proceed, request_id: RequestId) -> Proceed:
+    """The engine process's form of a Proceed."""
+    return Proceed(
+        request_id=request_id,
+        output_token_ids=list(proceed.output_token_ids),
+        handle=handle_of(proceed.kv_handle) if proceed.HasField("kv_handle") else None,
+        due_seconds=proceed.due_seconds,
+        is_late=proceed.is_late,
     )
 
 

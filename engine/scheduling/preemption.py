@@ -86,12 +86,16 @@ class Preemption:
         A block of each KV group is kept for each running request, or its next token evicts the newcomer.
         """
         kv = self._kv
+        num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
+        most = kv.num_blocks_for(request.num_tokens) * kv.blocks_per_position
+        if most <= num_spare:  # whatever caches have: a long prompt has 1,000 blocks to look up
+            return most - num_spare
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_uncomputed_tokens, max_tokens)
             needed = kv.num_blocks_to_resume(request, request.num_computed_tokens + num_new)
         else:
             needed = kv.num_blocks_to_admit(request)
-        return needed + len(self._queues.running) * kv.blocks_per_position - kv.pool.num_available
+        return needed - num_spare
 
 
 class _FreedBlocks:

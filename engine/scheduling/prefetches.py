@@ -70,6 +70,7 @@ class Prefetches:
             num_spare_blocks -= len(positions)
             keys = [part.block_keys[position] for position in positions]
             self._jobs.append(PrefetchJob(part.source, positions, self._pool.allocate(len(positions)), keys))
+            self._pool.keep_free(len(positions))  # the next part, or the rest of the prompt, is about as long
             self._filling.update(keys)
             self._num_open += bool(positions)
         self._queued.clear()

@@ -20,12 +20,14 @@ class RequestQueues:
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting: list[Request] = []
+        self.prepared: list[Request] = []
         self.awaiting: list[Request] = []
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self._by_status = {
             RequestStatus.WAITING: self.waiting,
+            RequestStatus.PREPARED: self.prepared,
             RequestStatus.AWAITING: self.awaiting,
             RequestStatus.LOADING: self.loading,
             RequestStatus.RUNNING: self.running,
@@ -81,7 +83,14 @@ class RequestQueues:
         num_loading = len(self.loading) + len(self.awaiting)
         pairs, context = self._contexts() if counts_contexts else (0, 0)
         return SchedulerLoad(
-            len(self.running), len(self.waiting), len(self.swapped), num_loading, gap, pairs, context
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_swapped=len(self.swapped),
+            num_loading=num_loading,
+            waiting_prefill_tokens=gap,
+            waiting_prefill_pairs=pairs,
+            context_tokens=context,
+            num_prepared=len(self.prepared),
         )
 
     def _contexts(self) -> tuple[int, int]:

@@ -77,20 +77,23 @@ class Scheduler:
 
     # -- requests come and go --------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Accept a request. Raises ContextLengthError when it can never fit."""
-        if request.num_tokens >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {request.num_tokens} tokens, and this model takes at most {self.max_model_len} "
-                "for prompt and output together",
-                "prompt",
-            )
+    def add(self, request: Request, is_prepared: bool = False) -> None:
+        """Accept a request. Raises ContextLengthError when it can never fit.
+
+        is_prepared: it does not wait for service before `proceed`; what depends on its prompt alone is done now.
+        """
+        self._check_length(request)
         assert request.request_id not in self._queues.by_id
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        request.rank = self._policy.rank(request)
-        awaits = self.remote_kv.awaits_prefetch(request)
-        self._queues.enter(request, RequestStatus.AWAITING if awaits else RequestStatus.WAITING)
+        self._number(request)
+        if is_prepared:
+            self.kv.extend_keys(request)
+        self._queues.enter(request, RequestStatus.PREPARED if is_prepared else self._first_status(request))
+
+    def proceed(self, request: Request) -> None:
+        """Let a prepared request wait for service, as one that arrives now. Raises ContextLengthError."""
+        self._check_length(request)
+        self._number(request)
+        self._queues.move(request, self._first_status(request))
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request and free what it holds; None when it is not here (any more)."""
@@ -206,6 +209,24 @@ class Scheduler:
         """Chunks of prompts for peers that have been computed since the last call."""
         chunks, self._prompt_chunks = self._prompt_chunks, []
         return chunks
+
+    # -- arrival ---------------------------------------------------------------------------------------------
+
+    def _check_length(self, request: Request) -> None:
+        if request.num_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {request.num_tokens} tokens, and this model takes at most {self.max_model_len} "
+                "for prompt and output together",
+                "prompt",
+            )
+
+    def _number(self, request: Request) -> None:
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        request.rank = self._policy.rank(request)
+
+    def _first_status(self, request: Request) -> RequestStatus:
+        return RequestStatus.AWAITING if self.remote_kv.awaits_prefetch(request) else RequestStatus.WAITING
 
     # -- inside a step ---------------------------------------------------------------------------------------
 

@@ -82,11 +82,13 @@ class BlockPool:
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Take one reference on each; cached blocks become used."""
+        refcount, cached = self._refcount, self._cached
         for block_id in block_ids:
-            if self._refcount[block_id] == 0:
-                _require(block_id in self._cached, f"acquire of free block {block_id}")
-                del self._cached[block_id]
-            self._refcount[block_id] += 1
+            if refcount[block_id] == 0:
+                if block_id not in cached:
+                    raise AssertionError(f"acquire of free block {block_id}")
+                del cached[block_id]
+            refcount[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Blocks with one reference each and no key. Raises PoolExhausted."""
@@ -94,19 +96,25 @@ class BlockPool:
             raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left")
         taken: list[BlockId] = []
         for _ in range(num_blocks):
-            if self._free:
-                block_id = self._free.pop()
-            else:
-                block_id, _none = self._cached.popitem(last=False)
-                self._evicted[block_id] = self._forget(block_id)
+            block_id = self._free.pop() if self._free else self._evict()
             self._refcount[block_id] = 1
             taken.append(block_id)
         return taken
 
+    def keep_free(self, num_blocks: int) -> None:
+        """Evict cached blocks until so many are free, as far as there are any.
+
+        Who needs them soon then waits neither for the eviction nor for what becomes of their content.
+        """
+        while len(self._free) < num_blocks and self._cached:
+            self._free.append(self._evict())
+
     def publish(self, block_id: BlockId, key: BlockKey) -> bool:
         """Make a used, completely written block findable. False: another block has this key and keeps it."""
-        _require(self._refcount[block_id] > 0, f"publish of unused block {block_id}")
-        _require(self._key_of.get(block_id, key) == key, f"block {block_id} has another key already")
+        if self._refcount[block_id] <= 0:
+            raise AssertionError(f"publish of unused block {block_id}")
+        if self._key_of.get(block_id, key) != key:
+            raise AssertionError(f"block {block_id} has another key already")
         if not self.enable_prefix_cache:
             return False
         if self._block_of.setdefault(key, block_id) != block_id:
@@ -123,7 +131,8 @@ class BlockPool:
         without its head is of no use.
         """
         for block_id in reversed(block_ids):
-            _require(self._refcount[block_id] > 0, f"release of unused block {block_id}")
+            if self._refcount[block_id] <= 0:
+                raise AssertionError(f"release of unused block {block_id}")
             self._refcount[block_id] -= 1
             if self._refcount[block_id] == 0:
                 if block_id in self._key_of:
@@ -148,6 +157,12 @@ class BlockPool:
         removed = [key for key, is_stored in self._changes.items() if not is_stored]
         self._changes.clear()
         return stored, removed
+
+    def _evict(self) -> BlockId:
+        """Take the least recently used cached block out of the cache; it is in no state then."""
+        block_id, _none = self._cached.popitem(last=False)
+        self._evicted[block_id] = self._forget(block_id)
+        return block_id
 
     def _forget(self, block_id: BlockId) -> BlockKey:
         key = self._key_of.pop(block_id)
@@ -186,9 +201,5 @@ class BlockPool:
             wrong.append("block -> key and key -> block disagree")
         for block_id in (free | cached | set(self._key_of)) - set(range(self.num_blocks)):
             wrong.append(f"block {block_id} does not exist")
-        _require(not wrong, "; ".join(wrong))
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise AssertionError(message)
+        if wrong:
+            raise AssertionError("; ".join(wrong))

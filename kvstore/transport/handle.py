@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -202,7 +202,7 @@ def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
         handle.epoch,
         geometry_from_wire(geometry),
         ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu, nixl_agent),
-        tuple(map(BlockId, np.frombuffer(ids, "<u4").tolist())),
+        cast("tuple[BlockId, ...]", tuple(np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
         rank,
     )

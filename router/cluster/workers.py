@@ -144,8 +144,8 @@ _SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")
 _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
 _SHOWN_LOAD = {
     "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
-    "leases": "num_leases", "kv_blocks": "kv_blocks_total", "kv_blocks_free": "kv_blocks_free",
-    "kv_blocks_cached": "kv_blocks_cached",
+    "prepared": "num_prepared", "leases": "num_leases", "kv_blocks": "kv_blocks_total",
+    "kv_blocks_free": "kv_blocks_free", "kv_blocks_cached": "kv_blocks_cached",
 }  # fmt: skip
 
 

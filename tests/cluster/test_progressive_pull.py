@@ -54,10 +54,10 @@ def load_of(cluster: Cluster, name: str) -> dict[str, Any]:
     return next(w["load"] for w in cluster.get("/v1/cluster")["workers"] if w["id"] == name)
 
 
-async def until_prefetched(cluster: Cluster, name: str) -> None:
-    """Until the worker's cache has parts of prompts; no request has reached it then, or only the first few."""
+async def until_loaded(cluster: Cluster, name: str, what: str) -> None:
+    """Until the worker reports some of `what`."""
     deadline = time.monotonic() + 100
-    while not load_of(cluster, name)["kv_blocks_cached"]:
+    while not load_of(cluster, name)[what]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
 
@@ -110,7 +110,9 @@ async def test_a_prompt_of_which_nothing_is_left_to_pull(cluster: Cluster, refer
 async def test_many_at_once_equal_one_engine(cluster: Cluster, reference: LLM) -> None:
     prompts = make_prompts(seed=2)
     async with async_client(cluster) as client:
-        answers = await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
+        tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
+        await until_loaded(cluster, "decode-0", "prepared")
+        answers = await asyncio.gather(*tasks)
     assert [answer.choices[0].text for answer in answers] == expected_texts(reference, prompts)
     cluster.wait_quiet()
 
@@ -145,7 +147,9 @@ async def survive(reference: LLM, kill: str, prompts: list[str]) -> bool:
     with running_cluster(**workers, router_args=ALWAYS_PREFILL, role_args=CHUNKED) as cluster:  # type: ignore[arg-type]
         async with async_client(cluster) as client:
             tasks = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
-            await until_prefetched(cluster, "decode-0")
+            await until_loaded(
+                cluster, "decode-0", "kv_blocks_cached"
+            )  # no request, or only the first few, decode then
             cluster.services[kill].kill()
             num_open = sum(not task.done() for task in tasks)
             answers = await asyncio.gather(*tasks)
