@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
+from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
 from kernels.gpu.expert_formats import bytes_of, columns_of
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
@@ -208,21 +209,10 @@ def seconds(call: Callable[[int], object]) -> float:
     return graph_seconds([functools.partial(call, index) for index in range(NUM_CHOICES)])
 
 
-def sweep(configs: Sequence[object], call: Callable[[int, object], object]) -> str:
+def fastest(configs: Sequence[Any], call: Callable[[int, Any], object]) -> str:
     """The fastest of the settings that fit the chip, with their microseconds."""
-    found: list[tuple[float, str]] = []
-    for config in configs:
-        try:
-            time = seconds(lambda index, config=config: call(index, config))  # type: ignore[misc]
-        except OutOfResources:
-            continue
-        fields = [str(value) for value in vars_of(config).values()]
-        found.append((time, f"{time * 1e6:.1f} ({', '.join(fields)})"))
-    return "; ".join(text for _, text in sorted(found)[:NUM_SHOWN])
-
-
-def vars_of(config: object) -> dict[str, int]:
-    return {name: getattr(config, name) for name in config.__slots__}  # type: ignore[attr-defined]
+    swept = sweep(configs, lambda config: seconds(lambda index: call(index, config)))
+    return "; ".join(f"{time * 1e6:.1f} {astuple(config)}" for time, config in swept[:NUM_SHOWN])
 
 
 def compile_some(
@@ -304,10 +294,10 @@ def figures_of(
         figures[f"{name}_us"] = seconds(of_load) * 1e6
         if rows:
             if num_tokens == 1:
-                figures[f"{name}_rows"] = sweep(rows, of_row)
+                figures[f"{name}_rows"] = fastest(rows, of_row)
             if num_pairs <= 2 * MAX_PAIRS:
-                figures[f"{name}_pairs"] = sweep(rows, of_pairs)
-            figures[f"{name}_tiles"] = sweep(tiles, of_tiles)
+                figures[f"{name}_pairs"] = fastest(rows, of_pairs)
+            figures[f"{name}_tiles"] = fastest(tiles, of_tiles)
     if num_tokens == 1:
         figures["both_of_row_us"] = seconds(layer.both_of_row) * 1e6
     return figures
