@@ -23,7 +23,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.cluster import Bench, Load
+from benchmarks.cluster import Bench
+from benchmarks.cluster_cells import Load
 from benchmarks.harness import int_list, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.local_server import LocalServer
