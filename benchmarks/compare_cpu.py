@@ -22,10 +22,8 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.layers.weights import ShapeRecorder
-from engine.loader.gguf import GgufFile, GgufWeights
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
-from engine.models.gguf_config import config_from_gguf
 
 MAX_TOKEN_ID = 40_000  # of prompts: ordinary tokens of the default model
 
@@ -113,7 +111,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
         tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(theirs)
-    model.load_state_dict(default_weights())
+    model.load_state_dict(named_weights())
     model = model.to(torch.bfloat16).train(False)
 
     def generate(prompt: list[int], count: int) -> float:
@@ -127,11 +125,9 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
     return run
 
 
-def default_weights() -> dict[str, torch.Tensor]:
+def named_weights() -> dict[str, torch.Tensor]:
     """The default model's weights in float32 under transformers' names."""
-    file = GgufFile(resolve_model("").path)
-    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
-    weights = GgufWeights(file, config, True, torch.float32, torch.device("cpu"))
+    config, weights = harness.default_weights()
     needed = ShapeRecorder()
     family_of(config.architecture).build(config, needed)
     held = {name: weights.take(name, shape) for name, shape in needed.shapes.items()}

@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.agreement import Answer, follow, num_blocks, open_plain
-from benchmarks.harness import report
+from benchmarks.harness import default_weights, report
 from common.model_files import resolve_model
 from common.text.tokenizer import load_tokenizer
 from engine.config import EngineConfig
-from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.load import LoadedModel, load_model
 from engine.models.families import family_of
-from engine.models.gguf_config import config_from_gguf
 
 MIN_LOGPROB = math.log(0.01)
 NUM_LIKELY = 5
@@ -135,14 +133,11 @@ class Accuracy:
 
 def float32_model() -> LoadedModel:
     """Load the default model in float32, with the numbers that the engine's 4-bit and bfloat16 weights stand for."""
-    device = torch.device("cpu")
-    file = GgufFile(resolve_model("").path)
-    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
-    weights = GgufWeights(file, config, True, torch.float32, device)
+    config, weights = default_weights()
     weights.keep_int4 = True
     model = family_of(config.architecture).build(config, weights)
     model.embedding.copy_(model.embedding.bfloat16())  # the output projection's, too: they are one tensor
-    return LoadedModel(model, config, "float32", torch.float32, "none", device)
+    return LoadedModel(model, config, "float32", torch.float32, "none", torch.device("cpu"))
 
 
 if __name__ == "__main__":

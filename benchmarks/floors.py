@@ -117,9 +117,9 @@ def _visible_pairs(num_tokens: int, window: int) -> float:
     return (num_tokens * (num_tokens + 1) - hidden * (hidden + 1)) / 2
 
 
-def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(5):
         began = time.perf_counter()
         work()
         if device.type == "cuda":

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import Any
 
 import torch
 
+from common.model_files import resolve_model
 from engine.engine import Engine
+from engine.loader.gguf import GgufFile, GgufWeights
+from engine.models.config import ModelConfig
+from engine.models.gguf_config import config_from_gguf
 from engine.request import Request, RequestOutput, SamplingParams
 
 Clock = Callable[[], float]
@@ -85,6 +90,20 @@ def report(figures: Mapping[str, Any], as_json: bool = True, line: str = "") -> 
     line = line or "  ".join(f"{name} {value}" for name, value in figures.items())
     on_gpu = str(figures.get("device", "cpu")).startswith("cuda")
     print(json.dumps({**figures, "machine": machine_name(on_gpu)}) if as_json else line, flush=True)
+
+
+def read_metric(url: str, name: str) -> float:
+    """Sum of a metric's samples over its labels."""
+    with urllib.request.urlopen(url, timeout=10.0) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def default_weights() -> tuple[ModelConfig, GgufWeights]:
+    """Config and weights of the default model, in float32 on a CPU."""
+    file = GgufFile(resolve_model("").path)
+    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
+    return config, GgufWeights(file, config, True, torch.float32, torch.device("cpu"))
 
 
 @cache

@@ -16,28 +16,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.cluster import Bench, Load
-from benchmarks.harness import int_list, report
+from benchmarks.cluster import Bench
+from benchmarks.cluster_cells import Load
+from benchmarks.harness import int_list, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.local_server import LocalServer
 from cli.ports import LOOPBACK, free_port_range
 
-PROMPT_TOKENS = re.compile(r"^vllm:prefix_cache_queries_total\{[^}]*\} (\S+)", re.MULTILINE)
+PROMPT_TOKENS = "vllm:prefix_cache_queries_total"
 
 
 def prompt_tokens(port: int) -> float:
     """Tokens of all prompts that a worker has begun with. Prompts are equally long, so they count requests."""
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10.0) as answer:
-        return sum(map(float, PROMPT_TOKENS.findall(answer.read().decode())))
+    return read_metric(f"http://{LOOPBACK}:{port}/metrics", PROMPT_TOKENS)
 
 
 def balance(counts: Sequence[float]) -> dict[str, Any]:

@@ -27,14 +27,13 @@ import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.harness import random_prompt, report
+from benchmarks.harness import random_prompt, read_metric, report
 from benchmarks.model_folder import with_tokenizer
 from cli.api_client import first_model
 from cli.load.client import Client, Target
@@ -127,13 +126,6 @@ async def measure_prefix(session: Session, rounds: int) -> dict[str, Any]:
 
 async def measure_gap(session: Session, rounds: int) -> dict[str, Any]:
     return {"longest_gap_ms": statistics.median([await session.longest_gap() * 1e3 for _ in range(rounds)])}
-
-
-def read_metric(url: str, name: str) -> float:
-    """Sum of a metric's samples over its labels."""
-    with urllib.request.urlopen(url, timeout=10.0) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
 
 async def measure_handoff(session: Session, rounds: int, num_tokens: int, metrics_url: str) -> dict[str, Any]:

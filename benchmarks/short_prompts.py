@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.harness import drain, greedy, prefill, random_prompt
 from common.config import add_arguments, from_namespace
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
-from engine.request import SamplingParams
 
 LENGTHS = (10, 56, 250, 500, 1016)
 CACHED = (960, 7000)
@@ -43,31 +43,27 @@ class ShortPrompts:
         self._random = random.Random(0)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
+        return random_prompt(self._random, self._vocab_size, num_tokens)
 
     def first_token_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
         """Time to first token of a new prompt behind the tokens `cached`."""
         prompt = [*cached, *self.prompt(num_new)]
         began = time.perf_counter()
-        self.engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0.0))
-        while self.engine.has_work():
-            self.engine.step()
+        self.engine.add_request(prompt, greedy(1))
+        drain(self.engine)
         return (time.perf_counter() - began) * 1e3
 
     def longest_step_ms(self) -> float:
         """Longest step from the arrival of a prompt until its first token, while others decode."""
-        params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-        others = [self.engine.add_request(self.prompt(1000), params) for _ in range(NUM_DECODING)]
-        while any(len(request.output_token_ids) < 5 for request in others):
-            self.engine.step()
-        request = self.engine.add_request(self.prompt(NUM_NEW), SamplingParams(max_tokens=1, temperature=0.0))
+        others = [self.engine.add_request(self.prompt(1000), greedy(64)) for _ in range(NUM_DECODING)]
+        prefill(self.engine, others, 5)
+        request = self.engine.add_request(self.prompt(NUM_NEW), greedy(1))
         longest, last = 0.0, time.perf_counter()
         while not request.output_token_ids:
             self.engine.step()
             now = time.perf_counter()
             longest, last = max(longest, now - last), now
-        while self.engine.has_work():
-            self.engine.step()
+        drain(self.engine)
         return longest * 1e3
 
     def compare(self, what: str, measure: Callable[[], float], repeats: int) -> None:

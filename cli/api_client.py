@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -52,9 +51,7 @@ class ApiClient:
     def __enter__(self) -> ApiClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.close()
 
     def choose_model(self, wanted: str = "") -> str:

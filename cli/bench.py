@@ -31,7 +31,7 @@ from cli.load.progress import RunProgress, shown
 from cli.load.results import Objectives, RequestRecord, summarize
 from cli.load.runner import closed_loop, open_loop
 from cli.load.workload import PlannedRequest, PromptMaker, parse_range, random_workload, read_trace, trace_workload
-from common.config import SettingsParser, add_arguments, from_namespace, setting
+from common.config import SettingsParser, add_arguments, check_not_negative, from_namespace, setting
 from common.errors import ConfigError
 
 WARMUP_OUTPUT_TOKENS = 4
@@ -73,9 +73,7 @@ class WorkloadConfig:
         for name in ("num_requests", "trace_scale", "length_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("concurrency", "request_rate", "max_requests", "duration", "warmup"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+        check_not_negative(self, "concurrency", "request_rate", "max_requests", "duration", "warmup")
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,12 @@ class ClusterConfig:
     gpus: tuple[str, ...] = ()  # that workers take in turn
 
     @property
+    def url(self) -> str:
+        """The router's, on this machine."""
+        host = LOOPBACK if self.router.host in ("0.0.0.0", "") else self.router.host
+        return f"http://{host}:{self.router.port}"
+
+    @property
     def placements(self) -> list[Placement]:
         """Placements of all workers; empty on a CPU."""
         if not self.gpus:
@@ -174,8 +180,7 @@ def plan_cluster(
         status_socket = str(run_dir / f"{name}.status")
         add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, status_socket=status_socket, **stages)
     router = dataclasses.replace(config.router, metrics_port=metrics_ports.get("router", 0))
-    host = LOOPBACK if router.host in ("0.0.0.0", "") else router.host
-    health = f"http://{host}:{router.port}/readyz"
+    health = f"{config.url}/readyz"
     add("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
     return services
 

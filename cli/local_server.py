@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -62,9 +61,7 @@ class LocalServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _wait_ready(self) -> None:

@@ -209,20 +209,14 @@ def workers_of(config: ClusterConfig) -> str:
 def ready_message(config: ClusterConfig, model_name: str) -> str:
     """The message with the cluster's address and a command to try."""
     name = config.router.served_model_name or model_name
-    host = LOOPBACK if config.router.host in ("0.0.0.0", "") else config.router.host
-    url = f"http://{host}:{config.router.port}"
     # Bounded: a small model that misses its end would go on until its context is full.
     messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
     body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
     ports = "".join(f", {service} on :{port}" for service, port in config.metrics_ports.items())
-    metrics = f"metrics: {url}/metrics{ports}\n" if ports else ""
-    return (
-        f"{name} on {url} ({workers_of(config)})\n"
-        f"{metrics}"
-        f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"
-        "stop with Ctrl-C"
-    )
+    metrics = f"metrics: {config.url}/metrics{ports}\n" if ports else ""
+    curl = f"curl {config.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"{name} on {config.url} ({workers_of(config)})\n{metrics}try: {curl}\nstop with Ctrl-C"
 
 
 async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) -> None:

@@ -131,6 +131,13 @@ def from_namespace(
     return cls(**values)
 
 
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raise ConfigError for the first of these settings that is below zero."""
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+
+
 def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
     """Parse a whole command line into `cls`."""
     parser = SettingsParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])

@@ -35,7 +35,7 @@ from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
 from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
 from engine.parallel.followers import place_of
-from engine.scheduling.policy import load_policy
+from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafter import drafter_for
@@ -92,8 +92,7 @@ def _assemble(
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.expert_rebalancing import CountedRunner
-    from engine.loader.load import load_model, read_config, resolve_device
-    from engine.loader.supported import check_attention
+    from engine.loader.load import load_model, resolve_device
 
     began = time.monotonic()
     policy = load_policy(config.scheduling_policy)
@@ -103,13 +102,8 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
-    if config.expert_rebalance_interval and device.type == "cuda":
-        raise ConfigError(
-            "--expert-rebalance-interval moves experts between CPUs only so far: count them with --expert-load-file, "
-            "and place them with --expert-placement at the next start"
-        )
-    if device.type == "cuda" and gpu.attention_backend != "auto":
-        check_attention(read_config(files, config), gpu.attention_backend)
+    if device.type == "cuda":
+        _check_gpu(config, gpu, files)
     followers = start_followers(config, device, gpu)
     shard, stage = place_of(0, config)
     with explained(SMALLER_WEIGHTS):
@@ -134,19 +128,8 @@ def _assemble(
         runner = parallel_runner(
             make_runner, followers, loaded, memory, geometry, num_slots, max_model_len, config, gpu
         )
-    scheduler = Scheduler(
-        make_kv_manager(geometry, config, host_tier),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        preempt_by_swap=config.preemption == "swap",
-        policy=policy,
-        speculation=_speculation(config, device),
-        prompt_budget=budget_for(config),
-        num_stages=num_steps_in_flight(config, device, gpu),
-    )
     engine = Engine(
-        scheduler,
+        _make_scheduler(geometry, config, gpu, device, host_tier, max_model_len, policy),
         runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
@@ -170,6 +153,42 @@ def _assemble(
     )
     _log_ready(parts, time.monotonic() - began)
     return parts
+
+
+def _check_gpu(config: EngineConfig, gpu: GpuConfig, files: ModelFiles) -> None:
+    """Raise ConfigError for settings that work on CPUs only, or not with the model."""
+    from engine.loader.load import read_config
+    from engine.loader.supported import check_attention
+
+    if config.expert_rebalance_interval:
+        raise ConfigError(
+            "--expert-rebalance-interval moves experts between CPUs only so far: count them with --expert-load-file, "
+            "and place them with --expert-placement at the next start"
+        )
+    if gpu.attention_backend != "auto":
+        check_attention(read_config(files, config), gpu.attention_backend)
+
+
+def _make_scheduler(
+    geometry: PoolGeometry,
+    config: EngineConfig,
+    gpu: GpuConfig,
+    device: torch.device,
+    host_tier: HostTier | None,
+    max_model_len: int,
+    policy: SchedulingPolicy,
+) -> Scheduler:
+    return Scheduler(
+        make_kv_manager(geometry, config, host_tier),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        preempt_by_swap=config.preemption == "swap",
+        policy=policy,
+        speculation=_speculation(config, device),
+        prompt_budget=budget_for(config),
+        num_stages=num_steps_in_flight(config, device, gpu),
+    )
 
 
 def _log_ready(parts: EngineParts, seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from common.config import setting
+from common.config import check_not_negative, setting
 from common.errors import ConfigError
 from common.step_times import StepCost
 
@@ -110,84 +110,88 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        def require(ok: bool, message: str) -> None:
-            if not ok:
-                raise ConfigError(message)
+        check_not_negative(
+            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "itl_objective_ms",
+            "max_model_len", "num_threads",
+        )  # fmt: skip
+        _require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
+        _require(
+            0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic"
+        )
+        _require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
+        _require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
+        self._check_steps()
+        self._check_experts()
+        self._check_stages()
 
-        require(self.mla in MLA_FORMS, f"--mla {self.mla}: choose {', '.join(MLA_FORMS)}")
-        require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
-        require(self.num_gpu_blocks >= 0, "--num-gpu-blocks must not be negative")
-        require(self.kv_cache_gb >= 0, "--kv-cache-gb must not be negative")
-        require(self.host_tier_gb >= 0, "--host-tier-gb must not be negative")
-        require(self.max_num_seqs >= 0, "--max-num-seqs must not be negative")
-        require(
+    def _check_steps(self) -> None:
+        _require(
             not self.max_num_batched_tokens or self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
             "every running sequence needs a token in a step",
         )
-        require(self.itl_objective_ms >= 0, "--itl-objective-ms must not be negative")
         if self.simulated_steps:
             StepCost.parse(self.simulated_steps)
-        require(
-            not self.simulated_steps
-            or (self.device != "cuda" and self.tp == self.pp == 1 and not self.num_speculative_tokens),
-            "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out",
-        )
-        require(self.max_model_len >= 0, "--max-model-len must not be negative")
-        require(
+            _require(
+                self.device != "cuda" and self.tp == self.pp == 1 and not self.num_speculative_tokens,
+                "--simulated-steps takes the place of one GPU: leave --device cuda, --tp, --pp and drafts out",
+            )
+        _require(
             0 <= self.num_speculative_tokens <= 64,
             f"--num-speculative-tokens {self.num_speculative_tokens}: choose 1 to 64, or 0 for none",
         )
-        require(
+        _require(
             1 <= self.ngram_min <= self.ngram_max,
             f"--ngram-min {self.ngram_min} --ngram-max {self.ngram_max}: choose 1 or more, the smaller one for min",
         )
-        require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
-        require(
+
+    def _check_experts(self) -> None:
+        _require(not self.expert_parallel or self.tp > 1, "--expert-parallel divides experts among ranks: give --tp")
+        _require(
             self.expert_exchange in EXCHANGES,
             f"--expert-exchange {self.expert_exchange}: choose {', '.join(EXCHANGES)}",
         )
-        require(
+        _require(
             self.expert_exchange == "sum" or self.expert_parallel,
             "--expert-exchange dispatch is between ranks that have whole experts: give --expert-parallel",
         )
-        require(
-            self.expert_exchange == "sum" or self.pp == 1,
-            "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
-        )
-        require(
+        _require(
             not self.expert_placement or self.expert_parallel,
             "--expert-placement is of ranks that have whole experts: give --expert-parallel",
         )
-        require(
+        _require(
             not self.num_redundant_experts or bool(self.expert_placement or self.expert_rebalance_interval),
             "--num-redundant-experts: which ones, --expert-placement or --expert-rebalance-interval says",
         )
-        require(
+        _require(
             self.expert_rebalance_interval == 0 or (self.expert_rebalance_interval > 0 and self.expert_parallel),
             f"--expert-rebalance-interval {self.expert_rebalance_interval}: choose 1 or more, between ranks of "
             "--expert-parallel, or 0 for never",
         )
-        require(
-            self.pp == 1 or not (self.expert_load_file or self.expert_placement or self.expert_rebalance_interval),
-            "--pp with --expert-load-file, --expert-placement or --expert-rebalance-interval is not supported yet",
-        )
-        require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
-        require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")
-        require(
-            self.pp == 1 or not self.itl_objective_ms,
-            "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, not a step",
-        )
-        require(
-            not self.stage_address or self.pp == 2,
-            f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here",
-        )
-        require(not self.stage_address or self.tp == 1, "--stage-address with --tp is not supported: leave one out")
-        require(
-            not self.stage_address or self.stage_address.rpartition(":")[2].isdecimal(),
-            f"--stage-address {self.stage_address}: give host:port",
-        )
-        require(self.num_threads >= 0, "--num-threads must not be negative")
+
+    def _check_stages(self) -> None:
+        if self.pp > 1:
+            _require(
+                self.expert_exchange == "sum",
+                "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
+            )
+            _require(
+                not (self.expert_load_file or self.expert_placement or self.expert_rebalance_interval),
+                "--pp with --expert-load-file, --expert-placement or --expert-rebalance-interval is not supported "
+                "yet",
+            )
+            _require(
+                not self.itl_objective_ms,
+                "--pp with --itl-objective-ms is not supported yet: a stream's gap is a round of all stages, "
+                "not a step",
+            )
+        if self.stage_address:
+            _require(self.pp == 2, f"--stage-address {self.stage_address} is for --pp 2: one stage there, one here")
+            _require(self.tp == 1, "--stage-address with --tp is not supported: leave one out")
+            _require(
+                self.stage_address.rpartition(":")[2].isdecimal(),
+                f"--stage-address {self.stage_address}: give host:port",
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -217,3 +221,8 @@ class EngineConfig:
             kv_cache_gb=self.kv_cache_gb or (0.0 if on_gpu else 1.0),
             num_threads=self.num_threads or (max(num_cores // num_here, 1) if num_here > 1 else 0),
         )
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)

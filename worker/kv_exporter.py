@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from kvstore.pool.block_pool import BlockPool
-from kvstore.pool.digest import digest_blocks
+from kvstore.pool.digest import digest_rows
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport.handle import HandleWriter, KvHandle
 from kvstore.types import BlockId, Epoch, LeaseId
@@ -61,9 +61,7 @@ class DirectExporter:
         self._end_steps = end_steps
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
-        return [
-            [digest_blocks(blocks[block_id : block_id + 1])[0] for block_id in block_ids] for blocks in self._ranks
-        ]
+        return [digest_rows(blocks, block_ids) for blocks in self._ranks]
 
     def stage(self, lease: Lease, first: int) -> list[BlockId] | None:
         return list(lease.block_ids[first:])

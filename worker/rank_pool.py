@@ -1,19 +1,19 @@
-"""Pools of ranks in other processes, which this one hands to peers, reads and fills."""
+"""Pools of a worker's ranks, this process's and others', as it hands them to peers, reads and fills them."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from engine.gpu.device_memory import pool_over_device
 from engine.gpu.pinning import pin
 from engine.kv.memory import host_buffer_over
 from kvstore.layout import PoolGeometry
-from kvstore.transport import cuda_memory
 from kvstore.transport.client import Blocks, KvClient, Transport, host_client, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
@@ -35,14 +35,13 @@ class RankPool(Protocol):
     """The pool of one rank."""
 
     geometry: PoolGeometry
+    host_blocks: Blocks
+    """What peers read of host memory: the pool, or the rows in front of it."""
+    nccl: NcclPool | None
+    """Its NCCL endpoint, where that is installed and wanted."""
 
     def address(self, kv_address: str) -> ShardAddress:
         """Address at which peers can read it; `kv_address` is the front's."""
-        ...
-
-    @property
-    def host_blocks(self) -> Blocks:
-        """What peers read of host memory: the pool, or the rows in front of it."""
         ...
 
     def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
@@ -57,26 +56,22 @@ class RankPool(Protocol):
 
 
 class HostRankPool:
-    """A rank's pool on a CPU, allocated by this process. blocks: uint8 [num_blocks, block_bytes]; fd: of the same."""
+    """A rank's pool on a CPU, allocated by this process. mapping, fd: its memory."""
+
+    nccl: NcclPool | None = None
 
     def __init__(self, geometry: PoolGeometry, socket_path: str) -> None:
         """Raise ConfigError when the memory is not available."""
         self.geometry = geometry
-        self.fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
-        mapping = map_fd(self.fd, geometry.pool_bytes, writable=True)
-        self.blocks: Blocks = blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
+        self.fd, self.mapping, self.host_blocks = _shared_blocks(geometry)
         self._socket_path = socket_path
         self._server: DescriptorServer | None = None
 
     def address(self, kv_address: str) -> ShardAddress:
         return ShardAddress(kv_address, self._socket_path)
 
-    @property
-    def host_blocks(self) -> Blocks:
-        return self.blocks
-
     def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
-        return host_client(self.geometry, self.blocks, token, transports, nixl)
+        return host_client(self.geometry, self.host_blocks, token, transports, nixl)
 
     def serve(self, worker_id: WorkerId, epoch: Epoch) -> None:
         info = PoolInfo(worker_id, epoch, self.geometry)
@@ -89,35 +84,28 @@ class HostRankPool:
 
 
 class DeviceRankPool:
-    """A rank's pool on another GPU, allocated by the rank, with staging rows in shared host memory."""
+    """A rank's pool on a GPU, with staging rows in shared host memory in front of it."""
 
     def __init__(
-        self, geometry: PoolGeometry, device: torch.device, fd: int, socket_path: str, staging: PoolGeometry,
-        beside: HostRows, with_nccl: bool,
+        self, geometry: PoolGeometry, kv_pool: Tensor, fd: int, socket_path: str, num_rows: int, with_nccl: bool,
+        beside: HostRows | None = None,
     ) -> None:  # fmt: skip
-        """fd: of the device memory, taken over. staging: of as many rows as `beside`, rank 0's, has."""
+        """fd: of the device memory, taken over; below 0: it cannot be shared. beside: see HostRows."""
         self.geometry = geometry
-        memory = cuda_memory.attach(device.index or 0, fd, geometry.pool_bytes, writable=True)
-        self.device_pool = DevicePool(pool_over_device(memory, geometry, device))
+        self.device_pool = DevicePool(kv_pool)
         self.nccl = open_nccl(self.device_pool) if with_nccl else None
+        self._staging = replace(geometry, num_blocks=num_rows)
+        self._staging_fd, mapping, self.host_blocks = _shared_blocks(self._staging)
+        staging = host_buffer_over(mapping, *self.host_blocks.shape)
+        pin(staging)
+        self.rows = HostRows(self.host_blocks, staging, beside)
         self._device_fd = fd
-        self._staging = staging
-        self._staging_fd = create_memfd("mini-infer-kv", staging.pool_bytes)
-        mapping = map_fd(self._staging_fd, staging.pool_bytes, writable=True)
-        blocks = blocks_over(mapping, staging.num_blocks, staging.block_bytes)
-        host = host_buffer_over(mapping, *blocks.shape)
-        pin(host)
-        self.rows = HostRows(blocks, host, beside)
         self._socket_path = socket_path
-        self._cuda_socket_path = str(Path(socket_path).with_suffix(".cuda.sock"))
+        self._cuda_socket_path = str(Path(socket_path).with_suffix(".cuda.sock")) if fd >= 0 else ""
         self._servers: list[DescriptorServer] = []
 
     def address(self, kv_address: str) -> ShardAddress:
         return ShardAddress(kv_address, self._socket_path, self._cuda_socket_path, True)
-
-    @property
-    def host_blocks(self) -> Blocks:
-        return self.rows.blocks
 
     def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
         return device_client(self.geometry, self.device_pool, self.nccl, self.rows, token, transports, nixl)
@@ -126,13 +114,24 @@ class DeviceRankPool:
         read_only = reopen_read_only(self._staging_fd)
         staged = PoolInfo(worker_id, epoch, self._staging)
         self._servers.append(DescriptorServer(Path(self._socket_path), staged, read_only))
-        info = PoolInfo(worker_id, epoch, self.geometry)
-        self._servers.append(DescriptorServer(Path(self._cuda_socket_path), info, self._device_fd, holds=True))
+        if self._device_fd >= 0:
+            info = PoolInfo(worker_id, epoch, self.geometry)
+            fd, self._device_fd = self._device_fd, -1
+            self._servers.append(DescriptorServer(Path(self._cuda_socket_path), info, fd, holds=True))
 
     def close(self) -> None:
         for server in self._servers:
             server.close()
         os.close(self._staging_fd)
+        if self._device_fd >= 0:
+            os.close(self._device_fd)
+
+
+def _shared_blocks(geometry: PoolGeometry) -> tuple[int, mmap.mmap, Blocks]:
+    """Host memory for blocks: its descriptor and mapping, and uint8 [num_blocks, block_bytes]. Raises ConfigError."""
+    fd = create_memfd("mini-infer-kv", geometry.pool_bytes)
+    mapping = map_fd(fd, geometry.pool_bytes, writable=True)
+    return fd, mapping, blocks_over(mapping, geometry.num_blocks, geometry.block_bytes)
 
 
 def device_client(

@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple
 from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report
-from kernels.gpu.expert_formats import bytes_of, columns_of
+from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
+from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
+from kernels.gpu.expert_formats import columns_of
 from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import GemvConfig, TileConfig, found
@@ -34,11 +35,9 @@ from kernels.gpu.tuning import (
     GROUPED_GATE_UP,
     MAX_PAIRS,
 )
-from kernels.mxfp4 import GROUP_SIZE, filled
 from kernels.w4a16_gemm import MAX_CHUNK
 
 NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
-BLOCK = 128  # columns that share a scale in fp8-blocks
 NUM_SHOWN = 4  # settings of a sweep
 SWEEP_ROWS = [
     GemvConfig(n, k, w, s)
@@ -70,81 +69,6 @@ SWEEP_TILES = [
     )
     if (n + m) * k * stages <= 220 << 10 and (m > 16 or n < 128)
 ]
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    inner: int
-    num_experts: int
-    top_k: int
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
-    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
-    "deepseek-v2-lite": Shape(2048, 1408, 64, 6),
-    "deepseek-v3": Shape(7168, 2048, 256, 8),
-    "gpt-oss-20b": Shape(2880, 2880, 32, 4),
-}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Of all experts of a layer, and their scales."""
-
-    weight: Tensor
-    scales: Tensor | None
-
-    @property
-    def itemsize(self) -> float:
-        return bytes_of(self.weight)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-
-def plain(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    return Weights(torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16) * columns**-0.5, None)
-
-
-def eight_bits(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    weight = plain(experts, rows, columns, group, device).weight
-    return Weights(weight.to(torch.float8_e4m3fn), torch.ones(experts, rows, device=device))
-
-
-def blocks(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    rounded = eight_bits(experts, rows, columns, group, device)
-    return Weights(rounded.weight, torch.ones(experts, rows, columns // BLOCK, device=device))
-
-
-def words(experts: int, rows: int, columns: int, device: str) -> Tensor:
-    size = experts, rows, columns // 4
-    return torch.randint(-(1 << 15), (1 << 15) - 1, size, device=device, dtype=torch.int16)
-
-
-def int4(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    pairs = torch.rand(experts, rows, columns // group, 2, device=device, dtype=torch.bfloat16) * columns**-0.5
-    return Weights(words(experts, rows, columns, device), pairs)
-
-
-def mxfp4(experts: int, rows: int, columns: int, group: int, device: str) -> Weights:
-    size = experts, rows, filled(columns) // GROUP_SIZE
-    exponents = torch.randint(118, 122, size, device=device, dtype=torch.uint8)
-    return Weights(words(experts, rows, filled(columns), device), exponents)
-
-
-MAKERS = {"bfloat16": plain, "fp8": eight_bits, "fp8-blocks": blocks, "int4": int4, "mxfp4": mxfp4}
-
-
-def weights_of(dtype: str, shape: Shape, group: int, device: str = "cuda") -> tuple[Weights, Weights]:
-    """gate_up and down."""
-    make, inner = MAKERS[dtype], filled(shape.inner) if dtype == "mxfp4" else shape.inner
-    return (
-        make(shape.num_experts, 2 * inner, shape.hidden, group, device),
-        make(shape.num_experts, shape.hidden, inner, group, device),
-    )
 
 
 class Layer:
@@ -208,21 +132,10 @@ def seconds(call: Callable[[int], object]) -> float:
     return graph_seconds([functools.partial(call, index) for index in range(NUM_CHOICES)])
 
 
-def sweep(configs: Sequence[object], call: Callable[[int, object], object]) -> str:
+def fastest(configs: Sequence[Any], call: Callable[[int, Any], object]) -> str:
     """The fastest of the settings that fit the chip, with their microseconds."""
-    found: list[tuple[float, str]] = []
-    for config in configs:
-        try:
-            time = seconds(lambda index, config=config: call(index, config))  # type: ignore[misc]
-        except OutOfResources:
-            continue
-        fields = [str(value) for value in vars_of(config).values()]
-        found.append((time, f"{time * 1e6:.1f} ({', '.join(fields)})"))
-    return "; ".join(text for _, text in sorted(found)[:NUM_SHOWN])
-
-
-def vars_of(config: object) -> dict[str, int]:
-    return {name: getattr(config, name) for name in config.__slots__}  # type: ignore[attr-defined]
+    swept = sweep(configs, lambda config: seconds(lambda index: call(index, config)))
+    return "; ".join(f"{time * 1e6:.1f} {astuple(config)}" for time, config in swept[:NUM_SHOWN])
 
 
 def compile_some(
@@ -304,10 +217,10 @@ def figures_of(
         figures[f"{name}_us"] = seconds(of_load) * 1e6
         if rows:
             if num_tokens == 1:
-                figures[f"{name}_rows"] = sweep(rows, of_row)
+                figures[f"{name}_rows"] = fastest(rows, of_row)
             if num_pairs <= 2 * MAX_PAIRS:
-                figures[f"{name}_pairs"] = sweep(rows, of_pairs)
-            figures[f"{name}_tiles"] = sweep(tiles, of_tiles)
+                figures[f"{name}_pairs"] = fastest(rows, of_pairs)
+            figures[f"{name}_tiles"] = fastest(tiles, of_tiles)
     if num_tokens == 1:
         figures["both_of_row_us"] = seconds(layer.both_of_row) * 1e6
     return figures

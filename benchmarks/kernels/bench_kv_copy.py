@@ -9,7 +9,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels import kv_copy as reference
 from kernels.gpu import kv_copy
 from kvstore.pool.digest import digest_weights
@@ -49,13 +49,9 @@ def main() -> None:
                        of_copy=rate / copy)  # fmt: skip
             continue
         for name, copies, digests in (("copy", True, False), ("copy+digest", True, True), ("digest", False, True)):
-            seconds = graph_seconds(calls(copies, digests))
-            moved = (1 + copies) * num_ids * BLOCK_BYTES[model]
-            report(
-                f"kv_copy {name}", f"{model} {num_ids} blocks", us=seconds * 1e6, gb_per_s=moved / seconds / 1e9,
-                of_copy=moved / seconds / copy,
-                eager_ratio=eager_seconds(calls(copies, digests, reference)[:2]) / seconds,
-            )  # fmt: skip
+            moved, eager = (1 + copies) * num_ids * BLOCK_BYTES[model], calls(copies, digests, reference)[:2]
+            shape = f"{model} {num_ids} blocks"
+            report_against_copy(f"kv_copy {name}", shape, calls(copies, digests), eager, moved, copy)
 
 
 if __name__ == "__main__":

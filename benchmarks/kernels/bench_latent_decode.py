@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_sets, read_bandwidth, report
+from benchmarks.kernels.timing import compile_ahead, graph_seconds, num_input_sets, read_bandwidth, report, sweep
 from kernels.gpu.kv_splits import MAX_SPLITS, DecodeWorkspace
 from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.launch_configs import DecodeConfig
@@ -73,10 +74,8 @@ class Case:
 def compile_some(num_heads: int, configs: Sequence[DecodeConfig]) -> None:
     case = Case(num_heads, 2, 256)
     for config in configs:
-        try:
+        with suppress(OutOfResources):
             case.run(0, config)
-        except OutOfResources:
-            continue
 
 
 def main() -> None:
@@ -97,16 +96,9 @@ def main() -> None:
         if case.naive_bytes() < MAX_NAIVE_BYTES:
             figures["naive_us"] = case.naive_seconds() * 1e6
         if options.sweep:
-            found = []
-            for config in SWEEP:
-                try:
-                    found.append((case.seconds(config), config))
-                except OutOfResources:
-                    continue
-            found.sort(key=lambda item: item[0])
             figures["best"] = "; ".join(
                 f"{time * 1e6:.1f} ({c.tile}, {c.num_warps}, {c.num_stages}, {c.programs_per_sm})"
-                for time, c in found[:NUM_SHOWN]
+                for time, c in sweep(SWEEP, case.seconds)[:NUM_SHOWN]
             )
         report("latent_decode", f"{options.heads} heads {text}", **figures)
         del case

@@ -16,9 +16,8 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from benchmarks.kernels.timing import compile_ahead, graph_seconds, report
+from benchmarks.kernels.timing import compile_ahead, graph_seconds, report, sweep
 from engine.gpu.attention.expanded import ExpandedLatents, is_cheaper_expanded, open_flash
 from engine.gpu.attention.latents import PagedLatents
 from engine.models.config import LatentConfig
@@ -89,17 +88,7 @@ def random(*shape: int) -> Tensor:
 
 
 def compile_some(num_heads: int, configs: list[PrefillConfig]) -> None:
-    sweep(Case(num_heads, 256, 0), configs)
-
-
-def sweep(case: Case, configs: list[PrefillConfig]) -> list[tuple[float, PrefillConfig]]:
-    found = []
-    for config in configs:
-        try:
-            found.append((case.attention_seconds(config), config))
-        except OutOfResources:
-            continue
-    return sorted(found, key=lambda each: each[0])
+    sweep(configs, Case(num_heads, 256, 0).attention_seconds)
 
 
 def main() -> None:
@@ -117,7 +106,7 @@ def main() -> None:
         case = Case(options.heads, queries, context)
         shape = f"{options.heads} heads {queries} over {context}"
         if options.sweep:
-            for time, config in sweep(case, SWEEP)[:NUM_SHOWN]:
+            for time, config in sweep(SWEEP, case.attention_seconds)[:NUM_SHOWN]:
                 report("expanded_prefill sweep", shape, config=str(config), us=time * 1e6)
             continue
         absorbed = case.absorbed_seconds()

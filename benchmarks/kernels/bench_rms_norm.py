@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels.gpu import rms_norm as gpu
 
 
@@ -61,12 +61,7 @@ def main() -> None:
                 else:
                     ours = [functools.partial(gpu.add_rms_norm, s[0], s[1], weight, 1e-6) for s in sets]
                     eager = [functools.partial(eager_add_rms_norm, s[0], s[1], weight) for s in sets]
-                seconds = graph_seconds(ours)
-                rate = moved * rows * n / seconds
-                report(
-                    name, f"{rows}x{n}", us=seconds * 1e6, gb_per_s=rate / 1e9, of_copy=rate / copy,
-                    eager_ratio=eager_seconds(eager) / seconds,
-                )  # fmt: skip
+                report_against_copy(name, f"{rows}x{n}", ours, eager, moved * rows * n, copy)
 
 
 if __name__ == "__main__":

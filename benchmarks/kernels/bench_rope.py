@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels.gpu.launch_configs import RopeConfig
 from kernels.gpu.rope import rope_and_write_kv
 from kernels.paged_attention import write_kv
@@ -73,12 +73,7 @@ def main() -> None:
                     shape = f"{model} {rows} {'x'.join(map(str, option))}"
                     report("rope sweep", shape, us=seconds * 1e6, of_copy=moved / seconds / copy)
                 continue
-            seconds = graph_seconds(ours)
-            rate = moved / seconds
-            report(
-                "rope", f"{model} {rows}", us=seconds * 1e6, gb_per_s=rate / 1e9, of_copy=rate / copy,
-                eager_ratio=eager_seconds(eager) / seconds,
-            )  # fmt: skip
+            report_against_copy("rope", f"{model} {rows}", ours, eager, moved, copy)
 
 
 if __name__ == "__main__":

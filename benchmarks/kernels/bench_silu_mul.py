@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.timing import copy_bandwidth, eager_seconds, graph_seconds, num_input_sets, report
+from benchmarks.kernels.timing import copy_bandwidth, num_input_sets, report_against_copy
 from kernels.gpu import silu_mul as gpu
 
 
@@ -24,13 +24,9 @@ def main() -> None:
             sets = [
                 torch.randn(rows, 2 * n, device="cuda").bfloat16() for _ in range(num_input_sets(6 * rows * n, 32))
             ]
-            seconds = graph_seconds([functools.partial(gpu.silu_mul, s) for s in sets])
-            eager = eager_seconds([functools.partial(eager_silu_mul, s) for s in sets])
-            rate = 6 * rows * n / seconds
-            report(
-                "silu_mul", f"{rows}x{n}", us=seconds * 1e6, gb_per_s=rate / 1e9, of_copy=rate / copy,
-                eager_ratio=eager / seconds,
-            )  # fmt: skip
+            ours = [functools.partial(gpu.silu_mul, s) for s in sets]
+            eager = [functools.partial(eager_silu_mul, s) for s in sets]
+            report_against_copy("silu_mul", f"{rows}x{n}", ours, eager, 6 * rows * n, copy)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +66,30 @@ def compile_ahead(compile_some: Callable[[Sequence[Config]], object], configs: S
     num_workers = min(MAX_COMPILERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_some, [configs[first::num_workers] for first in range(num_workers)]))
+
+
+def sweep(configs: Iterable[Config], seconds: Callable[[Config], float]) -> list[tuple[float, Config]]:
+    """Time the settings that fit the chip. The fastest first."""
+    from triton.runtime.errors import OutOfResources
+
+    found = []
+    for config in configs:
+        with suppress(OutOfResources):
+            found.append((seconds(config), config))
+    return sorted(found, key=lambda each: each[0])
+
+
+def report_against_copy(
+    kernel: str, shape: str, ours: Sequence[Callable[[], object]], eager: Sequence[Callable[[], object]],
+    moved: int, copy: float,
+) -> None:  # fmt: skip
+    """A line on a kernel that moves so many bytes a call. eager: the same in torch. copy: see `copy_bandwidth`."""
+    seconds = graph_seconds(ours)
+    rate = moved / seconds
+    report(
+        kernel, shape, us=seconds * 1e6, gb_per_s=rate / 1e9, of_copy=rate / copy,
+        eager_ratio=eager_seconds(eager) / seconds,
+    )  # fmt: skip
 
 
 def _median_seconds(run: Callable[[], object], replays: int) -> float:

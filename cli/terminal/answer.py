@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
@@ -20,9 +19,7 @@ class AnswerView(Protocol):
 
     def __enter__(self) -> AnswerView: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
     def write(self, piece: str) -> None: ...
 
@@ -36,9 +33,7 @@ class PlainAnswer:
     def __enter__(self) -> PlainAnswer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None or not self._is_empty:
             self.write("\n")
 
@@ -63,9 +58,7 @@ class TerminalAnswer:
         self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._show(self._markdown.finish())
         self._stop_waiting()
         self._plain.__exit__(kind, error, trace)

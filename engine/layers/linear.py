@@ -116,15 +116,15 @@ class Int8Linear:
 
     __slots__ = ("bias", "dense", "scales", "weight_int8")
 
-    def __init__(self, weight_int8: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight_int8: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self.weight_int8 = weight_int8  # (out, in) int8
         self.scales = scales  # (out,) in the dtype of x
-        self.dense = dense_linear(weight, bias)  # of (out, in) in the dtype of x: weight_int8 * scales
+        self.dense = dense_linear(self.weight, bias)
         self.bias = bias
 
     @property
     def weight(self) -> Tensor:
-        """(out, in) in the dtype of x, computed anew."""
+        """(out, in) in the dtype of x, computed anew: weight_int8 * scales."""
         return self.weight_int8.to(self.scales.dtype).mul_(self.scales[:, None])
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -158,12 +158,13 @@ class Int4Linear:
     __slots__ = ("bias", "dense", "group_size", "packed", "scales_and_zeros")
 
     def __init__(
-        self, packed: Tensor, scales_and_zeros: Tensor, group_size: int, weight: Tensor, bias: Tensor | None
+        self, values: Tensor, scales: Tensor, zeros: Tensor, group_size: int, weight: Tensor, bias: Tensor | None
     ) -> None:
-        self.packed = packed  # as torch's `_convert_weight_to_int4pack_for_cpu` lays it out
-        self.scales_and_zeros = scales_and_zeros  # (in / group_size, out, 2) bfloat16
+        """values: (out, in), 0 to 15. scales, zeros: bfloat16 (out, in / group_size). weight: the same numbers."""
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)
+        self.scales_and_zeros = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
         self.group_size = group_size
-        self.dense = dense_linear(weight, bias)  # of (out, in) in the dtype of x, the same numbers
+        self.dense = dense_linear(weight, bias)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -19,30 +19,23 @@ from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
 from engine.layers.block import Block
-from engine.layers.linear import Linear
 from engine.layers.pipeline import Stage
 from engine.layers.post_norm import without_post_norm
-from engine.layers.weights import Part, ShapeRecorder, WeightSource
-from engine.loader.checkpoint import Shape, check_weights
+from engine.layers.weights import Part, WeightSource
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
-from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+from engine.loader.gguf import GgufWeights
 from engine.loader.gguf_int4 import Int4Rows
 from engine.loader.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_linears import PackedLinears, can_keep_packed, packed_names
 from engine.loader.quantize import Quantizer
-from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
-from engine.loader.safetensors import SafetensorsWeights
 from engine.loader.sharded import ShardedWeights
+from engine.loader.source import Source, open_source
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
 from engine.loader.supported import check_kernels, check_packed_experts, check_settings
-from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig, with_latent
-from engine.models.families import ModelFamily, family_of, family_of_gguf
-from engine.models.gguf_config import config_from_gguf
-from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
+from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
-from engine.models.quantization import is_mxfp4, quantization_from_hf
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
@@ -64,18 +57,6 @@ class LoadedModel:
     quant_mode: str
     device: torch.device
     shard: Shard = WHOLE
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Contents of the model files: the config, the weights, and what identifies them."""
-
-    config: ModelConfig
-    family: ModelFamily
-    weights: WeightSource
-    shapes: Mapping[str, Shape] | None  # None: any weight can be made
-    identity: dict[str, Any]
-    files: list[Path]
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
@@ -138,16 +119,9 @@ def load_model(
     device = device or resolve_device(engine_config)
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
-        source = _open(files, engine_config, dtype, device)
+        source = open_source(files, engine_config, dtype, device)
         check_settings(source.config, engine_config)
-        packed = source.weights if isinstance(source.weights, PackedWeights) else None
-        has_int4 = isinstance(source.weights, GgufWeights) and source.weights.has_int4
-        if shard.size > 1 and engine_config.quant_mode == "auto":
-            quant_mode = "none"
-        else:
-            quant_mode = resolve_quant_mode(engine_config, dtype, device, has_int4)
-        if packed is not None and engine_config.quant_mode == "auto" and can_keep_packed(dtype, device):
-            quant_mode = packed.quantization.label
+        quant_mode = _quant_mode(source.weights, engine_config, shard, dtype, device)
         if stage is not None:
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
         model = _build(source, engine_config, quant_mode, shard, dtype, device, on_progress)
@@ -166,9 +140,22 @@ def load_model(
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
 
 
+def _quant_mode(
+    weights: WeightSource, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The mode, or a checkpoint's label where its weights stay as they are. Raises ConfigError."""
+    if engine_config.quant_mode == "auto":
+        if isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
+            return weights.quantization.label
+        if shard.size > 1:
+            return "none"
+    has_int4 = isinstance(weights, GgufWeights) and weights.has_int4
+    return resolve_quant_mode(engine_config, dtype, device, has_int4)
+
+
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
-    return _open(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
+    return open_source(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
@@ -192,7 +179,7 @@ class _Converter(Protocol):
 
 
 def _build(
-    source: _Source,
+    source: Source,
     engine_config: EngineConfig,
     quant_mode: str,
     shard: Shard,
@@ -202,15 +189,15 @@ def _build(
 ) -> Model:
     """The model, or a rank's or a stage's part of it. Raises ConfigError."""
     check_kernels(source.config, device)
-    kept = _keep_packed(source, engine_config, _checked_skeleton(source), dtype, device)
+    kept = _keep_packed(source, engine_config, source.checked_skeleton(), dtype, device)
     config, weights = source.config, source.weights
     parts: Mapping[str, Part] = {}
     if shard.size > 1:
         config = _config_of_rank(config, engine_config, shard)
-        weights = sharded = ShardedWeights(weights, _shapes_of(source, source.config), shard)
+        weights = sharded = ShardedWeights(weights, source.shapes_of(source.config), shard)
         parts = sharded.parts
     layers = range(*(shard.layers or (0, config.num_layers)))
-    needed = _shapes_of(source, config, kept)
+    needed = source.shapes_of(config, kept)
     if shard.layers is not None:
         needed = stage_weights(config, needed, layers)
     drawn = weights if source.shapes is None else None  # random weights are drawn in turn, a stage's or not
@@ -218,18 +205,8 @@ def _build(
     if shard.layers is not None:
         weights = StagedWeights(counted, needed, drawn, dtype, device)
 
-    is_folded = engine_config.kv_cache_dtype == "fp8"
-    converter: _Converter
-    if isinstance(source.weights, PackedWeights) and kept is not None:
-        converter = PackedLinears(dtype, device, source.weights, parts, counted.count)
-        source.identity["linears"] = converter.identity
-        is_folded = False
-    elif isinstance(source.weights, Mxfp4Weights) and source.weights.keeps_packed:
-        converter = Mxfp4Experts(source.weights, parts, counted.count)
-    else:
-        int4 = _kept_int4(source.weights, quant_mode) if shard.size == 1 else None
-        converter = Quantizer(quant_mode, int4, device.type == "cuda")
-        is_folded = is_folded and int4 is None
+    converter, has_plain_attention = _converter(source, kept, quant_mode, shard, parts, dtype, device, counted.count)
+    is_folded = engine_config.kv_cache_dtype == "fp8" and has_plain_attention
 
     def finish(block: Block) -> None:
         inner = without_post_norm(block)
@@ -252,8 +229,30 @@ def _build(
     return model
 
 
+def _converter(
+    source: Source,
+    kept: frozenset[str] | None,
+    quant_mode: str,
+    shard: Shard,
+    parts: Mapping[str, Part],
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[str], None],
+) -> tuple[_Converter, bool]:
+    """What makes the model's linear layers, and whether it finds those of attention plain."""
+    weights = source.weights
+    if isinstance(weights, PackedWeights) and kept is not None:
+        linears = PackedLinears(dtype, device, weights, parts, on_read)
+        source.identity["linears"] = linears.identity
+        return linears, False
+    if isinstance(weights, Mxfp4Weights) and weights.keeps_packed:
+        return Mxfp4Experts(weights, parts, on_read), True
+    int4 = _kept_int4(weights, quant_mode) if shard.size == 1 else None
+    return Quantizer(quant_mode, int4, device.type == "cuda"), int4 is None
+
+
 def _keep_packed(
-    source: _Source, engine_config: EngineConfig, skeleton: Model, dtype: torch.dtype, device: torch.device
+    source: Source, engine_config: EngineConfig, skeleton: Model, dtype: torch.dtype, device: torch.device
 ) -> frozenset[str] | None:
     """Let the checkpoint's weights stay as it holds them, where that is wanted and there are kernels.
 
@@ -286,78 +285,9 @@ def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Sha
     return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
 
 
-def _shapes_of(source: _Source, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
-    """Shapes of all weights that a model of `config` takes. kept: those that it takes if it has a layer of them."""
-    recorder = ShapeRecorder()
-    skeleton = source.family.build(config, recorder)
-    if not kept:
-        return recorder.shapes
-    held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
-    return {name: shape for name, shape in recorder.shapes.items() if name not in kept or name in held}
-
-
 def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
     """Takes the file's own 4-bit weights as they are read, where they are wanted."""
     if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
         weights.keep_int4 = True
         return weights.int4
     return None
-
-
-def _checked_skeleton(source: _Source) -> Model:
-    """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
-    needed, tied, unused = ShapeRecorder(), source.config.tie_word_embeddings, source.config.unused_weights
-    skeleton = source.family.build(source.config, needed)
-    if isinstance(source.weights, PackedWeights):
-        source.weights.check(needed.shapes, tied, unused)
-    elif source.shapes is not None:
-        check_weights(needed.shapes, source.shapes, tied, unused=unused)
-    return skeleton
-
-
-def _open(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
-    if files.kind == "dry-run":
-        family = family_of(DRY_RUN_CONFIG.architecture)
-        random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
-        return _Source(DRY_RUN_CONFIG, family, random, None, {"random": SEED, "std": DRY_RUN_STD}, [])
-    if files.kind == "gguf":
-        return _open_gguf(files.path, engine_config, dtype, device)
-    raw = read_hf_config(files.path)
-    family = family_of(architecture_of(raw))
-    if family.text_config is not None:
-        raw = family.text_config(raw)
-    config = family.adapt_config(config_from_hf(raw), raw)
-    if config.latent is not None:
-        config = with_latent(config, replace(config.latent, form=engine_config.mla))
-    quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
-    if engine_config.load_format == "dummy":
-        if quantization is not None:
-            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
-        return _random(family, config, dtype, device)
-    tensors = SafetensorsWeights(files.path, dtype, device)
-    if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
-        config = replace(config, linear_bits=quantization.schemes[0].bits)
-    if is_mxfp4(raw):
-        expanded = Mxfp4Weights(tensors)
-        return _Source(config, family, expanded, expanded.shapes, {}, tensors.files)
-    weights = tensors if quantization is None else PackedWeights(tensors, quantization)
-    return _Source(config, family, weights, tensors.shapes, {}, tensors.files)
-
-
-def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> _Source:
-    file = GgufFile(path)
-    family = family_of_gguf(str(file.metadata.get("general.architecture")))
-    config = config_from_gguf(file.metadata, family.architecture, OUTPUT_WEIGHT in file.tensors)
-    if ROPE_FACTORS in file.tensors:
-        rope = replace(config.rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
-        config = replace(config, rope=rope)
-    config = family.adapt_config(config, file.metadata)
-    if engine_config.load_format == "dummy":
-        return _random(family, config, dtype, device)
-    weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
-    return _Source(config, family, weights, weights.shapes, {}, [path])
-
-
-def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> _Source:
-    identity = {"random": SEED, "std": STD, "drawn_on": device.type}
-    return _Source(config, family, RandomWeights(dtype, device), None, identity, [])

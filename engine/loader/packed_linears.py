@@ -213,9 +213,7 @@ class CpuLinearMaker:
             return None if linear is None else (linear, "int4")
         fits = rows.values.shape[1] % Int8Linear.COLUMN_MULTIPLE == 0
         if rows.is_int8 and rows.has_row_scales and fits:
-            scales = rows.scales[:, 0].to(self._dtype)
-            dequantized = rows.values.to(self._dtype).mul_(scales[:, None])
-            return Int8Linear(rows.values, scales, dequantized, bias), "int8"
+            return Int8Linear(rows.values, rows.scales[:, 0].to(self._dtype), bias), "int8"
         return None
 
     def int8(self, linear: Linear) -> LinearLayer:
@@ -228,12 +226,8 @@ class CpuLinearMaker:
         sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
         if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
             return None
-        times = rows.group_size // sizes[0]
-        scales = rows.scales.to(self._dtype).repeat_interleave(times, dim=1)
-        offsets = torch.zeros_like(scales)
-        if rows.offsets is not None:
-            offsets = rows.offsets.to(self._dtype).repeat_interleave(times, dim=1)
+        smaller = rows.with_borders(sizes[0])
+        scales = smaller.scales.to(self._dtype)
+        offsets = torch.zeros_like(scales) if smaller.offsets is None else smaller.offsets.to(self._dtype)
         held = QuantizedRows(rows.values, scales.float(), offsets.float(), sizes[0])
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.values.int(), 2)
-        scales_and_offsets = torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous()
-        return Int4Linear(packed, scales_and_offsets, sizes[0], held.dequantize(self._dtype), bias)
+        return Int4Linear(rows.values, scales, offsets, sizes[0], held.dequantize(self._dtype), bias)

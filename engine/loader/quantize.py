@@ -17,6 +17,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from engine.layers.block import Block
@@ -119,10 +120,7 @@ class GpuLinears:
 
         workspace = self._workspace = self._workspace or SplitKWorkspace(linear.weight.device)
         if parts:
-            values, scales, zeros = (
-                torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales", "zeros")
-            )
-            return W4A16Linear(pack_w4(values, scales, zeros), linear.bias, workspace)
+            return W4A16Linear(pack_w4(*join_int4(parts)), linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return (self._head_kind if is_head else self._kind).of(linear, workspace)
@@ -132,16 +130,17 @@ def to_int8(linear: Linear) -> Int8Linear | Linear:
     """Quantize one plain layer; one that the GEMM does not take stays as it is."""
     if linear.weight.shape[1] % Int8Linear.COLUMN_MULTIPLE:
         return linear
-    quantized, scales = quantize_int8(linear.weight)
-    dequantized = quantized.to(scales.dtype).mul_(scales[:, None])
-    return Int8Linear(quantized, scales, dequantized, linear.bias)
+    return Int8Linear(*quantize_int8(linear.weight), linear.bias)
 
 
-def to_int4(linear: Linear, parts: list[Int4Rows]) -> Int4Linear:
+def to_int4(linear: Linear, parts: Sequence[Int4Rows]) -> Int4Linear:
     """Pack the rows that `linear.weight` was dequantized from."""
-    values = torch.cat([part.values for part in parts])
-    scales = torch.cat([part.scales for part in parts])
-    zeros = torch.cat([part.zeros for part in parts])
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)
-    scales_and_zeros = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
-    return Int4Linear(packed, scales_and_zeros, GROUP_SIZE, linear.weight, linear.bias)
+    return Int4Linear(*join_int4(parts), GROUP_SIZE, linear.weight, linear.bias)
+
+
+def join_int4(parts: Sequence[Int4Rows]) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, scales and zeros of all rows."""
+    values, scales, zeros = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales", "zeros")
+    )
+    return values, scales, zeros

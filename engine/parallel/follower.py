@@ -168,20 +168,11 @@ def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
 
 def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
     """Ends the process when rank 0 is gone."""
-    data, fds, _, _ = socket.recv_fds(link, LENGTH.size, 1)
-    while len(data) < LENGTH.size:
-        piece = link.recv(LENGTH.size - len(data)) if data else b""
-        if not piece:
-            os._exit(1)
-        data += piece
-    (length,) = LENGTH.unpack(data)
-    body = b""
-    while len(body) < length:
-        piece = link.recv(length - len(body))
-        if not piece:
-            os._exit(1)
-        body += piece
-    return msgspec.msgpack.decode(body, type=kind), fds
+    begun, fds, _, _ = socket.recv_fds(link, LENGTH.size, 1)
+    try:
+        return msgspec.msgpack.decode(receive_frame(link, begun=begun), type=kind), fds
+    except ConnectionError:
+        _end()
 
 
 def _watch(link: socket.socket) -> None:
@@ -191,7 +182,7 @@ def _watch(link: socket.socket) -> None:
 def _end_with_rank_0(link: socket.socket) -> None:
     """However rank 0 ends, its end of the link is closed; a collective would wait for it for minutes."""
     link.recv(1)
-    os._exit(1)
+    _end()
 
 
 if __name__ == "__main__":

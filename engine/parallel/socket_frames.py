@@ -34,9 +34,12 @@ def send_frame(sock: socket.socket, data: bytes) -> None:
     sock.sendall(data)
 
 
-def receive_frame(sock: socket.socket, check: Callable[[], None] | None = None) -> bytearray:
-    """The next frame. check: is called while nothing comes. Raises ConnectionError when the peer is gone."""
-    (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, check))
+def receive_frame(sock: socket.socket, check: Callable[[], None] | None = None, begun: bytes = b"") -> bytearray:
+    """The next frame. Raises ConnectionError when the peer is gone.
+
+    check: is called while nothing comes. begun: what the caller has read of the frame's length.
+    """
+    (length,) = LENGTH.unpack(begun + _receive(sock, LENGTH.size - len(begun), check))
     return _receive(sock, length, check)
 
 

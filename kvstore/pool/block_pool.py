@@ -64,10 +64,6 @@ class BlockPool:
     def contains(self, key: BlockKey) -> bool:
         return key in self._block_of
 
-    def keys(self) -> list[BlockKey]:
-        """Keys of all findable blocks, used or cached."""
-        return list(self._block_of)
-
     # --- life of a block ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[BlockId]:

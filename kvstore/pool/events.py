@@ -33,10 +33,6 @@ class EventLog:
         self.sequence = 0  # of the last event
         self._keys: dict[BlockKey, None] = {}  # oldest first
 
-    @property
-    def num_keys(self) -> int:
-        return len(self._keys)
-
     def append(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> list[CacheEvent]:
         """Apply one net change; up to two events, removed first."""
         events: list[CacheEvent] = []

@@ -69,9 +69,6 @@ class AgentHostTier:
     def buffer(self) -> mmap.mmap:
         return self._buffer
 
-    def contains(self, key: BlockKey) -> bool:
-        return not self.missing([key])
-
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         missing = self._call("missing", keys)
         return list(keys) if missing is None else missing

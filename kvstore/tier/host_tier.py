@@ -30,8 +30,6 @@ class HostTier(Protocol):
         """`num_slots * block_bytes` writable bytes; slot i begins at i * block_bytes."""
         ...
 
-    def contains(self, key: BlockKey) -> bool: ...
-
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """The subset of `keys` that is not findable here, in one round trip."""
         ...
@@ -82,9 +80,6 @@ class HostTierAllocator:
     @property
     def num_pinned(self) -> int:
         return self._pool.num_used
-
-    def contains(self, key: BlockKey) -> bool:
-        return self._pool.contains(key)
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         return [key for key in keys if not self._pool.contains(key)]

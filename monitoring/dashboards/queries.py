@@ -54,9 +54,9 @@ def quantile(share: float, metric: str, by: str = "", matchers: str = "") -> str
     return f"histogram_quantile({share}, sum{_by(by, 'le')}(rate({buckets}[$__rate_interval])))"
 
 
-def mean(metric: str, by: str = "") -> str:
+def mean(metric: str) -> str:
     rates = (
-        f"sum{_by(by)}(rate({_buckets(metric).replace('_bucket{', f'_{part}{{')}[$__rate_interval]))"
+        f"sum(rate({_buckets(metric).replace('_bucket{', f'_{part}{{')}[$__rate_interval]))"
         for part in ("sum", "count")
     )
     return " / ".join(rates)

@@ -79,13 +79,13 @@ def _best_target(
     stay = inf if must_leave else _stay_seconds(predict, source, request)
     best: tuple[Candidate, int] | None = None
     for index, target in enumerate(targets):
-        itl = predict.gap_seconds(target, 1)
+        itl = predict.gap_seconds(target)
         has_room = target.load < target.num_slots and not (objectives.itl and itl > objectives.itl)
         if not (has_room or must_leave):
             continue
         terms = {
             "pull": predict.pull_seconds(target, request.num_tokens),
-            "decode": request.tokens_left * predict.decode_seconds(target, 1),
+            "decode": request.tokens_left * predict.decode_seconds(target),
             "crowding": request.tokens_left * predict.crowding_seconds(target),
         }
         cost = sum(terms.values())
@@ -102,8 +102,8 @@ def _stay_seconds(predict: Predictor, source: WorkerView, request: KeptRequest) 
     queue = predict.queue_seconds(source)
     alone = predict.queue_seconds(replace(source, num_rows=0))
     delay_of_prompts = (queue - alone) / max(source.num_rows, 1)
-    own = predict.decode_seconds(others, 1)
-    own += predict.interruption_seconds(others, 1, share=queue / (queue + PATIENCE_SECONDS))
+    own = predict.decode_seconds(others)
+    own += predict.interruption_seconds(others, share=queue / (queue + PATIENCE_SECONDS))
     return request.tokens_left * (own + predict.crowding_seconds(others)) + delay_of_prompts
 
 

@@ -57,6 +57,17 @@ class WorkerView:
     def load(self) -> int:
         return self.num_running + self.num_waiting
 
+    @property
+    def kv_pressure(self) -> float:
+        """0 while KV blocks are plenty, 1 when all are in use."""
+        return max(0.0, self.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
+
+    def slot_seconds(self, expected_tokens: float, step_seconds: float) -> float:
+        """Wait of one more request for a slot: each of those ahead ends before it starts, `num_slots` at a time."""
+        slots = max(self.num_slots, 1)
+        ahead = max(0, self.load + 1 - slots)
+        return ahead * expected_tokens * max(self.token_seconds, step_seconds) / slots
+
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
@@ -68,6 +79,10 @@ class RequestView:
     session: str = ""
     draw: float = 0.0
     turn: int = 0
+
+    def cached_on(self, worker: WorkerView) -> int:
+        """Tokens that a worker's cache gives. The last one is always computed: sampling needs its logits."""
+        return min(self.cached_tokens.get(worker.worker_id, 0), self.num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +125,7 @@ def candidates_for(
     rates = _Rates.of([*prefill, *decode])
     candidates = []
     for worker in decode:
-        cached = _cached(request, worker)
+        cached = request.cached_on(worker)
         if not prefill or request.num_tokens - cached <= local_prefill_tokens:
             candidates.append(_candidate(request, worker, None, rates))
     if not candidates:
@@ -157,34 +172,26 @@ def _mean(values: Sequence[float], default: float) -> float:
     return sum(known) / len(known) if known else default
 
 
-def _cached(request: RequestView, worker: WorkerView) -> int:
-    # The last token is always computed: sampling needs its logits.
-    return min(request.cached_tokens.get(worker.worker_id, 0), request.num_tokens - 1)
-
-
 def _decode_terms(request: RequestView, worker: WorkerView, rates: _Rates) -> dict[str, float]:
     step = rates.step_of(worker)
     taken = min(worker.load / max(worker.max_num_seqs, 1), 1.0)
-    pressure = max(0.0, worker.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
-    slots = max(worker.num_slots, 1)
-    ahead = max(0, worker.load + 1 - slots)  # each of them ends before this one starts, `slots` at a time
     return {
-        "slot": ahead * request.expected_tokens * max(worker.token_seconds, step) / slots,
-        "decode": request.expected_tokens * step * (1 + taken + pressure),
+        "slot": worker.slot_seconds(request.expected_tokens, step),
+        "decode": request.expected_tokens * step * (1 + taken + worker.kv_pressure),
     }
 
 
 def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | None, rates: _Rates) -> Candidate:
     """Decode on `worker`, after `prefill` has computed the prompt, or computing it there as well."""
     computing = prefill or worker
-    cached = _cached(request, computing)
+    cached = request.cached_on(computing)
     rate = rates.prefill_of(computing)
     compute = (request.num_tokens - cached) / rate
     terms = {"queue": computing.queued_prefill_tokens / rate, "compute": compute}
     if prefill is None:
         terms["disturbance"] = compute * min(worker.num_running, 8)
     else:
-        terms["pull"] = (request.num_tokens - _cached(request, worker)) / (
+        terms["pull"] = (request.num_tokens - request.cached_on(worker)) / (
             worker.pull_tokens_per_second or rates.pull
         )
     terms |= _decode_terms(request, worker, rates)

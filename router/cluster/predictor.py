@@ -18,7 +18,6 @@ from router.cluster.prediction import (
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
     DEFAULT_PULL_TOKENS_PER_SECOND,
     DEFAULT_STEP_SECONDS,
-    KV_PRESSURE_START,
     Candidate,
     RequestView,
     WorkerView,
@@ -71,19 +70,19 @@ class Predictor:
     def disaggregated(self, first: WorkerView, second: WorkerView) -> Candidate:
         """Prompt on `first`, decode on `second`."""
         request = self._request
-        cached = _cached(request, first)
+        cached = request.cached_on(first)
         terms = self._first_token(first, request.num_tokens - cached)
         ttft = sum(terms.values())
-        terms["pull"] = self.pull_seconds(second, request.num_tokens - _cached(request, second))
+        terms["pull"] = self.pull_seconds(second, request.num_tokens - request.cached_on(second))
         terms |= self._decode_terms(second)
-        itl = self.gap_seconds(second, 1)
+        itl = self.gap_seconds(second)
         if request.expected_tokens <= FEW_GAPS:
             itl = max(itl, self._hand_over_seconds(second) + terms["slot"])  # its first token has come by then
         return self._candidate(second, first, False, terms, cached, ttft, itl)
 
     def whole(self, worker: WorkerView, is_kept: bool) -> Candidate:
         """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
-        cached = _cached(self._request, worker)
+        cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
         num_new = self._request.num_tokens - cached
         decode = self._decode_terms(worker)
@@ -99,8 +98,8 @@ class Predictor:
         steps_seconds = felt + math.ceil(felt / chunk) * cost.prompt if num_felt else 0.0
         terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * steps_seconds}
         if is_kept:
-            terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker, 1)
-        itl = max(cost.spread * gap, self.gap_seconds(worker, 1))
+            terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker)
+        itl = max(cost.spread * gap, self.gap_seconds(worker))
         return self._candidate(worker, None, is_kept, terms, cached, ttft, itl)
 
     def _harm(self, gap: float) -> float:
@@ -109,28 +108,27 @@ class Predictor:
 
     # -- parts, which moves use too ------------------------------------------------------------------------------
 
-    def decode_seconds(self, worker: WorkerView, num_more: int) -> float:
-        """Mean time between tokens on a worker with so many rows more, prompts that come there included."""
-        step = self._decode_step(worker, num_more)
-        return step + self.prompt_share(worker) * self._chunk_seconds(worker, num_more, is_gentle=True)
+    def decode_seconds(self, worker: WorkerView) -> float:
+        """Mean time between tokens on a worker with one row more, prompts that come there included."""
+        return self._decode_step(worker, 1) + self.prompt_share(worker) * self._chunk_seconds(worker, is_gentle=True)
 
-    def interruption_seconds(self, worker: WorkerView, num_more: int, share: float = 0.0) -> float:
+    def interruption_seconds(self, worker: WorkerView, share: float = 0.0) -> float:
         """What prompts that a prefill worker computes at once do to each token of a row there, weighed.
 
         share: of its time that they take, if it is more than lately.
         """
-        chunk = self._chunk_seconds(worker, num_more, is_gentle=False)
-        gap = self._decode_step(worker, num_more) + chunk
+        chunk = self._chunk_seconds(worker, is_gentle=False)
+        gap = self._decode_step(worker, 1) + chunk
         return self._harm(gap) * max(self.prompt_share(worker), share) * chunk
 
-    def gap_seconds(self, worker: WorkerView, num_more: int) -> float:
-        """The time between tokens that one in a hundred exceeds."""
+    def gap_seconds(self, worker: WorkerView) -> float:
+        """The time between tokens that one in a hundred exceeds, with one row more."""
         cost = self._costs[worker.worker_id]
-        chunk = self._chunk_seconds(worker, num_more, is_gentle=True)
+        chunk = self._chunk_seconds(worker, is_gentle=True)
         if self.prompt_share(worker) < FEW:
             queued = self._queued_work(worker)
             chunk = min(chunk, cost.prompt + queued) if queued else 0.0
-        return cost.spread * (self._decode_step(worker, num_more) + chunk)
+        return cost.spread * (self._decode_step(worker, 1) + chunk)
 
     def prompt_share(self, worker: WorkerView) -> float:
         """Share of a worker's time that the prompts take which come there."""
@@ -157,18 +155,18 @@ class Predictor:
 
     def _hand_over_seconds(self, worker: WorkerView) -> float:
         """The gap while a request comes to a worker: what others pulled before, and the step that runs there."""
-        last = min(self._request.num_tokens - _cached(self._request, worker), MAX_CHUNK_TOKENS)
-        return self.pull_seconds(worker, last) + self.gap_seconds(worker, 1)
+        last = min(self._request.num_tokens - self._request.cached_on(worker), MAX_CHUNK_TOKENS)
+        return self.pull_seconds(worker, last) + self.gap_seconds(worker)
 
     def _decode_step(self, worker: WorkerView, num_more: int) -> float:
         """A step that only decodes, with so many rows as long as the request more."""
         context = worker.context_tokens + num_more * self._request.num_tokens
         return self._costs[worker.worker_id].seconds(worker.num_rows + num_more, context=context)
 
-    def _chunk_seconds(self, worker: WorkerView, num_more: int, is_gentle: bool) -> float:
-        """What a chunk of prompts adds to such a step."""
-        context = worker.context_tokens + num_more * self._request.num_tokens
-        chunk = self._chunks(worker, worker.num_rows + num_more, context)[0 if is_gentle else 1]
+    def _chunk_seconds(self, worker: WorkerView, is_gentle: bool) -> float:
+        """What a chunk of prompts adds to such a step with one row more."""
+        context = worker.context_tokens + self._request.num_tokens
+        chunk = self._chunks(worker, worker.num_rows + 1, context)[0 if is_gentle else 1]
         work = max(self._queued_work(worker), self._usual_work(worker))
         return self._costs[worker.worker_id].prompt + min(chunk, work)
 
@@ -210,13 +208,10 @@ class Predictor:
 
     def _decode_terms(self, worker: WorkerView) -> dict[str, float]:
         expected, cost = self._request.expected_tokens, self._costs[worker.worker_id]
-        step = self.decode_seconds(worker, 1)
-        pressure = max(0.0, worker.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
-        slots = max(worker.num_slots, 1)
-        ahead = max(0, worker.load + 1 - slots)  # each of them ends before this one starts, `slots` at a time
+        step = self.decode_seconds(worker)
         return {
-            "slot": ahead * expected * max(worker.token_seconds, cost.seconds(1)) / slots,
-            "decode": expected * step * (1 + pressure),
+            "slot": worker.slot_seconds(expected, cost.seconds(1)),
+            "decode": expected * step * (1 + worker.kv_pressure),
             "crowding": expected * self.crowding_seconds(worker),
         }
 
@@ -269,8 +264,3 @@ def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
 
 def _mean(values: Sequence[float], default: float) -> float:
     return sum(values) / len(values) if values else default
-
-
-def _cached(request: RequestView, worker: WorkerView) -> int:
-    # The last token is always computed: sampling needs its logits.
-    return min(request.cached_tokens.get(worker.worker_id, 0), request.num_tokens - 1)

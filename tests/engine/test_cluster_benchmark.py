@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import Cell, Load, parse_loads, scaled_rows, serve_flags
+from benchmarks.cluster import parse_loads, scaled_rows, serve_flags
+from benchmarks.cluster_cells import Cell, Load
 from benchmarks.model_folder import with_tokenizer
 from cli.load.workload import TraceRow
 from common.errors import ConfigError

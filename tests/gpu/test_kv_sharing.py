@@ -20,6 +20,7 @@ from kvstore.transport.client import KvClient
 from kvstore.transport.handle import HandleShard, HandleWriter
 from kvstore.types import BlockId
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex, with_shard
+from worker.rank_pool import DeviceRankPool
 from worker.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -120,12 +121,13 @@ def test_wrong_bytes_are_refused(owner: OwnerProcess, mine: Mine) -> None:
 
 def test_a_pull_waits_for_steps_that_may_still_write_its_blocks(owner: OwnerProcess, mine: Mine) -> None:
     words, client, memory = mine
-    assert memory._device_pool is not None
+    own = memory._ranks[0]
+    assert isinstance(own, DeviceRankPool)
     client.pull(owner.peer, [0], ids(0))  # mapped
     for _ in range(5):
         torch.cuda._sleep(20_000_000)  # a step in flight, about 10 ms
         words[:4] = -1  # and its last write
-        memory._device_pool.fence()
+        own.device_pool.fence()
         client.pull(owner.peer, [0, 1], ids(2, 1))
         assert torch.equal(words[[2, 1]], pattern("cuda:0")[[5, 699]])
 

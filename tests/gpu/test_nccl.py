@@ -23,6 +23,7 @@ from kvstore.types import BlockId, Epoch, LeaseId
 from tests.gpu.test_kv_sharing import GEOMETRY, pattern
 from tests.kvstore.helpers import handle_to_hex, lease_from_hex
 from worker import nccl_pool
+from worker.rank_pool import DeviceRankPool
 from worker.shared_pool import SharedPoolMemory
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -65,9 +66,10 @@ class Owner:
 
     def grant(self, numbers: Sequence[int]) -> str:
         """A handle on a new lease, in hexadecimal."""
-        assert self.memory._device_pool is not None
+        own = self.memory._ranks[0]
+        assert isinstance(own, DeviceRankPool)
         block_ids = list(map(BlockId, numbers))
-        digests = self.memory._device_pool.digests(block_ids)
+        digests = own.device_pool.digests(block_ids)
         lease = self.table.grant(block_ids, time.monotonic(), LEASE_SECONDS)
         (shard,) = self.memory.shards("127.0.0.1:1")
         shard = replace(shard, address=replace(shard.address, shm_socket="", kv_address=""))

@@ -39,7 +39,8 @@ def open_memory(folder: Path, kv_transport: str, geometry: PoolGeometry = GEOMET
 )  # fmt: skip
 def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transports: tuple[str, ...]) -> None:
     memory = open_memory(tmp_path, wanted)
-    assert (memory.transports, memory.cuda_socket_path, memory.needs_staging) == (transports, "", False)
+    (shard,) = memory.shards("")
+    assert (memory.transports, shard.address.cuda_socket, memory.needs_staging) == (transports, "", False)
     memory.close()
 
 
@@ -58,7 +59,7 @@ def test_handles_name_where_nccl_is_served(tmp_path: Path) -> None:
     (shard,) = memory.shards("host:1")
     assert (shard.address.nccl_address, shard.address.gpu) == ("", "")
     kv_pool = torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4)
-    memory._nccl = NcclPool(DevicePool(kv_pool), FakeNccl("GPU-1"))
+    memory._ranks[0].nccl = NcclPool(DevicePool(kv_pool), FakeNccl("GPU-1"))
     memory.serve()
     assert memory._nccl_server is not None
     port = memory._nccl_server.port
@@ -74,7 +75,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> Non
     owner, reader = open_memory(tmp_path / "owner", "auto"), open_memory(tmp_path, "auto")
     sent, received = (torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4) for _ in range(2))
     pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
-    owner._nccl = NcclPool(device_pool, FakeNccl("GPU-1"))
+    owner._ranks[0].nccl = NcclPool(device_pool, FakeNccl("GPU-1"))
     owner.serve()
     writer = HandleWriter("reader", owner.shards("127.0.0.1:1"), 60.0)
     leases = KvLeases(owner.epoch, owner.exporter(pool), writer, 60.0)
@@ -82,7 +83,8 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path) -> Non
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
     nccl = NcclPool(DevicePool(received), FakeNccl("GPU-2"))
-    rows = HostRows(reader._blocks, torch.from_numpy(reader._blocks))
+    blocks = reader._ranks[0].host_blocks
+    rows = HostRows(blocks, torch.from_numpy(blocks))
     client = device_client(GEOMETRY, DevicePool(received), nccl, rows, "", ("cuda_ipc", "nccl", "shm", "tcp"), None)
     assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]).transport == "nccl"
     assert torch.equal(received[[5, 1]], sent[[block_ids[0], block_ids[2]]])

@@ -1,0 +1,136 @@
+"""The two sides of a KV transfer, with the workers' own code: an owner in a process of its own, and a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from common.rpc import RpcServer
+from kvstore.layout import PoolGeometry
+from kvstore.pool.block_pool import BlockPool
+from kvstore.pool.leases import Lease, LeaseTable
+from kvstore.transport.block_server import BlockServer
+from kvstore.transport.handle import HandleWriter, KvHandle, PeerLease
+from kvstore.transport.service import KvTransferService, PoolView
+from kvstore.transport.staging import StagingTable
+from kvstore.types import BlockId, Epoch, LeaseId
+from protos import kvstore_pb2_grpc
+from worker.shared_pool import SharedPoolMemory
+
+LEASE_SECONDS = 600.0
+
+
+class Owner:
+    """The side that has computed a prompt: a pool of random bytes, its service, one lease after another."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
+        self._memory = SharedPoolMemory("owner", folder, "", staging_bytes_for(geometry), transport)
+        kv_pool = self._memory.allocate(geometry, device)
+        as_words(kv_pool).random_()
+        self._pool = BlockPool(geometry.num_blocks)
+        self._exporter = self._memory.exporter(self._pool)
+        self._leases = LeaseTable(self._memory.epoch)
+        self._mirror = LeaseTable(self._memory.epoch)
+        self._memory.serve()
+        self._memory.send_leases(LeasesThatStay(self._leases))
+        self._staging = StagingTable(self._stage)
+        self._server = RpcServer("127.0.0.1", 0)
+
+    async def start(self) -> None:
+        staging = self._staging if self._memory.needs_staging else None
+        view, sender = PoolView(self._memory.socket_path, staging), BlockServer("127.0.0.1")
+        service = KvTransferService(
+            [view], sender, self._mirror, self._renewed, self._released, self._memory.nixl_memory
+        )
+        self._server.add(
+            kvstore_pb2_grpc.add_KvTransferServicer_to_server, service, "mini_infer.v1.KvTransfer"
+        )  # fmt: skip
+        await self._server.start()
+
+    def grant(self, num_blocks: int) -> tuple[KvHandle, float]:
+        """A lease of `num_blocks` blocks, and the seconds that granting took."""
+        blocks = self._pool.allocate(num_blocks)
+        began = time.perf_counter()
+        digests = self._exporter.digests(blocks)
+        seconds = time.perf_counter() - began
+        lease = self._leases.grant(blocks, time.monotonic(), LEASE_SECONDS)
+        self._mirror.adopt(dataclasses.replace(lease))
+        shards = self._memory.shards(self._server.address)
+        handle = HandleWriter("owner", shards, LEASE_SECONDS).write(lease, 0, digests)
+        return handle, seconds
+
+    def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
+        """Leases of this benchmark do not end by themselves."""
+
+    def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
+        lease = self._leases.release(lease_id, epoch)
+        assert lease is not None
+        self._exporter.end_export(lease)
+        self._staging.end(lease_id)
+
+    def _stage(self, lease_id: LeaseId, first: int) -> None:
+        lease: Lease | None = self._leases.get(lease_id)
+        assert lease is not None
+        self._staging.answer(lease_id, first, self._exporter.stage(lease, first))
+
+
+class LeasesThatStay:
+    """Leases for the sender's threads: nobody ends one that is still being read."""
+
+    def __init__(self, table: LeaseTable) -> None:
+        self._table = table
+
+    def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
+        return self._table.resolve(lease_id, epoch, positions, time.monotonic())
+
+    def let_go(self, lease_id: LeaseId) -> None:
+        """Nothing to do."""
+
+
+async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
+    """Answer each line of stdin, a number of blocks, with a handle."""
+    owner = Owner(geometry, device, folder, transport)
+    await owner.start()
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        handle, seconds = owner.grant(int(line))
+        print(msgspec.msgpack.encode(handle).hex(), seconds, flush=True)
+
+
+class Reader:
+    """The side that continues the request: a pool of its own, filled by one transport."""
+
+    def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
+        self.memory = SharedPoolMemory(f"reader-{transport}", folder, "", staging_bytes_for(geometry), transport)
+        self.kv_pool = self.memory.allocate(geometry, device)
+        self._client = self.memory.clients("")[0]
+
+    def pull(self, leases: Sequence[PeerLease]) -> float:
+        """Mean seconds of pulls, one after the other."""
+        positions = list(range(leases[0].num_blocks))
+        local = [BlockId(block) for block in reversed(positions)]
+        began = time.perf_counter()
+        results = [self._client.pull(lease, positions, local) for lease in leases]
+        seconds = time.perf_counter() - began
+        assert all(result.transport in self.memory.transports for result in results)
+        for lease in leases:
+            self._client.release(lease)
+        return seconds / len(leases)
+
+    def close(self) -> None:
+        self._client.close()
+        self.memory.close()
+
+
+def staging_bytes_for(geometry: PoolGeometry) -> int:
+    return min(geometry.pool_bytes, 1 << 30)
+
+
+def as_words(kv_pool: torch.Tensor) -> torch.Tensor:
+    return kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)

@@ -1,0 +1,113 @@
+"""Opening of model files: the config that they describe, and where their weights are taken from. Reads no weight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.model_files import ModelFiles
+from engine.config import EngineConfig
+from engine.layers.linear import Linear
+from engine.layers.weights import ShapeRecorder, WeightSource
+from engine.loader.checkpoint import Shape, check_weights
+from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
+from engine.loader.mxfp4 import Mxfp4Weights
+from engine.loader.packed_checkpoint import PackedWeights
+from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
+from engine.loader.safetensors import SafetensorsWeights
+from engine.models.config import ModelConfig, with_latent
+from engine.models.families import ModelFamily, family_of, family_of_gguf
+from engine.models.gguf_config import config_from_gguf
+from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
+from engine.models.model import Model
+from engine.models.quantization import is_mxfp4, quantization_from_hf
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Contents of the model files: the config, the weights, and what identifies them."""
+
+    config: ModelConfig
+    family: ModelFamily
+    weights: WeightSource
+    shapes: Mapping[str, Shape] | None  # None: any weight can be made
+    identity: dict[str, Any]
+    files: list[Path]
+
+    def checked_skeleton(self) -> Model:
+        """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
+        needed, tied, unused = ShapeRecorder(), self.config.tie_word_embeddings, self.config.unused_weights
+        skeleton = self.family.build(self.config, needed)
+        if isinstance(self.weights, PackedWeights):
+            self.weights.check(needed.shapes, tied, unused)
+        elif self.shapes is not None:
+            check_weights(needed.shapes, self.shapes, tied, unused=unused)
+        return skeleton
+
+    def shapes_of(self, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
+        """Shapes of all weights that a model of `config` takes.
+
+        kept: those that it takes if it has a layer of them.
+        """
+        recorder = ShapeRecorder()
+        skeleton = self.family.build(config, recorder)
+        if not kept:
+            return recorder.shapes
+        held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
+        return {name: shape for name, shape in recorder.shapes.items() if name not in kept or name in held}
+
+
+def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
+    """Read the config and the names and shapes of weights. Raises ConfigError and UnsupportedModelError."""
+    if files.kind == "dry-run":
+        family = family_of(DRY_RUN_CONFIG.architecture)
+        random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
+        return Source(DRY_RUN_CONFIG, family, random, None, {"random": SEED, "std": DRY_RUN_STD}, [])
+    if files.kind == "gguf":
+        return _open_gguf(files.path, engine_config, dtype, device)
+    raw = read_hf_config(files.path)
+    family = family_of(architecture_of(raw))
+    if family.text_config is not None:
+        raw = family.text_config(raw)
+    config = family.adapt_config(config_from_hf(raw), raw)
+    if config.latent is not None:
+        config = with_latent(config, replace(config.latent, form=engine_config.mla))
+    quantization = None if is_mxfp4(raw) else quantization_from_hf(raw)
+    if engine_config.load_format == "dummy":
+        if quantization is not None:
+            logger.info("random weights are plain, not %s; --quant-mode quantizes them", quantization.label)
+        return _random(family, config, dtype, device)
+    tensors = SafetensorsWeights(files.path, dtype, device)
+    if quantization is not None and engine_config.quant_mode == "auto" and dtype == torch.bfloat16:
+        config = replace(config, linear_bits=quantization.schemes[0].bits)
+    if is_mxfp4(raw):
+        expanded = Mxfp4Weights(tensors)
+        return Source(config, family, expanded, expanded.shapes, {}, tensors.files)
+    weights = tensors if quantization is None else PackedWeights(tensors, quantization)
+    return Source(config, family, weights, tensors.shapes, {}, tensors.files)
+
+
+def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
+    file = GgufFile(path)
+    family = family_of_gguf(str(file.metadata.get("general.architecture")))
+    config = config_from_gguf(file.metadata, family.architecture, OUTPUT_WEIGHT in file.tensors)
+    if ROPE_FACTORS in file.tensors:
+        rope = replace(config.rope, kind="factors", frequency_factors=tuple(file.read(ROPE_FACTORS).tolist()))
+        config = replace(config, rope=rope)
+    config = family.adapt_config(config, file.metadata)
+    if engine_config.load_format == "dummy":
+        return _random(family, config, dtype, device)
+    weights = GgufWeights(file, config, family.gguf_permuted, dtype, device)
+    return Source(config, family, weights, weights.shapes, {}, [path])
+
+
+def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:
+    identity = {"random": SEED, "std": STD, "drawn_on": device.type}
+    return Source(config, family, RandomWeights(dtype, device), None, identity, [])
