@@ -6,6 +6,7 @@ is divided among several connections, each with a thread that computes digests, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -83,50 +84,69 @@ class TcpTransport:
             connection.sendall(ticket)
             receive_blocks(connection, blocks, rows, deadline)
         except OSError as error:
-            connection.close()
+            self._connections.drop(connection)
             raise TransferError(f"the connection for KV blocks failed: {error}") from error
         except BaseException:
-            connection.close()  # with bytes of this read in it
+            self._connections.drop(connection)  # with bytes of this read in it
             raise
         self._connections.give(address, connection)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        """End pulls that are under way, too."""
         self._connections.close()
+        self._threads.shutdown()
 
 
 class Connections:
-    """Connections to peers that nobody uses at the moment."""
+    """Connections to peers, in use and kept for later."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[tuple[Address, socket.socket]] = []
+        self._used: set[socket.socket] = set()
+        self._closed = False
 
     def take(self, address: Address) -> socket.socket:
         """One that is idle, or a new one. Raises OSError."""
         with self._lock:
             known = [pair for pair in self._idle if pair[0] == address]
             self._idle = [pair for pair in self._idle if pair[0] != address] + known[:-1]
-        for _, connection in known[-1:]:
-            if not has_gone(connection):
-                return connection
-            connection.close()
-        connection = socket.create_connection(address, CONNECT_SECONDS)
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WAIT_SECONDS, 0))
+        if known and not has_gone(known[-1][1]):
+            connection = known[-1][1]
+        else:
+            if known:
+                known[-1][1].close()
+            connection = socket.create_connection(address, CONNECT_SECONDS)
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WAIT_SECONDS, 0))
+        with self._lock:
+            if self._closed:
+                connection.close()
+                raise OSError("no more reads: this worker ends")
+            self._used.add(connection)
         return connection
 
     def give(self, address: Address, connection: socket.socket) -> None:
         """Keep it for the next read; the one that was kept longest goes beyond MAX_IDLE."""
         with self._lock:
+            self._used.discard(connection)
             self._idle.append((address, connection))
-            if len(self._idle) > MAX_IDLE:
+            if len(self._idle) > MAX_IDLE or self._closed:
                 self._idle.pop(0)[1].close()
+
+    def drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._used.discard(connection)
+        connection.close()
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             while self._idle:
                 self._idle.pop()[1].close()
+            for connection in self._used:  # their readers close them
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def sliced(pull: BlockPull, count: int) -> list[BlockPull]:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -304,3 +305,21 @@ def test_connections_that_have_ended_are_not_used_again() -> None:
         assert second is not first
         second.close()
     connections.close()
+
+
+async def test_a_pull_ends_when_its_reader_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only at its deadline, when the peer has stopped."""
+    started = threading.Event()
+
+    def stop(connection: socket.socket, read: block_server.BlockRead) -> None:
+        started.set()
+        connection.recv(1)  # until the reader goes
+
+    monkeypatch.setattr(block_server, "_send", stop)
+    async with running(tmp_path) as worker:
+        client = host_client(GEOMETRY, empty_pool(), "secret")
+        pull = asyncio.create_task(asyncio.to_thread(client.pull, worker.lease(BLOCKS), [0], ids(0), 60.0))
+        await asyncio.to_thread(started.wait, 10.0)
+        await asyncio.to_thread(client.close)
+        with pytest.raises(TransferError, match="ended a read"):
+            await asyncio.wait_for(pull, 10.0)
