@@ -73,7 +73,9 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected  # from the caches
         workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
-        answer = cluster.client().completions.create(model="dry-run", prompt="a new prompt " * 20, max_tokens=4)
+        answer = cluster.client().completions.create(
+            model="dry-run", prompt="a new prompt " * 20, max_tokens=4, extra_body={"ignore_eos": True}
+        )
         assert f"'{transport}'" in str(cluster.get(f"/explain/{answer.id}"))
         assert set(workers) == {"prefill-0", "decode-0"}
 
