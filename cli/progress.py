@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common.logging import json_line
+from common.logging import json_line, write_line
 
 STATUS_SECONDS = 10.0
 _STYLES = {"starting": "yellow", "ready": "green", "failed": "red"}
@@ -78,14 +79,15 @@ class StartDisplay:
 
     def tell(self, text: str) -> None:
         """A line of `serve` itself, which is no service."""
-        print(json_line("serve", text) if self._is_json else text, file=sys.stderr)
+        write_line(json_line("serve", text) if self._is_json else text, sys.stderr)
 
     def _write(self, name: str, text: str) -> None:
         line = json_line(name, text) if self._is_json else f"{name:<{self._width}} | {text}"
         if self._live is not None:
-            self._console.print(Text(line), soft_wrap=True)
+            with contextlib.suppress(OSError):  # see write_line
+                self._console.print(Text(line), soft_wrap=True)
         else:
-            sys.stderr.write(f"{line}\n")
+            write_line(line, sys.stderr)
 
     def __rich__(self) -> Table:
         table = Table.grid(padding=(0, 2))

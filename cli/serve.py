@@ -27,6 +27,7 @@ from cli.run_directory import run_directory
 from cli.supervisor import StartError, Supervisor
 from common.config import ENV_PREFIX, SettingsParser, add_arguments, from_namespace, misspelt_variables
 from common.errors import ConfigError
+from common.logging import write_line
 from common.model_files import DRY_RUN_MODEL_NAME, resolve_model
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -244,7 +245,7 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
         if not starting.cancelled():
             starting.result()
             grace_seconds = float("inf")
-            print(f"ready in {display.elapsed_seconds:.1f} s: {message}", flush=True)
+            write_line(f"ready in {display.elapsed_seconds:.1f} s: {message}", sys.stdout)
             await supervisor.run(stopping)
             display.tell("stopping: open requests may finish; Ctrl-C again ends them")
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import TextIO
 
 from common.errors import MiniInferError
 
@@ -55,6 +57,14 @@ def current_format() -> str:
     """The format that this process logs in."""
     handlers = logging.getLogger().handlers
     return "json" if any(isinstance(handler.formatter, JsonFormatter) for handler in handlers) else "text"
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Write one line at once. What cannot be written is lost, and the program goes on: a disk may be full, and the
+    reader of a pipe may have left.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 def report_end(program: str, error: Exception) -> None:

@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
 
 import uvicorn
@@ -16,7 +17,7 @@ import uvloop
 
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
-from common.logging import RateLimit, report_end, setup_logging
+from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.model_files import resolve_model
 from common.scrape import serve_scrapes
 from common.text.tokenizer import load_tokenizer
@@ -47,7 +48,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            print(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+            write_line(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", sys.stdout)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TRIM_TICKS == 0:

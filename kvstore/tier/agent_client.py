@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import ConfigError, MiniInferError, TransferError
+from common.errors import ConfigError, MiniInferError, TransferError, UnavailableError
 from kvstore.tier.protocol import MAX_FRAME_BYTES
 from kvstore.transport.shared_memory import map_fd, map_fd_in_place
 from kvstore.transport.unix_socket import connect_unix, recv_frame, send_frame
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 2.0  # the step loop waits for it
 RECONNECT_SECONDS = 0.2  # likewise, in vain perhaps
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 30.0
+START_SECONDS = 30.0  # a worker has loaded its weights by then, and an agent that was killed is started again
+RETRY_SECONDS = 0.2
 
 
 class AgentHostTier:
@@ -40,10 +42,12 @@ class AgentHostTier:
         block_bytes: int,
         reconnects: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """Raise UnavailableError when no agent answers, ConfigError when it has no memory to give.
 
         reconnects: not where a device has the memory registered, and would go on with that of the old agent.
+        start_seconds: for how long to wait for an agent's first answer.
         """
         self._socket_path = socket_path
         self._hello = ["hello", content_name, block_bytes]
@@ -51,7 +55,7 @@ class AgentHostTier:
         self._delay = FIRST_DELAY_SECONDS if reconnects else float("inf")
         self._retry_at = 0.0
         self._pins: Counter[HostSlot] = Counter()
-        self._sock, self._num_slots, fd = self._open(CALL_SECONDS)
+        self._sock, self._num_slots, fd = self._wait(start_seconds)
         try:
             self._buffer = map_fd(fd, self._num_slots * block_bytes, writable=True)
         except BaseException:
@@ -145,6 +149,24 @@ class AgentHostTier:
         self._sock, self.connected, self._delay = sock, True, FIRST_DELAY_SECONDS
         logger.info("the node agent is there again: its memory is used from now on")
         return True
+
+    def _wait(self, seconds: float) -> tuple[socket.socket, int, int]:
+        """What `_open` returns, as soon as an agent answers. Raises UnavailableError when none does."""
+        deadline = time.monotonic() + seconds
+        is_first = True
+        while True:
+            try:
+                return self._open(CALL_SECONDS)
+            except (UnavailableError, TransferError) as error:
+                if time.monotonic() >= deadline:
+                    raise UnavailableError(
+                        f"the node agent does not answer on {self._socket_path} ({error}): "
+                        "start it again, or start this worker without --agent-socket"
+                    ) from error
+                if is_first:
+                    logger.warning("waiting for the node agent (%s)", error)
+                    is_first = False
+                time.sleep(RETRY_SECONDS)
 
     def _open(self, seconds: float) -> tuple[socket.socket, int, int]:
         """A connection, and number of slots and descriptor of the memory. Raises MiniInferError."""

@@ -103,6 +103,16 @@ class Served:
             assert time.monotonic() < deadline, workers
             time.sleep(0.05)
 
+    def stop(self) -> None:
+        """SIGTERM, which ends it well. What does not end is killed, and its services with it."""
+        self.process.terminate()
+        try:
+            code = self.process.wait(100)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        assert code == 0, self.log.read_text()[-3000:]
+
     def complete(self) -> str:
         body = {
             "model": "dry-run",
@@ -152,9 +162,7 @@ def test_a_cluster_from_start_to_sigterm(tmp_path):
         served.wait_for(r"(?s)decode-0 ended normally: replacing it now.*decode-0: ready")
         assert served.complete() == answer
     finally:
-        served.process.terminate()
-        code = served.process.wait(100)
-    assert code == 0, served.log.read_text()[-3000:]
+        served.stop()
     order = re.findall(r"\| ([a-z0-9-]+): stopped", served.log.read_text())
     assert order[0] == "router"
     assert order[-1] == "agent"

@@ -33,7 +33,7 @@ def test_fifty_kills_of_every_role_in_a_row(tmp_path):  # noqa: F811
             processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
             for module in MODULES.values():
                 os.kill(next(pid for pid, text in processes.items() if module in text), signal.SIGKILL)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while any(served.log.read_text().count(f"| {name}: ready") <= count for name in MODULES):
                 assert time.monotonic() < deadline, served.log.read_text()[-3000:]
                 assert served.process.poll() is None
@@ -41,6 +41,5 @@ def test_fifty_kills_of_every_role_in_a_row(tmp_path):  # noqa: F811
             assert served.complete() == answer
             print(f"round {count} done {time.monotonic() - begin:.0f} s after the first kill", flush=True)
     finally:
-        served.process.terminate()
-        assert served.process.wait(100) == 0
+        served.stop()
         print(served.log.read_text()[-2000:])

@@ -15,7 +15,11 @@ from tests.cluster.harness import free_ports, running_cluster
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-READ_SECONDS = 15.0  # counts are read every 10 seconds
+COUNTS = (
+    r"mini_infer_expert_placements_total{.*}",
+    *(rf'mini_infer_expert_tokens_total{{.*rank="{rank}".*}}' for rank in (0, 1)),
+)
+READ_SECONDS = 120.0  # counts are read every 10 seconds
 
 
 def value(port: int, pattern: str) -> float:
@@ -39,7 +43,10 @@ def test_workers_move_experts_while_they_serve(tmp_path: Path) -> None:
         engine_args=(flag, *flags), role_args={"decode": [*ranks, f"--metrics-port={port}"]}
     ) as cluster:
         deadline, answers = time.monotonic() + READ_SECONDS, []
-        while time.monotonic() < deadline:
+        have_moved = False
+        while not have_moved:  # and once more afterwards
+            assert time.monotonic() < deadline
+            have_moved = all(value(port, count) > 0 for count in COUNTS)
             for prompt in prompts:
                 answer = cluster.client().completions.create(
                     model=name, prompt=prompt, max_tokens=GREEDY.max_tokens, temperature=0,
@@ -47,6 +54,4 @@ def test_workers_move_experts_while_they_serve(tmp_path: Path) -> None:
                 )  # fmt: skip
                 answers.append(answer.choices[0].text)
         assert answers == expected * (len(answers) // len(prompts))
-        assert value(port, r"mini_infer_expert_placements_total{.*}") > 0
-        assert all(value(port, rf'mini_infer_expert_tokens_total{{.*rank="{rank}".*}}') > 0 for rank in (0, 1))
         assert 0.5 < value(port, r"mini_infer_expert_balancedness{.*}") <= 1

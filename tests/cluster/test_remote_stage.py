@@ -49,7 +49,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     [port] = free_ports(1)
     process = subprocess.Popen([sys.executable, "-m", "worker.stage", f"--port={port}"], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 100.0
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1.0).close()
@@ -60,7 +60,11 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         yield Stage(process, f"127.0.0.1:{port}")
     finally:
         process.terminate()
-        process.wait(10.0)
+        try:
+            process.wait(60.0)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_an_engine_and_the_next_one(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +87,15 @@ def test_a_stage_ends_with_its_engine(stage: Stage) -> None:
     code = "from engine import LLM; import sys; LLM('dry-run', pp=2, stage_address=sys.argv[1]); input()"
     engine = subprocess.Popen([sys.executable, "-c", code, stage.address], cwd=ROOT, stdin=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 100.0
         while not followers_of(stage.process.pid):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         follower = stage.follower()
-        time.sleep(1.0)
     finally:
         engine.kill()
-        engine.wait()
+        engine.communicate()
+    deadline = time.monotonic() + 100.0
     while Path(f"/proc/{follower}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -122,7 +126,7 @@ def test_a_worker_of_two_hosts(other_host: OtherHost, monkeypatch: pytest.Monkey
     argv = other_host.argv("/mnt", sys.executable, "-m", "worker.stage", f"--host={THERE}", f"--port={port}")
     far = subprocess.Popen(argv, cwd=ROOT)
     try:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 100.0
         while subprocess.run(["bash", "-c", f"exec 3<>/dev/tcp/{THERE}/{port}"], capture_output=True).returncode:
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -134,7 +138,7 @@ def test_a_worker_of_two_hosts(other_host: OtherHost, monkeypatch: pytest.Monkey
             subprocess.run(["ip", "link", "set", other_host.link, "down"], check=True)
             began = time.monotonic()
             while "decode-0" in ready_workers(cluster):
-                assert time.monotonic() - began < 30.0
+                assert time.monotonic() - began < 100.0
                 time.sleep(0.2)
     finally:
         far.kill()

@@ -14,7 +14,7 @@ from benchmarks.model_folder import with_tokenizer
 from engine import LLM, SamplingParams
 from tests.cluster.harness import Cluster, running_cluster
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
-from tests.processes import command_line, descendants
+from tests.processes import command_line, descendants, until_stopped
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -73,7 +73,9 @@ def test_tokens_equal_those_of_one_rank(reference: LLM, prefill: str, decode: st
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected
             assert [complete(cluster, prompt, params) for prompt in PROMPTS] == expected  # from the caches
         workers = {worker["id"]: worker for worker in cluster.wait_quiet()}
-        answer = cluster.client().completions.create(model="dry-run", prompt="a new prompt " * 20, max_tokens=4)
+        answer = cluster.client().completions.create(
+            model="dry-run", prompt="a new prompt " * 20, max_tokens=4, extra_body={"ignore_eos": True}
+        )
         assert f"'{transport}'" in str(cluster.get(f"/explain/{answer.id}"))
         assert set(workers) == {"prefill-0", "decode-0"}
 
@@ -124,10 +126,15 @@ def ready_workers(cluster: Cluster) -> set[str]:
     return {worker["id"] for worker in cluster.get("/v1/cluster")["workers"] if worker["state"] == "ready"}
 
 
+def num_running(cluster: Cluster, worker: str) -> int:
+    loads = {found["id"]: found["load"] for found in cluster.get("/v1/cluster")["workers"]}
+    return int(loads[worker]["running"])
+
+
 @pytest.mark.parametrize("flag", ["--tp=2", pytest.param("--pp=2", marks=pytest.mark.soak)])
 def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) -> None:
     """And ranks end with their engine."""
-    params = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
     expected = [completion.text for completion in reference.generate(PROMPTS, params)]
     with running_cluster(num_decode=2, engine_args=ENGINE, role_args={"decode": [flag]}) as cluster:
         texts: dict[int, str] = {}
@@ -136,15 +143,17 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
             texts[index] = complete(cluster, PROMPTS[index], params)
 
         threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)
         worker = cluster.services["decode-0"]
         (follower,) = followers_of(worker.pid)
+        for thread in threads:
+            thread.start()
+        while not num_running(cluster, "decode-0"):
+            assert any(thread.is_alive() for thread in threads), "all was answered before the kill"
         began = time.monotonic()
         os.kill(follower, signal.SIGKILL)
+        assert any(thread.is_alive() for thread in threads)
         while "decode-0" in ready_workers(cluster):
-            assert time.monotonic() - began < 10.0, worker.log()
+            assert time.monotonic() - began < 60.0, worker.log()
             time.sleep(0.02)
         for thread in threads:
             thread.join(200.0)
@@ -163,12 +172,18 @@ def test_a_stopped_stage_takes_its_worker_out_of_service() -> None:
         complete(cluster, "one", GREEDY)
         (follower,) = followers_of(cluster.services["decode-0"].pid)
         os.kill(follower, signal.SIGSTOP)
-        thread = threading.Thread(target=complete, args=(cluster, "two", GREEDY))
-        thread.start()
-        began = time.monotonic()
-        while ready_workers(cluster):
-            assert time.monotonic() - began < 8.0
-            time.sleep(0.1)
-        os.kill(follower, signal.SIGCONT)
+        try:
+            until_stopped(follower)
+            thread = threading.Thread(target=complete, args=(cluster, "two", GREEDY))
+            thread.start()
+            began = time.monotonic()
+            while ready_workers(cluster):
+                assert time.monotonic() - began < 60.0
+                time.sleep(0.1)
+        finally:
+            os.kill(follower, signal.SIGCONT)
         thread.join(200.0)
-        assert ready_workers(cluster) == {"decode-0"}
+        began = time.monotonic()
+        while ready_workers(cluster) != {"decode-0"}:
+            assert time.monotonic() - began < 60.0
+            time.sleep(0.1)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.deploy.control_plane import ControlPlane
 from tests.deploy.docker_engine import IMAGE, build_image, docker_engine
-from tests.deploy.kubelet_node import PAUSE_IMAGE, Node, left_behind
+from tests.deploy.kubelet_node import PAUSE_IMAGE, Node
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         save_images(archive, tmp_path_factory.mktemp("docker"))
     with ControlPlane(nodes_live=True) as plane, Node(plane, archive, scratch) as found:
         yield found
-    assert not left_behind(scratch)
+    assert not found.left_behind()
 
 
 def save_images(archive: Path, scratch: Path) -> None:

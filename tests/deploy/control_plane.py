@@ -11,7 +11,6 @@ import json
 import lzma
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -21,9 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cli.ports import free_ports
 from tests.deploy.kustomize import ROOT
 
-START_SECONDS = 90.0
+START_SECONDS = 200.0
+WAIT_SECONDS = 120.0  # only ends what hangs
 TOKEN = "token-of-a-test"
 
 
@@ -61,12 +62,6 @@ def _archive() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class ControlPlane:
     """Started by `with`, gone after it. Raises RuntimeError with the end of its log when a program ends early.
 
@@ -99,7 +94,7 @@ class ControlPlane:
         """Output of a command; with `fails` what it says when it is refused."""
         command = ["kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         env = dict(os.environ, HOME=str(self._folder))  # its cache of what the server has
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=env)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT_SECONDS, env=env)
         if (done.returncode != 0) != fails:
             raise AssertionError(f"{' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-3000:]}")
         return done.stderr if fails else done.stdout
@@ -120,7 +115,7 @@ class ControlPlane:
         found = self.get("poddisruptionbudget", budget, f"--namespace={namespace}")
         return found.get("status", {}).get("disruptionsAllowed") == 1
 
-    def wait_until(self, what: str, is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_until(self, what: str, is_so: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > deadline:
@@ -131,7 +126,7 @@ class ControlPlane:
     def _start(self) -> None:
         folder, programs = self._folder, find_programs(self._folder)
         self.programs = programs
-        etcd, peer, port = free_port(), free_port(), free_port()
+        etcd, peer, port = free_ports(3)
         url, peers = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
         self._run(
             programs["etcd"], f"--data-dir={folder / 'etcd'}", f"--listen-client-urls={url}",

@@ -76,7 +76,7 @@ def own_daemon(scratch: Path) -> Iterator[str]:
     with (scratch / "dockerd.log").open("w") as log:
         daemon = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while subprocess.run(["docker", "-H", address, "info"], capture_output=True, check=False).returncode:
                 if daemon.poll() is not None or time.monotonic() > deadline:
                     text = (scratch / "dockerd.log").read_text()[-2000:]
@@ -85,7 +85,11 @@ def own_daemon(scratch: Path) -> Iterator[str]:
             yield address
         finally:
             daemon.terminate()
-            daemon.wait(60)
+            try:
+                daemon.wait(60)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
             # dockerd leaves its network namespace mounted, and pytest could not remove the folder then.
             subprocess.run(["umount", str(scratch / "exec/netns/default")], capture_output=True, check=False)
             shutil.rmtree(scratch / "data", ignore_errors=True)  # gigabytes of image layers

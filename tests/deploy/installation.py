@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import openai
 
-from tests.deploy.control_plane import free_port
+from cli.ports import free_ports
 from tests.deploy.kubelet_node import Node
 from tests.deploy.kustomize import Document, build
 
@@ -37,7 +38,7 @@ class Installation:
         """Wait for the pods to end, too."""
         at = f"--namespace={self.namespace}"
         self.plane.kubectl("delete", "namespace", self.namespace, "--wait=false", "--ignore-not-found")
-        self.plane.wait_until("the pods have ended", lambda: not self.plane.get("pods", at)["items"], 120)
+        self.plane.wait_until("the pods have ended", lambda: not self.plane.get("pods", at)["items"])
 
     def kubectl(self, *arguments: str, fails: bool = False) -> str:
         return self.plane.kubectl(f"--namespace={self.namespace}", *arguments, fails=fails)
@@ -73,7 +74,7 @@ class Installation:
     def wait_ready(self, num_pods: int, seconds: float = READY_SECONDS) -> float:
         """Wait for pods, and for every router's connection to every worker; seconds that it took."""
         waited = self.wait_until(f"{num_pods} pods are ready", lambda: self._are_ready(num_pods), seconds)
-        return waited + self.wait_until("routers know all workers", self._are_connected, 30)
+        return waited + self.wait_until("routers know all workers", self._are_connected)
 
     def _are_ready(self, num_pods: int) -> bool:
         found = [pod for pod in self.pods() if pod["status"]["phase"] != "Succeeded"]
@@ -109,13 +110,13 @@ class Installation:
     @contextlib.contextmanager
     def forwarded(self) -> Iterator[str]:
         """Address of the Service `router` as docs/operating.md has it."""
-        port = free_port()
+        (port,) = free_ports(1)
         command = ["kubectl", f"--kubeconfig={self.plane.kubeconfig}", f"--namespace={self.namespace}"]
         command += ["port-forward", "service/router", f"{port}:80"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         url = f"http://127.0.0.1:{port}"
         try:
-            self.wait_until("the port is forwarded", lambda: _answers(f"{url}/livez"), 20)
+            self.wait_until("the port is forwarded", lambda: _answers(f"{url}/livez"))
             yield url
         finally:
             process.terminate()
@@ -125,15 +126,22 @@ class Installation:
         """Address of the router's pod; the bridge can be reached from here."""
         return f"http://{self.pod('router')['status']['podIP']}:8000"
 
-    def stream(self, prompt: str, max_tokens: int, url: str = "") -> str:
-        """What is generated after `prompt`, greedily. Raises an error of openai or AssertionError when it is cut."""
+    def stream(self, prompt: str, max_tokens: int, url: str = "", begun: threading.Event | None = None) -> str:
+        """What is generated after `prompt`, greedily. Raises an error of openai or AssertionError when it is cut.
+
+        begun: set at the first token.
+        """
         with openai.OpenAI(base_url=f"{url or self.url()}/v1", api_key="none", max_retries=0, timeout=120) as client:
             (model,) = client.models.list().data
             chunks = client.completions.create(
                 model=model.id, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
-            choices = [choice for chunk in chunks for choice in chunk.choices]
+            choices = []
+            for chunk in chunks:
+                choices += chunk.choices
+                if begun is not None:
+                    begun.set()
         assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
         return "".join(choice.text for choice in choices)
 

@@ -53,6 +53,7 @@ class Node:
         self._bridge, self._cgroup = f"mi-{unique}", f"mini-infer-{unique}"
         self._subnet = f"10.{100 + secrets.randbelow(100)}.{secrets.randbelow(256)}"
         self.address = f"{self._subnet}.1"
+        self._rules_before = _rules()
 
     def __enter__(self) -> Node:
         with ExitStack() as stack:
@@ -187,11 +188,24 @@ state = "/run/containerd"
         }
 
     def _remove_cgroups(self) -> None:
-        for hierarchy in _hierarchies():
-            own = hierarchy / self._cgroup
-            for path in [*sorted((p for p in own.rglob("*") if p.is_dir()), reverse=True), own]:
-                with contextlib.suppress(OSError):  # a process that just ended may still be counted
-                    path.rmdir()
+        deadline = time.monotonic() + 60.0
+        while found := self._cgroups():  # a process that just ended may still be counted
+            for own in found:
+                for path in [*sorted((p for p in own.rglob("*") if p.is_dir()), reverse=True), own]:
+                    with contextlib.suppress(OSError):
+                        path.rmdir()
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+    def _cgroups(self) -> list[Path]:
+        return [path for path in (hierarchy / self._cgroup for hierarchy in _hierarchies()) if path.exists()]
+
+    def left_behind(self) -> list[str]:
+        """What it has left on the host, where there should be nothing: mounts, link, control groups, rules."""
+        mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(self.folder) in line]
+        links = [path.name for path in Path("/sys/class/net").glob(self._bridge)]
+        return mounts + links + [str(path) for path in self._cgroups()] + sorted(_rules() - self._rules_before)
 
 
 # The kubelet and containerd see a /run of their own, and so sockets, network namespaces and hostPath volumes.
@@ -203,13 +217,10 @@ wait $!
 """
 
 
-def left_behind(folder: Path) -> list[str]:
-    """What nodes have left on the host, where there should be none: mounts below `folder`, links, control groups."""
-    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
-    links = [path.name for path in Path("/sys/class/net").glob("mi-*")]
-    groups = [str(path) for hierarchy in _hierarchies() for path in hierarchy.glob("mini-infer-*")]
+def _rules() -> set[str]:
+    """Kubernetes' packet filter rules on the host, those of a cluster that it may be part of included."""
     rules = subprocess.run(["iptables-save"], capture_output=True, text=True).stdout.splitlines()
-    return mounts + links + groups + [rule for rule in rules if "KUBE-" in rule]
+    return {rule for rule in rules if "KUBE-" in rule}
 
 
 def _hierarchies() -> list[Path]:

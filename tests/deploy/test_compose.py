@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from tests.deploy.docker_engine import IMAGE, ROOT, Docker, build_image, docker_
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3000)]
 
+# Of this run alone, where an engine is there that others use.
+PROJECT, HUB_PROJECT = f"mini-infer-test-{os.getpid()}", f"mini-infer-hub-{os.getpid()}"
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 QUESTION = "What is the capital of France?"
 # Long enough that the router sends it to a prefill worker.
@@ -47,7 +50,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory):
     scratch = tmp_path_factory.mktemp("docker")
     (port,) = free_ports(1)
-    settings = {"MINI_INFER_IMAGE": IMAGE, "MINI_INFER_PUBLISH": str(port), "COMPOSE_PROJECT_NAME": "mini-infer-test"}
+    settings = {"MINI_INFER_IMAGE": IMAGE, "MINI_INFER_PUBLISH": str(port), "COMPOSE_PROJECT_NAME": PROJECT}
     with docker_engine(scratch, settings) as docker:
         build_image(docker, scratch)
         try:
@@ -91,7 +94,7 @@ def test_workers_share_the_cores(cluster):
     """While one computes, the others' kernel shows its lock on the file that they have in common."""
     program = (
         "import fcntl, os, sys, time; from worker.cores import SharedCores; from pathlib import Path\n"
-        "cores = SharedCores(Path('/run/mini-infer/cores'), 4); end = time.monotonic() + 20\n"
+        "cores = SharedCores(Path('/run/mini-infer/cores'), 4); end = time.monotonic() + 100\n"
         "while (found := cores.share()) == 4 and time.monotonic() < end: time.sleep(0.001)\n"
         "print(found)"
     )
@@ -126,7 +129,7 @@ def test_the_cluster_answers_without_one_worker_of_each_role(cluster):
 
 def test_sigterm_ends_every_service_well(cluster):
     """Last: stops the cluster. Exit code 0 means that the service drained and ended by itself."""
-    cluster.docker.compose("start", "decode-0", "prefill-1")
+    cluster.docker.compose("up", "--no-build", "--wait", "--wait-timeout", "300", "-d", "router")  # both again
     cluster.docker.compose("stop", "--timeout", "40")
     ids = cluster.docker.compose("ps", "-aq").stdout.split()
     assert len(ids) == 6
@@ -151,7 +154,7 @@ def test_a_hub_id_is_downloaded_into_the_volume_that_all_services_share(cluster,
     (tmp_path / "hub.yml").write_text(HUB % tmp_path)
     for path in (tmp_path, *tmp_path.rglob("*")):
         path.chmod(0o755)  # for the user of the containers
-    settings = {"COMPOSE_PROJECT_NAME": "mini-infer-hub", "MINI_INFER_MODEL": "org/tiny"}
+    settings = {"COMPOSE_PROJECT_NAME": HUB_PROJECT, "MINI_INFER_MODEL": "org/tiny"}
     settings |= {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": "http://hub:8080"}
     compose = functools.partial(cluster.docker.compose, "-f", "docker-compose.yml", "-f", str(tmp_path / "hub.yml"))
     try:
@@ -164,7 +167,7 @@ def test_a_hub_id_is_downloaded_into_the_volume_that_all_services_share(cluster,
         assert answer["usage"]["completion_tokens"] == 4
 
         # Without the volume, in a container whose file system is read-only, the error names what to do.
-        run = ["run", "--rm", "--read-only", "--network", "mini-infer-hub_default", "-e", "HF_TOKEN=hf_secret"]
+        run = ["run", "--rm", "--read-only", "--network", f"{HUB_PROJECT}_default", "-e", "HF_TOKEN=hf_secret"]
         run += ["-e", "HF_ENDPOINT=http://hub:8080", IMAGE, "router", "--model=org/tiny", "--decode=localhost:1"]
         refused = cluster.docker.run(*run, check=False)
         assert refused.returncode == 1

@@ -88,14 +88,15 @@ print(json.dumps(found))
 def test_a_pod_whose_engine_is_killed_starts_again_and_its_streams_go_on(exact):
     expected = exact.stream(STORY, 300)
     before = exact.pod("decode")
+    begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(exact.stream, STORY, 300)
-        time.sleep(1)
+        stream = pool.submit(exact.stream, STORY, 300, begun=begun)
+        assert begun.wait(120)
         killed = time.monotonic()
         with contextlib.suppress(AssertionError):  # the container may end before this command
             exact.python("decode", KILL_ENGINE % "SIGKILL")
         assert not stream.done()
-        exact.wait_until("the pod is not ready", lambda: not is_ready(exact.pod("decode")), 30)
+        exact.wait_until("the container starts again", lambda: restarts(exact.pod("decode")) > restarts(before))
         exact.wait_ready(3)
         seconds = time.monotonic() - killed
         assert stream.result() == expected
@@ -110,9 +111,15 @@ def test_a_stopped_engine_is_taken_out_of_service_and_then_replaced(exact):
     before = restarts(exact.pod("prefill"))
     exact.python("prefill", KILL_ENGINE % "SIGSTOP")
     stopped = time.monotonic()
-    exact.wait_until("the pod is not ready", lambda: not is_ready(exact.pod("prefill")), 60)
+    seen = []
+
+    def is_out():
+        seen.append(exact.pod("prefill"))
+        return not is_ready(seen[-1])
+
+    exact.wait_until("the pod is not ready", is_out)
     out = time.monotonic() - stopped
-    assert restarts(exact.pod("prefill")) == before  # readiness goes first
+    assert restarts(seen[-1]) == before  # readiness goes first
     assert exact.stream(STORY + SYSTEM, 5)  # without a prefill worker
     assert exact.stream(STORY, 20) == expected
     exact.wait_until("the container is replaced", lambda: restarts(exact.pod("prefill")) > before)
@@ -181,7 +188,7 @@ def test_workers_are_evicted_one_at_a_time_and_their_streams_move(exact):
     moved = migrations(exact)
     with Load(exact, 120) as load:
         for pod, other in (("decode-0", "decode-1"), ("decode-1", "decode-0")):
-            exact.wait_until("one may go", lambda: exact.plane.may_be_evicted(exact.namespace, "decode"), 60)
+            exact.wait_until("one may go", lambda: exact.plane.may_be_evicted(exact.namespace, "decode"))
             exact.plane.evict(exact.namespace, pod)
             assert "disruption budget" in exact.plane.evict(exact.namespace, other, fails=True)
             assert names(exact.pods("decode")) == {other}
@@ -193,13 +200,14 @@ def test_workers_are_evicted_one_at_a_time_and_their_streams_move(exact):
 def test_a_rollout_of_the_router_finishes_its_streams(exact):
     expected = exact.stream(STORY, 400)
     old = exact.pod("router")["metadata"]["name"]
+    begun = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(exact.stream, STORY, 400)
-        time.sleep(1)
+        stream = pool.submit(exact.stream, STORY, 400, begun=begun)
+        assert begun.wait(120)
         exact.kubectl("rollout", "restart", "deployment/router")
-        exact.wait_until("the old router is asked to end", lambda: old not in names(exact.pods("router")), 60)
+        exact.wait_until("the old router is asked to end", lambda: old not in names(exact.pods("router")))
         assert stream.result() == expected
-    exact.wait_until("the old router is gone", lambda: old not in exact.kubectl("get", "pods"), 60)
+    exact.wait_until("the old router is gone", lambda: old not in exact.kubectl("get", "pods"))
 
 
 def test_both_routers_of_the_base_reach_all_four_workers(node):

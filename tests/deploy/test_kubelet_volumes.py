@@ -8,9 +8,9 @@ import threading
 import httpx
 import pytest
 
+from cli.ports import free_ports
 from tests.cluster.test_served_models import save_tiny_model
 from tests.common.fake_hub import FakeHub
-from tests.deploy.control_plane import free_port
 from tests.deploy.installation import installed, is_ready, restarts
 from tests.deploy.kubelet_node import why_not
 
@@ -37,7 +37,7 @@ def test_pods_of_a_node_share_memory_through_the_folder_of_their_namespace(node)
         def is_new():
             return any(is_ready(p) and p["metadata"]["uid"] != before for p in here.pods("kv-agent"))
 
-        here.wait_until("another agent is ready", is_new, 60)
+        here.wait_until("another agent is ready", is_new)
         assert here.stream(PROMPT, 8)
         here.kubectl("delete", "pod", "decode-0", "prefill-0")
         here.wait_ready(4)
@@ -78,7 +78,7 @@ def test_services_wait_for_the_model_that_a_job_downloads(node, tmp_path):
         },
     }
     node.plane.kubectl("create", "--filename=-", stdin=json.dumps(claim))
-    port = free_port()
+    (port,) = free_ports(1)
     job = [
         {"op": "replace", "path": "/spec/template/spec/containers/0/args/1", "value": "org/tiny"},
         {"op": "replace", "path": "/spec/template/spec/containers/0/args/2", "value": "/models/tiny"},
@@ -98,7 +98,7 @@ def test_services_wait_for_the_model_that_a_job_downloads(node, tmp_path):
         def failed():
             return any(restarts(pod) for pod in cached.pods("model-download"))
 
-        cached.wait_until("the download has failed", failed, 120)
+        cached.wait_until("the download has failed", failed)
         for pod in cached.pods("router", "prefill", "decode"):
             (wait,) = pod["status"]["initContainerStatuses"]
             assert "running" in wait["state"]

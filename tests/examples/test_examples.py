@@ -58,5 +58,4 @@ def test_every_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
                 script.write_text(runnable(as_script(block), served.url))
                 runpy.run_path(str(script))  # what a random model answers may be nothing
         finally:
-            served.process.terminate()
-            served.process.wait(100)
+            served.stop()

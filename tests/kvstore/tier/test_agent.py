@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ from common.errors import ConfigError, OverloadedError, UnavailableError
 from common.token_ids import pack_ids
 from kvstore.config import AgentConfig
 from kvstore.pool.block_hash import block_keys, root_key
+from kvstore.tier import agent_client
 from kvstore.tier.agent_client import AgentHostTier
 from kvstore.tier.agent_server import serve
 from kvstore.tier.host_tier import HostTier
 from kvstore.tier.regions import Regions
 from kvstore.transport.unix_socket import connect_unix, pack, recv_frame, send_frame
 from tests.kvstore.helpers import shm_names
+from tests.processes import until_stopped
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 BLOCK_BYTES = 4096
@@ -151,8 +154,25 @@ def test_without_its_agent_a_worker_goes_on(agent: Agent) -> None:
     assert not tier.connected
     assert tier.buffer[0:4] == b"mine"
     tier.close()
-    with pytest.raises(UnavailableError):
-        connect(agent)
+    with pytest.raises(UnavailableError, match=f"does not answer on {agent.socket}"):
+        AgentHostTier(agent.socket, "model", BLOCK_BYTES, start_seconds=0.0)
+
+
+def test_a_worker_that_starts_waits_for_an_agent_that_does_not_answer_yet(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_client, "CALL_SECONDS", 0.1)
+    agent.process.send_signal(signal.SIGSTOP)
+    until_stopped(agent.process.pid)
+    tiers: list[AgentHostTier] = []
+    thread = threading.Thread(target=lambda: tiers.append(AgentHostTier(agent.socket, "model", BLOCK_BYTES)))
+    thread.start()
+    until(lambda: "waiting for the node agent" in caplog.text or not thread.is_alive())
+    monkeypatch.setattr(agent_client, "CALL_SECONDS", 60.0)
+    agent.process.send_signal(signal.SIGCONT)
+    thread.join(60.0)
+    [tier] = tiers
+    tier.close()
 
 
 def test_a_new_agent_is_used_once_nothing_of_the_old_one_is_pinned(tmp_path: Path) -> None:
