@@ -199,8 +199,7 @@ async def test_kv_service_refuses_what_no_lease_covers(workers: dict[str, Worker
         ]
         for request in cases:
             with pytest.raises(grpc.aio.AioRpcError):
-                async for _ in stub.Read(request, timeout=60):
-                    pass
+                await stub.Read(request, timeout=60)
         lease = kvstore_pb2.LeaseRequest(lease_id=handle.lease_id, epoch=handle.epoch)
         assert (await stub.Release(lease, timeout=60)).held
         assert not (await stub.Release(lease, timeout=60)).held
