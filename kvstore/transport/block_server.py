@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError, MiniInferError
 from common.logging import RateLimit
+from kvstore.transport.listening import accepted
 from kvstore.transport.runs import merged_runs
 from kvstore.types import BlockId
 
@@ -87,16 +88,7 @@ class BlockServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                # Out of descriptors, most likely: a moment later there may be some again.
-                logger.warning("cannot accept a connection for KV blocks: %s", error.strerror)
-                time.sleep(0.1)
-                continue
+        for connection in accepted(self._listener, lambda: self._closing, "KV blocks"):
             with self._lock:
                 is_welcome = not self._closing and len(self._connections) < MAX_CONNECTIONS
                 if is_welcome:

@@ -9,7 +9,6 @@ is dropped.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -17,12 +16,9 @@ from collections import deque
 from pathlib import Path
 
 from common.errors import TransferError
-from common.logging import RateLimit
+from kvstore.transport.listening import accepted
 from kvstore.transport.pool_info import PoolInfo, info_from_wire, info_to_wire
 from kvstore.transport.unix_socket import UnixListener, connect_unix, has_gone, recv_frame, send_frame
-
-logger = logging.getLogger(__name__)
-logger.addFilter(RateLimit())
 
 MAX_INFO_BYTES = 1 << 16
 SEND_TIMEOUT_SECONDS = 1.0
@@ -65,16 +61,7 @@ class DescriptorServer:
         os.close(self._fd)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.sock.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                # Out of descriptors, most likely: a moment later there may be some again.
-                logger.warning("cannot accept a connection for KV descriptors: %s", error.strerror)
-                threading.Event().wait(0.1)
-                continue
+        for client in accepted(self._listener.sock, lambda: self._closing, "KV descriptors"):
             try:
                 client.settimeout(SEND_TIMEOUT_SECONDS)
                 send_frame(client, self._message, [self._fd])

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from common.errors import ConfigError, TransferError
 from common.logging import RateLimit
 from common.rpc import check_bind
+from kvstore.transport.listening import accepted
 from kvstore.transport.nccl import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
 from kvstore.transport.nccl_connection import REPLY_SECONDS, Connection
 from kvstore.types import BlockId, Epoch, LeaseId
@@ -80,16 +81,7 @@ class NcclServer:
                 connection.sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                # Out of descriptors, most likely: a moment later there may be some again.
-                logger.warning("cannot accept a connection for NCCL: %s", error.strerror)
-                time.sleep(0.1)
-                continue
+        for sock in accepted(self._listener, lambda: self._closing, "NCCL"):
             connection = Connection(sock)
             with self._lock:
                 is_welcome = not self._closing and len(self._connections) < MAX_READERS
