@@ -252,15 +252,16 @@ def grouped_gemm(
     block_k = form.columns_at_once(config.block_k)
     if form.words and k % block_k:
         block_k = 4 * form.words  # without a step that is partly empty
-    block_m = max(min(16, config.block_m), min(config.block_m, triton.next_power_of_2(num_tokens)))
+    smallest = min(MAX_UNSORTED, config.block_m)
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
+        block_m = max(smallest, min(config.block_m, triton.next_power_of_2(num_tokens)))
         num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last is partly empty
     else:
         if num_tokens > MAX_UNSORTED:
             raise ValueError(f"{num_tokens} tokens: more than {MAX_UNSORTED} must be sorted")
         order, counts, num_tiles = pairs, pairs, num_experts
-        block_m = block_m if num_tokens <= block_m else MAX_UNSORTED
+        block_m = smallest if num_tokens <= smallest else MAX_UNSORTED
     overlaps = overlaps_launches(x)
     _grouped_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
         x, weight, x if scales is None else form.scales_of(scales), bias, order, counts,
