@@ -55,6 +55,9 @@ SWEEP_TILES = [
     TileConfig(n, k, 1, warps, stages, m)
     for (n, k, warps), stages, m in product(
         (
+            (32, 128, 1),
+            (32, 256, 2),
+            (64, 128, 2),
             (32, 128, 4),
             (32, 256, 4),
             (64, 256, 4),
@@ -65,7 +68,7 @@ SWEEP_TILES = [
             (128, 128, 8),
         ),
         (3, 4, 5),
-        (16, 32, 64, 128),
+        (8, 16, 32, 64, 128),
     )
     if (n + m) * k * stages <= 220 << 10 and (m > 16 or n < 128)
 ]
@@ -177,7 +180,8 @@ def main() -> None:
     rows = SWEEP_PACKED_ROWS if is_packed else SWEEP_ROWS
     if options.sweep:
         everything: list[GemvConfig | TileConfig] = [*rows, *tiles_for(max(counts), is_packed)]
-        kinds = {MAX_UNSORTED if count <= MAX_UNSORTED else min(256, max(counts)) for count in counts}
+        sizes = 8, MAX_UNSORTED, min(256, max(counts))  # tiles of as many tokens, or pairs sorted
+        kinds = {next((size for size in sizes[:2] if count <= size), sizes[2]) for count in counts}
         compile_ahead(functools.partial(compile_some, shape, sorted(kinds), options.dtype, options.group), everything)
     bandwidth = read_bandwidth()
     weights = weights_of(options.dtype, shape, options.group)

@@ -56,8 +56,8 @@ def eight_bits(experts: int, rows: int, columns: int, group: int) -> Weights:
 
 
 def blocks(experts: int, rows: int, columns: int, group: int) -> Weights:
-    rounded = eight_bits(experts, rows, columns, group)
-    return Weights(rounded.weight, torch.ones(experts, rows, columns // BLOCK))
+    quantized = eight_bits(experts, rows, columns, group)
+    return Weights(quantized.weight, torch.ones(experts, rows, columns // BLOCK))
 
 
 def words(experts: int, rows: int, columns: int) -> Tensor:
