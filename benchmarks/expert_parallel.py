@@ -139,7 +139,6 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
             block = make_block(options, device, routing, shard, place_experts(whole, options, device))
             move_us, moved = 0.0, 0
             if options.placement == "rebalanced":
-                assert isinstance(ranks, CpuRanks), "see `parse`"
                 move_us, moved = rebalance(block, ranks, profiled_placement(whole, options, device))
             for num_tokens in options.tokens:
                 x = make_rows(num_tokens // shard.size, shard.rank, options, device)
@@ -157,7 +156,7 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
                     results.put((routing, num_tokens, found))
 
 
-def rebalance(block: Moe, ranks: CpuRanks, wanted: Slots) -> tuple[float, int]:
+def rebalance(block: Moe, ranks: Ranks, wanted: Slots) -> tuple[float, int]:
     """Let ranks exchange experts. Returns the microseconds that it takes, and how many slots change."""
     assert block.slots is not None, "it has a placement"
     before, size = block.slots.placement, block.rule.expert_ranks
@@ -202,8 +201,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--redundant: a plain placement has no replicas")
     if options.redundant % options.ranks or not 0 <= options.redundant <= options.experts * (options.ranks - 1):
         parser.error("--redundant must be a multiple of --ranks, and no rank have an expert twice")
-    if options.placement == "rebalanced" and options.device == "cuda":
-        parser.error("--placement rebalanced: GPUs do not exchange experts")
     if not set(options.routing) <= set(ROUTINGS):
         parser.error(f"--routing: choose of {', '.join(ROUTINGS)}")
     return options

@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import choose_clock
 from benchmarks.kernels.timing import graph_us_of_ranks
-from engine.expert_moves import ExpertMover
+from engine.expert_moves import ExpertMover, LinearExperts
 from engine.expert_placement import Slots
 from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
 from engine.layers.moe import Moe
@@ -27,6 +28,7 @@ from engine.plan import PlacedExperts
 from kvstore.layout import Shard
 
 NUM_CALLS = 20  # of a graph
+NUM_MOVES = 21  # there and back, the last one there
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Ranks(Protocol):
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Each rank's."""
+        ...
+
+    def move(self, block: Moe, slots: Slots) -> float:
+        """Give the layer another placement, as while serving. Returns the microseconds that it takes."""
         ...
 
 
@@ -80,9 +86,9 @@ class CpuRanks:
         return list(self._group.all_gather(x.flatten()).view(self._size, *x.shape))
 
     def move(self, block: Moe, slots: Slots) -> float:
-        """Give the layer another placement, as while serving. Returns the microseconds that it takes."""
+        """See Ranks."""
         assert block.slots is not None, "it is to be moved"
-        mover, placements = ExpertMover([block], self._group), cycle((slots, block.slots.placement))
+        mover, placements = ExpertMover([LinearExperts(block)], self._group), cycle((slots, block.slots.placement))
         median = self._median_us(lambda: mover.place(PlacedExperts(0, next(placements))))
         if block.slots.placement != slots:
             mover.place(PlacedExperts(0, slots))
@@ -135,7 +141,7 @@ class GpuRanks:
         from engine.layers.linear import Linear
         from kernels.gpu.expert_exchange import combine, dispatch
 
-        experts, num_tokens = StackedExperts(block), x.shape[0] * self._size
+        experts, num_tokens = StackedExperts.of(block), x.shape[0] * self._size
         router = Linear(experts.router)
         counted = DispatchedExperts(block, experts, router, self._counting, form)
         served = DispatchedExperts(block, experts, router, self._memory, form)
@@ -166,6 +172,22 @@ class GpuRanks:
         parts = [torch.empty_like(x) for _ in range(self._size)]
         self._group._nccl.allgather([parts], [x.contiguous()]).wait()
         return parts
+
+    def move(self, block: Moe, slots: Slots) -> float:
+        """See Ranks. The time is the device's with the host's, from an idle device on."""
+        from engine.gpu.expert_moves import StackedLayer
+
+        assert block.slots is not None, "it is to be moved"
+        mover, placements = ExpertMover([StackedLayer(block)], self._group), cycle((slots, block.slots.placement))
+        times: list[float] = []
+        for _ in range(NUM_MOVES):
+            self.gather(torch.zeros(1, device=self._device))  # all ranks begin together
+            torch.cuda.synchronize(self._device)
+            began = time.perf_counter()
+            mover.place(PlacedExperts(0, next(placements)))
+            torch.cuda.synchronize(self._device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times) * 1e6
 
 
 def share_fds(links: list[socket.socket]) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -156,15 +155,10 @@ def _assemble(
 
 
 def _check_gpu(config: EngineConfig, gpu: GpuConfig, files: ModelFiles) -> None:
-    """Raise ConfigError for settings that work on CPUs only, or not with the model."""
+    """Raise ConfigError for an attention backend that the model cannot have."""
     from engine.loader.load import read_config
     from engine.loader.supported import check_attention
 
-    if config.expert_rebalance_interval:
-        raise ConfigError(
-            "--expert-rebalance-interval moves experts between CPUs only so far: count them with --expert-load-file, "
-            "and place them with --expert-placement at the next start"
-        )
     if gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
 

@@ -96,7 +96,7 @@ class EngineConfig:
     )
     expert_rebalance_interval: int = setting(
         0, "steps between looks at the loads of experts, after which ranks of --expert-parallel exchange experts if "
-        "that divides the work better by a tenth; 0: they keep what they start with; CPUs only",
+        "that divides the work better by a tenth; 0: they keep what they start with",
     )  # fmt: skip
     pp: int = setting(
         1, "processes, on GPUs one each, that have consecutive layers of the model (pipeline parallelism)",

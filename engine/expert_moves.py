@@ -8,8 +8,9 @@ Which rank sends which expert follows from the two placements alone, so ranks sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.expert_placement import Slots
 from engine.layers.block import Block
+from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import Int8Linear, Linear
-from engine.layers.moe import Expert, Moe
-from engine.layers.parallel import Group
+from engine.layers.moe import Moe
 from engine.plan import PlacedExperts
 
 
@@ -45,35 +46,100 @@ def moves_between(before: Slots, after: Slots, num_ranks: int) -> list[Move]:
     return moves
 
 
+class ExpertGroup(Protocol):
+    """The ranks that exchange experts."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See `engine.layers.parallel.Group`."""
+        ...
+
+
+class PlacedLayer(Protocol):
+    """A layer's experts as this rank holds them: in memory that can be written in place, all of one size."""
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Of all ranks."""
+        ...
+
+    def tensors(self, slot: int) -> list[Tensor]:
+        """All that the expert in one of this rank's slots is."""
+        ...
+
+    def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Put the expert that is made of `tensors` into a slot."""
+        ...
+
+
+class LinearExperts:
+    """A `PlacedLayer` whose experts are linear layers of their own, as on a CPU."""
+
+    def __init__(self, block: Moe) -> None:
+        """Raise ConfigError for experts that cannot be written in place."""
+        assert block.slots is not None, "the model was loaded to have its experts moved"
+        self.slots = block.slots
+        self._layers: dict[int, list[Linear | Int8Linear]] = {}
+        for slot, expert in block.experts.items():
+            layers = [each for each in (expert.gate_up, expert.down) if isinstance(each, Linear | Int8Linear)]
+            if len(layers) < 2:
+                raise ConfigError(
+                    "--expert-rebalance-interval moves plain and int8 experts alone on CPUs: choose "
+                    "--quant-mode none or int8-weight"
+                )
+            self._layers[slot] = layers
+
+    def tensors(self, slot: int) -> list[Tensor]:
+        """See PlacedLayer."""
+        return [tensor for layer in self._layers[slot] for tensor in layer.tensors()]
+
+    def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """See PlacedLayer."""
+        rest = iter(tensors)
+        for layer in self._layers[slot]:
+            layer.take_over([next(rest) for _ in layer.tensors()])
+
+
+def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:
+    """Each layer of experts among a model's blocks. Raises ConfigError for experts that cannot be moved."""
+    return [LinearExperts(block) for block in blocks if isinstance(block, Moe)]
+
+
 class ExpertMover:
     """One rank's part. All ranks call `place` with the same changes in the same order."""
 
-    def __init__(self, blocks: Sequence[Block], group: Group) -> None:
-        """blocks: of a model, whose experts alone are moved. Raises ConfigError for experts that cannot be."""
-        self._blocks = [block for block in blocks if isinstance(block, Moe)]
-        self._group = group
-        for block in self._blocks:
-            for expert in block.experts.values():
-                _layers(expert)
+    def __init__(self, layers: Sequence[PlacedLayer], group: ExpertGroup) -> None:
+        self._layers, self._group = layers, group
 
     def place(self, placed: PlacedExperts) -> None:
         """Exchange the experts of a layer, and route by the new placement from now on."""
-        block, group = self._blocks[placed.index], self._group
-        assert block.slots is not None, "the model was loaded to have its experts moved"
+        layer, group = self._layers[placed.index], self._group
         count, ranks = len(placed.slots) // group.size, range(group.size)
-        moves = moves_between(block.slots.placement, placed.slots, group.size)
+        moves = moves_between(layer.slots.placement, placed.slots, group.size)
         sent = [[move for move in moves if _ranks_of(move, count) == (group.rank, rank)] for rank in ranks]
         came = [[move for move in moves if _ranks_of(move, count) == (rank, group.rank)] for rank in ranks]
         sources = [move.source for to_rank in sent for move in to_rank]
         targets = [move.target for from_rank in came for move in from_rank]
-        width = sum(_sizes(block.experts[group.rank * count]))
-        rows = torch.empty(len(sources), width, dtype=torch.uint8)
+        any_expert = layer.tensors(group.rank * count)
+        rows = torch.empty(len(sources), _num_bytes(any_expert), dtype=torch.uint8, device=any_expert[0].device)
         for slot, row in zip(sources, rows, strict=True):
-            _pack(block.experts[slot], row)
+            _pack(layer.tensors(slot), row)
         received = group.all_to_all(rows, [len(each) for each in sent], [len(each) for each in came])
         for slot, row in zip(targets, received, strict=True):
-            _unpack(row, block.experts[slot])
-        block.slots.place(placed.slots)
+            layer.take_over(slot, _unpack(row, layer.tensors(slot)))
+        layer.slots.place(placed.slots)
+
+
+def moving_bytes(layers: Sequence[PlacedLayer], rank: int, num_ranks: int) -> int:
+    """The most memory that a rank's part of an exchange takes: all its slots' experts, leaving and coming."""
+    counts = [len(layer.slots.placement) // num_ranks for layer in layers]
+    sizes = [_num_bytes(layer.tensors(rank * count)) for layer, count in zip(layers, counts, strict=True)]
+    return max((2 * count * size for count, size in zip(counts, sizes, strict=True)), default=0)
 
 
 def _ranks_of(move: Move, count: int) -> tuple[int, int]:
@@ -81,36 +147,17 @@ def _ranks_of(move: Move, count: int) -> tuple[int, int]:
     return move.source // count, move.target // count
 
 
-def _layers(expert: Expert) -> list[Linear | Int8Linear]:
-    layers = [layer for layer in (expert.gate_up, expert.down) if isinstance(layer, Linear | Int8Linear)]
-    if len(layers) < 2:
-        raise ConfigError(
-            "--expert-rebalance-interval moves plain and int8 experts alone: choose --quant-mode none or int8-weight"
-        )
-    return layers
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def _tensors(expert: Expert) -> list[Tensor]:
-    return [tensor for layer in _layers(expert) for tensor in layer.tensors()]
-
-
-def _sizes(expert: Expert) -> list[int]:
-    return [tensor.nbytes for tensor in _tensors(expert)]
-
-
-def _pack(expert: Expert, row: Tensor) -> None:
-    """Copy all that the expert is into a row of bytes."""
-    for piece, tensor in zip(torch.split(row, _sizes(expert)), _tensors(expert), strict=True):
+def _pack(tensors: Sequence[Tensor], row: Tensor) -> None:
+    """Copy all tensors into a row of bytes, one behind the other."""
+    for piece, tensor in zip(torch.split(row, [each.nbytes for each in tensors]), tensors, strict=True):
         piece.copy_(tensor.contiguous().view(torch.uint8).flatten())
 
 
-def _unpack(row: Tensor, expert: Expert) -> None:
-    """Make `expert` the one that was packed."""
-    pieces = iter(torch.split(row, _sizes(expert)))
-    for layer in _layers(expert):
-        layer.take_over([_as(next(pieces), tensor) for tensor in layer.tensors()])
-
-
-def _as(piece: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor of that type and shape; in memory of its own, which is aligned."""
-    return piece.clone().view(like.dtype).view(like.shape)
+def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that were packed, in types and shapes of `like`; in memory of their own, which is aligned."""
+    pieces = torch.split(row, [each.nbytes for each in like])
+    return [piece.clone().view(each.dtype).view(each.shape) for piece, each in zip(pieces, like, strict=True)]

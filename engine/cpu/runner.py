@@ -19,7 +19,7 @@ from engine.cpu.batch import StepBatch, build_batch
 from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.expert_moves import ExpertMover
+from engine.expert_moves import ExpertMover, linear_experts
 from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
@@ -80,7 +80,7 @@ class ModelRunner:
         )
         self._mover: ExpertMover | None = None
         if config.expert_rebalance_interval and group is not None:
-            self._mover = ExpertMover(loaded.model.blocks, group)
+            self._mover = ExpertMover(linear_experts(loaded.model.blocks), group)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer

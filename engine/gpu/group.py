@@ -97,6 +97,12 @@ class DeviceGroup:
         self._nccl.allreduce([pending]).wait()
         return add_rms_norm_quantize(pending, residual, weight, eps, dtype, num_planes)
 
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Rows of x (sum(send), columns) for each rank -> (sum(receive), columns). The host does not wait."""
+        out = torch.empty(sum(receive), x.shape[1], dtype=x.dtype, device=x.device)
+        self._nccl.alltoall_base(out, x, list(receive), list(send)).wait()  # the stream does
+        return out
+
     def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
         """(n, columns) of each rank -> (n, size * columns). only: see `kernels.gpu.all_reduce`, for few rows."""
         if x.shape[0] <= self._max_rows:

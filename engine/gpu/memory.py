@@ -116,7 +116,8 @@ def measure(
     loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig, gpu: GpuConfig, max_model_len: int
 ) -> MemoryUse:
     """Run the trials with a pool of a few blocks, and forget it all. geometry: of the pool to come."""
-    from engine.gpu.group import group_bytes  # these need triton
+    from engine.gpu.expert_moves import bytes_of_moves  # these need triton
+    from engine.gpu.group import group_bytes
     from engine.gpu.runner import GpuRunner
     from engine.gpu.stages import ends_alone, stage_bytes
 
@@ -144,7 +145,7 @@ def measure(
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
         graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
-    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config)
+    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
     return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + of_ranks)
 
 

@@ -20,6 +20,7 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
+from engine.gpu.expert_moves import open_mover
 from engine.gpu.forward import FusedForward
 from engine.gpu.graphs import (
     LENGTH,
@@ -102,6 +103,7 @@ class GpuRunner:
         attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
+        self._mover = open_mover(loaded, config, group)
         num_packed = NUM_QUERY_ROWS if self._knows_tokens else NUM_ROWS
         self._slot_rows = SLOT, *range(num_packed, num_packed + self._num_groups - 1)  # of each KV group
         packed = num_packed + self._num_groups - 1, self._max_rows
@@ -127,6 +129,9 @@ class GpuRunner:
         """See Runner."""
         requests = self._requests.apply(plan)
         self._rows.forget(plan.finished)
+        if plan.placed is not None:
+            assert self._mover is not None, "a plan places experts without ranks that exchange them"
+            self._mover.place(plan.placed)
         step = self._launch(plan, requests)
         return step if self._sink is None else UnsampledStep(plan.rows, requests, step.waits)
 

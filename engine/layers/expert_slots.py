@@ -25,9 +25,8 @@ class ExpertSlots:
     def place(self, slots: Sequence[int]) -> None:
         """Change the placement, in the same memory. slots: as many, of the same experts."""
         self.placement = tuple(slots)
-        table, counts = _tensors(slots, self.table.device)
-        self.table.copy_(table)
-        self.counts.copy_(counts)
+        for own, new in zip((self.table, self.counts), _tensors(slots, torch.device("cpu")), strict=True):
+            own.copy_(new.pin_memory() if own.is_cuda else new, non_blocking=True)  # the host does not wait
 
     def choose(self, chosen: Tensor) -> Tensor:
         """Slots of experts, int64 (num_tokens, top_k) both."""

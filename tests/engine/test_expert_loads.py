@@ -13,8 +13,6 @@ import torch
 
 from common.errors import ConfigError
 from engine import LLM
-from engine.assembly import assemble
-from engine.config import EngineConfig
 from engine.expert_loads import NUM_READS, ExpertLoadRecorder, placements_of
 from engine.expert_rebalancing import Rebalancer
 from engine.layers.moe import Moe
@@ -111,12 +109,6 @@ def test_a_file_that_cannot_be_written_any_more_stops_no_step(
     recorder.poll()
     assert recorder.rank_tokens == [3.0, 7.0]
     assert "loads of experts are not written" in caplog.text
-
-
-def test_gpus_do_not_exchange_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.loader.load.resolve_device", lambda _config: torch.device("cuda"))
-    with pytest.raises(ConfigError, match="between CPUs only"):
-        assemble(EngineConfig("dry-run", tp=2, expert_parallel=True, expert_rebalance_interval=5))
 
 
 def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from benchmarks.expert_parallel import make_block, make_rows
 from common.model_files import ModelFiles
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.expert_loads import ExpertLoadRecorder
+from engine.expert_loads import ExpertLoadRecorder, placement_of
 from engine.gpu.config import GpuConfig
 from engine.gpu.ops.divided_rows import DispatchedExperts
 from engine.gpu.ops.experts import StackedExperts
@@ -27,7 +28,10 @@ from engine.gpu.runner import GpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.expert_exchange import ExchangeForm
 from engine.layers.linear import Linear
+from engine.layers.moe import Moe
 from engine.loader import LoadedModel, load_model
+from engine.parallel.group import GlooGroup
+from engine.plan import PlacedExperts, StepPlan
 from kernels.gpu.all_reduce import GATHER_CHUNK, SymmetricMemory, all_gather, symmetric_bytes
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kvstore.layout import Shard
@@ -43,6 +47,12 @@ CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
     "num_gpu_blocks": 64, "max_num_seqs": MAX_ROWS, "max_num_batched_tokens": 16, "max_model_len": 96
 }  # fmt: skip
+CHANGES = [
+    PlacedExperts(0, (3, 1, 2, 0, 4, 5)),
+    None,
+    PlacedExperts(1, (0, 4, 5, 3, 1, 2)),
+    PlacedExperts(0, (5, 4, 3, 2, 1, 0)),
+]
 GATHER_BYTES = symmetric_bytes(SIZE, MAX_ROWS, GATHER_CHUNK, torch.float32)
 
 
@@ -65,6 +75,9 @@ class FileGroup:
         addresses = torch.tensor([each.data_ptr() for each in rows])
         self.rows = ExchangeMemory.over(LAYOUT, rank, addresses, rows[rank], counts=True)
 
+        (folder / "gloo").mkdir(exist_ok=True)
+        self.all_to_all = GlooGroup(Shard(rank, SIZE), folder / "gloo").all_to_all
+
     def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
         return all_gather(x, self._gathers, only)
 
@@ -84,18 +97,27 @@ def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
 def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
     """An engine of this rank's own, which plans what the other's does."""
     use_small_tiles(patch, 4)
-    group, counting = FileGroup(folder, rank), list[ExpertLoadRecorder]()
+    group, counting, shards = FileGroup(folder, rank), list[ExpertLoadRecorder](), list[LoadedModel]()
 
     def make_runner(loaded: LoadedModel, pool: Tensor, _host: None, config: Any, gpu: GpuConfig, length: int) -> Any:
         of_rank = EngineConfig(
             str(folder), device="cpu", dtype="float32", quant_mode="none", block_size=config.block_size, tp=SIZE,
-            expert_parallel=True, expert_exchange="dispatch", **SETTINGS,
+            expert_parallel=True, expert_exchange="dispatch", expert_rebalance_interval=1, **SETTINGS,
         )  # fmt: skip
         shard = load_model(ModelFiles("m", "directory", folder), of_rank, CPU, Shard(rank, SIZE))
+        shards.append(shard)
         if rank == 0:
             counting.append(ExpertLoadRecorder(shard.model, None))
         geometry = pool_geometry(shard.config, of_rank, shard.fingerprint, shard.dtype, shard.shard)
-        return GpuRunner(shard, allocate_pool(geometry, CPU), None, of_rank, gpu, length, cast(Any, group))
+        runner = GpuRunner(shard, allocate_pool(geometry, CPU), None, of_rank, gpu, length, cast(Any, group))
+        launch, changes = runner.launch, cycle(CHANGES)
+
+        def launch_changed(plan: StepPlan) -> Any:
+            plan.placed = next(changes)
+            return launch(plan)
+
+        runner.launch = launch_changed  # type: ignore[method-assign]
+        return runner
 
     patch.setattr(sys.modules[open_gpu.__module__], "GpuRunner", make_runner)
     made, _ = open_gpu(folder, patch, GpuConfig(), **SETTINGS)
@@ -103,6 +125,10 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
         recorder.restart()
     tokens = generate(made, greedy(NUM_TOKENS), PROMPTS[:2])
     counts = [recorder.start_copy().values for recorder in counting]
+    blocks = [block for block in shards[-1].model.blocks if isinstance(block, Moe)]
+    assert {(layer, placement_of(block)) for layer, block in enumerate(blocks)} < {
+        (change.index, change.slots) for change in CHANGES if change is not None
+    }
     assert group.rows.moved is not None
     for form in ExchangeForm:
         check_block(form, rank, group.rows)
@@ -113,7 +139,7 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
     """Chunks of prompts beside decode rows, steps of one row, a dense layer, and shared experts.
 
-    The first rank counts the choices of its rows.
+    Experts change ranks at every step but some. The first rank counts the choices of its rows.
     """
     save_family(tmp_path, V2)
     make_files(tmp_path, "gather", SIZE, GATHER_BYTES)

@@ -120,6 +120,27 @@ def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) ->
     assert 0.4 * alone.sum() < first.sum()  # each rank has half of a step's rows, padding among them
 
 
+@pytest.mark.parametrize("exchange", ["sum", "dispatch"])
+def test_ranks_that_exchange_experts_give_the_tokens_of_one(
+    exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, with replicas, by what they count."""
+    monkeypatch.setattr("engine.expert_rebalancing.MIN_CHOICES_A_SLOT", 1)
+    monkeypatch.setattr("engine.expert_rebalancing.MIN_GAIN", 1.0)
+    model = save_tiny_model(tmp_path, inner=32, num_experts=4)
+    expected = generate(open_ranks(model, 1), greedy(30), PROMPTS[:4])
+    config = EngineConfig(
+        str(model), device="cuda", dtype="float32", quant_mode="none", tp=2, num_gpu_blocks=128, max_num_seqs=8,
+        max_num_batched_tokens=1024, max_model_len=250, expert_parallel=True, expert_exchange=exchange,
+        num_redundant_experts=2, expert_rebalance_interval=3,
+    )  # fmt: skip
+    parts = assemble(config)
+    for _ in range(2):
+        assert generate(parts.engine, greedy(30), PROMPTS[:4]) == expected
+    assert parts.rebalancer is not None
+    assert parts.rebalancer.num_changes > 1
+
+
 def forced_logprobs(made: Engine) -> torch.Tensor:
     """Of all prompts' tokens, as the model goes through them."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

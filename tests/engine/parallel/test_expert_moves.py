@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.cpu.lowering import dense
-from engine.expert_moves import ExpertMover, moves_between
+from engine.expert_moves import ExpertMover, linear_experts, moves_between
 from engine.layers.linear import Int8Linear, Linear, LinearLayer
 from engine.layers.moe import Moe
 from engine.layers.stacked_moe import StackedMoe
@@ -72,7 +72,7 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(kind: type[Moe], dtype: 
         with torch.inference_mode():
             block = make_block(kind, dtype, is_int8, rank, FIRST, False)
             lowered = with_dense(block)
-            mover = ExpertMover([block], group)
+            mover = ExpertMover(linear_experts([block]), group)
             for slots in LATER:
                 mover.place(PlacedExperts(0, slots))
                 for form, is_dense in ((block, False), (lowered, True)):
@@ -101,4 +101,4 @@ def test_experts_that_cannot_be_moved_are_refused() -> None:
     for ref in block.linears():
         ref.replace(int4(ref.layer))
     with pytest.raises(ConfigError, match="plain and int8 experts alone"):
-        ExpertMover([block], ThreadGroup(SIZE))
+        linear_experts([block])
