@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from common.errors import ConfigError, UnsupportedModelError
@@ -191,7 +192,7 @@ def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what pulls ask for again and again is computed once
 class PoolGeometry:
     """One rank's pool: `[num_blocks, layers of a group, planes, heads of the shard, block_size, head_dim]`.
 
@@ -211,7 +212,7 @@ class PoolGeometry:
         self.shard.heads(self.group.num_kv_heads)
         self.shard.layers_of(self.layout)
 
-    @property
+    @cached_property
     def group(self) -> KvGroup:
         """The group whose shape blocks have: no other has more layers, and in all else they are alike."""
         groups = self.layout.groups
@@ -235,10 +236,11 @@ class PoolGeometry:
         """The model's layers that the pool holds."""
         return self.shard.layers_of(self.layout)
 
-    @property
+    @cached_property
     def block_layers(self) -> int:
         """Layers of a block: as many as any group has here."""
-        return max(sum(layer in self.layers for layer in group.layers) for group in self.layout.groups)
+        layers = self.layers
+        return max(sum(layer in layers for layer in group.layers) for group in self.layout.groups)
 
     @property
     def dtype(self) -> str:
@@ -261,12 +263,12 @@ class PoolGeometry:
         layers = self.shard.layers
         return name if layers is None else f"{name}, layers {layers[0]} to {layers[1] - 1}"
 
-    @property
+    @cached_property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         group = self.group
         return (self.block_layers, group.num_planes, len(self.heads), self.block_size, group.head_dim)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
 
