@@ -111,17 +111,19 @@ class Reader:
         self.kv_pool = self.memory.allocate(geometry, device)
         self._client = self.memory.clients("")[0]
 
-    def pull(self, leases: Sequence[PeerLease]) -> float:
-        """Mean seconds of pulls, one after the other."""
+    def pull(self, leases: Sequence[PeerLease]) -> list[float]:
+        """Seconds of pulls, one after the other."""
         positions = list(range(leases[0].num_blocks))
         local = [BlockId(block) for block in reversed(positions)]
-        began = time.perf_counter()
-        results = [self._client.pull(lease, positions, local) for lease in leases]
-        seconds = time.perf_counter() - began
-        assert all(result.transport in self.memory.transports for result in results)
+        times: list[float] = []
+        for lease in leases:
+            began = time.perf_counter()
+            result = self._client.pull(lease, positions, local)
+            times.append(time.perf_counter() - began)
+            assert result.transport in self.memory.transports
         for lease in leases:
             self._client.release(lease)
-        return seconds / len(leases)
+        return times
 
     def close(self) -> None:
         self._client.close()

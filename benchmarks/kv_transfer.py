@@ -3,11 +3,12 @@
     python -m benchmarks.kv_transfer [--shape qwen2.5-7b] [--tokens 1024,4096] [--transports shm,tcp] [--json]
 
 Two processes of this host with the workers' own code: pool, leases, KvTransfer service, digests. Every pull is of a
-lease of its own, four in a row: the times are those from KV handle to verified blocks, and for a GPU's shm and tcp
-they contain the copies through pinned host memory at both ends. `grant` is what the owner pays when it hands a prompt
-out. With two GPUs, `--owner-device cuda:1` measures the link between them, and `--transports nccl` NCCL over it (the
-first pull connects; `--piece-mb` changes the size of its messages). On a busy machine, compare with `copy`, a
-plain copy of the same bytes within one pool in the same run.
+lease of its own, four in a row: the times are those from KV handle to verified blocks, medians over all pulls, and
+for a GPU's shm and tcp they contain the copies through pinned host memory at both ends. `first` is the first of each
+four, for which the reader's process has waited idle; `grant` is what the owner pays when it hands a prompt out. With
+two GPUs, `--owner-device cuda:1` measures the link between them, and `--transports nccl` NCCL over it (the first pull
+connects; `--piece-mb` changes the size of its messages). On a busy machine, compare with `copy`, a plain copy of the
+same bytes within one pool in the same run.
 """
 
 from __future__ import annotations
@@ -77,15 +78,16 @@ def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folde
         num_blocks = tokens // options.block_size
         num_bytes = num_blocks * geometry.block_bytes
         grants: list[float] = []
-
-        def pull(num_blocks: int = num_blocks, grants: list[float] = grants) -> float:
+        pulls: list[list[float]] = []  # of each round, one after the other
+        for _ in range(WARM_UP + options.rounds):
             granted = [ask(num_blocks) for _ in range(NUM_LEASES)]
             grants.extend(seconds for _, seconds in granted)
-            return reader.pull([lease for lease, _ in granted])
-
-        seconds = median_seconds(pull, options.rounds)
+            pulls.append(reader.pull([lease for lease, _ in granted]))
+        timed_pulls = pulls[WARM_UP:]
+        first_ms = statistics.median([of_round[0] for of_round in timed_pulls]) * 1e3
+        seconds = statistics.median([each for of_round in timed_pulls for each in of_round])
         grant_ms = statistics.median(grants) * 1e3
-        report(options, name, tokens, num_bytes, seconds, grant_ms=grant_ms)
+        report(options, name, tokens, num_bytes, seconds, first_ms=first_ms, grant_ms=grant_ms)
         half = as_words(reader.kv_pool)[: num_blocks // 2]
         other = as_words(reader.kv_pool)[num_blocks // 2 :][: len(half)]
         copy = median_seconds(functools.partial(timed, functools.partial(half.copy_, other), device), options.rounds)
