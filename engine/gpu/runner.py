@@ -7,10 +7,7 @@ logits is `samples.py`'s.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,21 +17,11 @@ from engine.gpu.attention.backend import PrefillAttention
 from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
+from engine.gpu.decode_steps import DecodeSteps
 from engine.gpu.expert_moves import open_mover
 from engine.gpu.forward import FusedForward
-from engine.gpu.graphs import (
-    LENGTH,
-    NUM_QUERY_ROWS,
-    NUM_ROWS,
-    POSITION,
-    SLOT,
-    DecodeGraphs,
-    decode_step,
-    draft_step,
-    stage_step,
-)
 from engine.gpu.group import DeviceGroup, VocabShards
-from engine.gpu.inputs import query_inputs, upload
+from engine.gpu.inputs import upload
 from engine.gpu.late_compiles import log_late_compiles
 from engine.gpu.mixed_inputs import mixed_inputs
 from engine.gpu.progress import check_alive, mark
@@ -78,7 +65,6 @@ class GpuRunner:
         # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
         self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
         self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
-        num_buffers = max(NUM_BUFFERS, config.pp + 1)
         self._sink = ends.sink
         self._inbox: Inbox | None = None
         if ends.source is not None:
@@ -104,24 +90,15 @@ class GpuRunner:
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
         self._mover = open_mover(loaded, config, group)
-        num_packed = NUM_QUERY_ROWS if self._knows_tokens else NUM_ROWS
-        self._slot_rows = SLOT, *range(num_packed, num_packed + self._num_groups - 1)  # of each KV group
-        packed = num_packed + self._num_groups - 1, self._max_rows
-        self._packed = torch.zeros(packed, dtype=torch.int32, device=loaded.device)
-        pin = loaded.device.type == "cuda"
-        self._staging = [torch.zeros(packed, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
-        self._turn = 0
+        self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
         self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
         of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
-        self._samples = StepSamples(self._state, self._max_rows, of_vocab, num_buffers, self._shards)
+        self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, self._shards)
         self.hooks = self._samples.hooks
-        step = draft_step if self._knows_tokens else decode_step
-        self._decode: Callable[[int], Any] = partial(
-            step, self._forward, self._state, self._samples.on_device, self._packed
-        )
-        if passes_on:
-            self._decode = partial(stage_step, self._forward, self._state, self._packed)
-        self._graphs: DecodeGraphs[Any] | None = None  # of DecodeOutput, or hidden states
+        self._decodes = DecodeSteps(
+            self._forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
+            self._knows_tokens, passes_on,
+        )  # fmt: skip
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     @torch.inference_mode()
@@ -168,7 +145,7 @@ class GpuRunner:
         return step
 
     def _queue_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], step: GpuStep) -> None:
-        self._turn = (self._turn + 1) % len(self._staging)
+        self._turn = (self._turn + 1) % self._num_buffers
         changes = self._rows.sync(requests)
         self._state.apply(changes)
         if self._sink is None:
@@ -203,7 +180,7 @@ class GpuRunner:
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
         """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
-        self._graphs = DecodeGraphs(self._decode, self._packed, self._slot_rows, self._buckets, on_progress)
+        self._decodes.capture(on_progress)
         self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
@@ -213,7 +190,7 @@ class GpuRunner:
             self._state,
             self._samples.on_device,
             self._queries_per_kv_head,
-            len(self._staging),
+            self._num_buffers,
             self._max_tokens,
             captures,
         )
@@ -221,39 +198,17 @@ class GpuRunner:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
-        rows, device_rows = batch.rows, batch.device_rows
-        num_rows = self._rows.bucket()
-        packed = self._staging[self._turn].numpy()
-        packed[LENGTH, :num_rows] = 0
-        starts = [row.start for row in rows]
-        packed[POSITION, device_rows] = starts
-        packed[LENGTH, device_rows] = [start + 1 for start in starts]
-        for group, slots in enumerate(self._slot_rows):
-            packed[slots, :num_rows] = -1
-            packed[slots, device_rows] = self._slots(batch, group)
-        output = self._run_decode(num_rows)
-        sampled = sampled_rows(batch, range(len(rows)), device_rows)
+        output = self._decodes.run(batch, self._rows.bucket(), self._turn)
+        sampled = sampled_rows(batch, range(len(batch.rows)), batch.device_rows)
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
     def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
         """A step of decode rows where all tokens before the drafts are known."""
-        queries = query_inputs(batch, self._block_size, self._num_groups)
-        num_rows = self._buckets[bisect_left(self._buckets, queries.shape[1])]
-        packed = self._staging[self._turn].numpy()
-        packed[:, :num_rows] = 0
-        packed[self._slot_rows, :num_rows] = -1
-        packed[:, : queries.shape[1]] = queries
-        output = self._run_decode(num_rows)
+        output, num_queries = self._decodes.run_queries(batch, self._turn)
         if self._sink is not None:
-            self._sink.send(output[: queries.shape[1]])
+            self._sink.send(output[:num_queries])
             return
         self._samples.take(output.token_ids, output.logits, batch, sampled_queries(batch), self._turn, step)
-
-    def _run_decode(self, num_rows: int) -> Any:
-        """Run the decode step whose inputs are staged. Returns a DecodeOutput, or hidden states to be passed on."""
-        staging = self._staging[self._turn]
-        self._packed[:, :num_rows].copy_(staging[:, :num_rows], non_blocking=True)
-        return self._decode(num_rows) if self._graphs is None else self._graphs.replay(num_rows)
 
     def _takes_graph(self, batch: GpuBatch, graphs: PromptGraphs) -> bool:
         pairs = zip(batch.rows, batch.requests, strict=True)
@@ -284,13 +239,6 @@ class GpuRunner:
             return
         logits = self._forward.logits(hidden[upload([last_of[i] for i in sampling], torch.int64, self._device)])
         self._samples.sample(logits, batch, sampling, self._turn, step)
-
-    def _slots(self, batch: GpuBatch, group: int) -> list[int]:
-        size, count = self._block_size, self._num_groups
-        return [
-            request.block_ids[row.start // size * count + group] * size + row.start % size
-            for row, request in zip(batch.rows, batch.requests, strict=True)
-        ]
 
     def _add_prompt_logprobs(
         self, batch: GpuBatch, chunks: Sequence[int], last_of: dict[int, int], hidden: Tensor, result: StepResult
