@@ -139,7 +139,8 @@ class GpuRanks:
         from engine.gpu.ops.divided_rows import DispatchedExperts
         from engine.gpu.ops.experts import StackedExperts
         from engine.layers.linear import Linear
-        from kernels.gpu.expert_exchange import combine, dispatch
+        from kernels.gpu.expert_combine import combine
+        from kernels.gpu.expert_dispatch import dispatch
 
         experts, num_tokens = StackedExperts.of(block), x.shape[0] * self._size
         router = Linear(experts.router)

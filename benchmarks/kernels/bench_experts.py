@@ -22,7 +22,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.kernels.expert_weights import MAKERS, SHAPES, Shape, Weights, weights_of
 from benchmarks.kernels.timing import compile_ahead, graph_seconds, read_bandwidth, report, sweep
 from kernels.gpu.expert_formats import columns_of
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs
+from kernels.gpu.expert_pairs import SortedPairs, sort_pairs
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import GemvConfig, TileConfig, found
 from kernels.gpu.moe_routing import route

@@ -1,6 +1,7 @@
 """Dispatch and combine: a row goes to the ranks that have its experts, whose partial sums come back (decision 0240).
 
-Plain torch over a group's all-to-all; on GPUs it is `kernels/gpu/expert_exchange.py`. Three forms of one path:
+Plain torch over a group's all-to-all; on GPUs `kernels/gpu/expert_dispatch.py` and `expert_combine.py`. Three
+forms of one path:
 
     padded    every row goes to every rank, and every expert computes every row that came, unchosen with a share of 0
     packed    a row goes where it has an expert; experts compute as before

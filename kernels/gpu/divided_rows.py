@@ -26,7 +26,8 @@ from kernels.gpu.exchange_memory import (
     rows_a_rank,
     take_row,
 )
-from kernels.gpu.expert_exchange import Dispatched, check_parts, combine_row
+from kernels.gpu.expert_combine import check_parts, combine_row
+from kernels.gpu.expert_dispatch import Dispatched
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.rms_norm import num_warps_for
 

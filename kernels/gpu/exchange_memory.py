@@ -10,7 +10,7 @@ had the flags of all peers; they raised these behind the kernels that read what 
 the same collectives with the same shapes, in the same order, and never the same one twice in a row:
 
     scatter, gather                       around attention and MLPs, see `kernels/gpu/divided_rows.py`
-    scatter, dispatch, combine, gather    around experts, see `kernels/gpu/expert_exchange.py`
+    scatter, dispatch, combine, gather    around experts, see `kernels/gpu/expert_dispatch.py`, `expert_combine.py`
 """
 
 from __future__ import annotations

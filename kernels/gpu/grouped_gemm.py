@@ -6,10 +6,11 @@
 Each may have a bias, and the gate may be the clamped one of `engine/layers/stacked_moe.py`.
 
 Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
-`sort_pairs` puts those of one expert next to each other, and a program takes a tile of an expert's pairs and of its
-columns: no rows are moved or padded in memory, the tile's x is gathered by pair. Of up to 16 tokens, an expert's tile
-has a row for each, chosen or not, and nothing is sorted; for fewer still there is `kernels/gpu/grouped_gemv.py`. The
-grid depends on the number of pairs alone, so a step can be captured; programs without a tile return.
+`sort_pairs` (`kernels/gpu/expert_pairs.py`) puts those of one expert next to each other, and a program takes a tile
+of an expert's pairs and of its columns: no rows are moved or padded in memory, the tile's x is gathered by pair. Of
+up to 16 tokens, an expert's tile has a row for each, chosen or not, and nothing is sorted; for fewer still there is
+`kernels/gpu/grouped_gemv.py`. The grid depends on the number of pairs alone, so a step can be captured; programs
+without a tile return.
 
 y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
 the token's experts: a token's result does not depend on the tokens beside it.
@@ -19,14 +20,13 @@ Reference: `engine/layers/moe.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.expert_formats import ExpertForm, columns_of, form_of
+from kernels.gpu.expert_pairs import SortedPairs
 from kernels.gpu.grouped_words import packed_tile
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.launch_configs import TileConfig
@@ -35,72 +35,6 @@ from kernels.gpu.silu_mul import clamped_times
 
 MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
 SILU = (1.0, 0.0)  # the gate that is not clamped
-SORT_BLOCK = 4096  # pairs that a sorting program looks at together
-
-
-@dataclass(frozen=True, slots=True)
-class SortedPairs:
-    """order: pairs by expert, int32 (num_pairs,), without those of other ranks. counts: of each, (num_experts,)."""
-
-    order: Tensor
-    counts: Tensor
-
-
-@triton.jit
-def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Count the pairs of experts before this one, then list its own. CACHE: a modifier of loads."""
-    num_before = 0
-    num_mine = 0
-    for first in range(0, num_pairs, BLOCK):
-        pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
-        num_before += tl.sum(((theirs >= 0) & (theirs < expert)).to(tl.int32))
-        num_mine += tl.sum((theirs == expert).to(tl.int32))
-    tl.store(counts_ptr + expert, num_mine)
-    place = num_before
-    for first in range(0, num_pairs, BLOCK):
-        pairs = first + tl.arange(0, BLOCK)
-        theirs = tl.load(chosen_ptr + pairs, mask=pairs < num_pairs, other=2147483647, cache_modifier=CACHE)
-        is_mine = (theirs == expert).to(tl.int32)
-        before = tl.cumsum(is_mine, axis=0) - is_mine
-        tl.store(order_ptr + place + before, pairs, mask=is_mine == 1)
-        place += tl.sum(is_mine)
-
-
-@triton.jit
-def _sort_kernel(
-    chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """One program for each expert."""
-    expert = tl.program_id(0)
-    wait_for_predecessor(OVERLAPS)
-    list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, "")
-
-
-def sort_block(num_pairs: int) -> int:
-    """Pairs that a program looks at together."""
-    block: int = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
-    return block
-
-
-def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """chosen: int32 (num_tokens, top_k), contiguous; -1: an expert of another rank. Pairs of one stay in order."""
-    num_pairs = chosen.numel()
-    order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
-    overlaps = overlaps_launches(chosen)
-    block = sort_block(num_pairs)
-    _sort_kernel[(num_experts,)](
-        chosen,
-        order,
-        counts,
-        num_pairs,
-        BLOCK=block,
-        OVERLAPS=overlaps,
-        num_warps=8 if block == SORT_BLOCK else 4,
-        launch_pdl=overlaps,
-    )
-    return SortedPairs(order, counts)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.gumbel import gumbel
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 from kernels.gumbel import exponential_noise, noise_key
 
@@ -33,36 +34,6 @@ MIN_TEMPERATURE = 1e-5
 HIGHEST = tl.constexpr(1e30)  # logits beyond are as broken as infinite ones
 NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token
 _NOT_FINITE, _NOTHING_ALLOWED = tl.constexpr(NOT_FINITE), tl.constexpr(NOTHING_ALLOWED)
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_B = tl.constexpr(0x94D049BB133111EB)
-
-
-@triton.jit
-def _splitmix64(value):
-    value = value + _GOLDEN
-    value = (value ^ (value >> 30)) * _MIX_A
-    value = (value ^ (value >> 27)) * _MIX_B
-    return value ^ (value >> 31)
-
-
-@triton.jit
-def _gumbel(seed, position, ids):
-    """-log E of `exponential_noise(noise_key(seed, position), ids)`, up to rounding."""
-    mixed = _splitmix64(_splitmix64(seed.to(tl.uint64)) + position.to(tl.uint64) * _GOLDEN)
-    bits = ids * -1640531527 + mixed.to(tl.uint32).to(tl.int32, bitcast=True)
-    bits ^= bits >> 15
-    bits *= -2048144789
-    bits ^= (mixed >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
-    bits ^= bits >> 13
-    bits *= -1028477387
-    bits ^= bits >> 16
-    bits &= 0x7FFFFFFF
-    uniform = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10
-    # -log(1 - u), exact also for small u: log(w) u / (w - 1) with w = 1 - u as rounded.
-    rest = 1.0 - uniform
-    exponential = tl.where(rest == 1.0, uniform, tl.log(rest) * uniform / tl.where(rest == 1.0, 1.0, rest - 1.0))
-    return -tl.log(exponential)
 
 
 @triton.jit
@@ -84,7 +55,7 @@ def _chunk_kernel(
         base = tl.where(highest == float("-inf"), 0.0, highest)
         scaled = (logits - base) / tl.maximum(temperature, 1e-5)
         total = tl.sum(tl.exp(scaled), axis=0)
-        noisy = scaled + _gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first_id + ids)
+        noisy = scaled + gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), first_id + ids)
         score, place = tl.max(noisy, axis=0, return_indices=True)
     else:
         place = tl.argmax(logits, axis=0)
@@ -214,7 +185,7 @@ def _finish_kernel(
                     scaled = (logits - highest) / temperature
                     num_before += above.to(tl.int32)
                     mass_before += tl.where(above, tl.exp(scaled), 0.0)
-                    score = tl.where(above, scaled + _gumbel(seed, position, ids), float("-inf"))
+                    score = tl.where(above, scaled + gumbel(seed, position, ids), float("-inf"))
                     best_id = tl.where(score > best_score, ids, best_id)
                     best_score = tl.maximum(score, best_score)
             is_above_floor = _order_key(candidate) >= floor

@@ -39,12 +39,14 @@ from kernels.gpu.all_reduce import (
 )
 from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
-from kernels.gpu.expert_exchange import combine, dispatch
+from kernels.gpu.expert_combine import combine
+from kernels.gpu.expert_dispatch import dispatch
 from kernels.gpu.expert_formats import bytes_of
 from kernels.gpu.expert_loads import count_choices
+from kernels.gpu.expert_pairs import SortedPairs
 from kernels.gpu.expert_slots import choose_slots
 from kernels.gpu.gather_kv import gather_kv
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.kv_splits import DecodeWorkspace

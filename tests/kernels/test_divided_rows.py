@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, own_rows, rows_a_rank
-from kernels.gpu.expert_exchange import dispatch
+from kernels.gpu.expert_dispatch import dispatch
 from kernels.rms_norm import rms_norm
 from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks

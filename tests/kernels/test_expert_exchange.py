@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine.layers.expert_exchange import choose_all, ideal_bytes
 from kernels.gpu.exchange_memory import ExchangeLayout, ExchangeMemory, own_rows, rows_a_rank
-from kernels.gpu.expert_exchange import combine, dispatch
-from kernels.gpu.grouped_gemm import sort_pairs
+from kernels.gpu.expert_combine import combine
+from kernels.gpu.expert_dispatch import dispatch
+from kernels.gpu.expert_pairs import sort_pairs
 from tests.kernels.interpreter import take_short_cuts
 from tests.kernels.rank_processes import make_files, map_files, run_ranks
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sort_pairs
+from kernels.gpu.expert_pairs import sort_pairs
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import GemvConfig, TileConfig
 from kernels.mxfp4 import dequantize_mxfp4, pack_mxfp4

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.grouped_gemm import grouped_gemm, sort_pairs, sum_of_held
+from kernels.gpu.expert_pairs import sort_pairs
+from kernels.gpu.grouped_gemm import grouped_gemm, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import GemvConfig, TileConfig
 from kernels.rms_norm import rms_norm

@@ -24,7 +24,8 @@ from engine.layers.moe import Moe
 from engine.models.model import Model
 from kernels.gpu.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.exchange_memory import ExchangeMemory, rows_a_rank
-from kernels.gpu.expert_exchange import Dispatched, combine, dispatch
+from kernels.gpu.expert_combine import combine
+from kernels.gpu.expert_dispatch import Dispatched, dispatch
 
 
 class DispatchedExperts:

@@ -21,8 +21,9 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
 from kernels.gpu.expert_formats import WORDS, bytes_of, fits
 from kernels.gpu.expert_loads import count_choices
+from kernels.gpu.expert_pairs import SortedPairs, sort_pairs
 from kernels.gpu.expert_slots import choose_slots
-from kernels.gpu.grouped_gemm import MAX_UNSORTED, SortedPairs, grouped_gemm, sort_pairs, sum_of_held
+from kernels.gpu.grouped_gemm import MAX_UNSORTED, grouped_gemm, sum_of_held
 from kernels.gpu.grouped_gemv import add_down_of_row, grouped_gemv
 from kernels.gpu.launch_configs import found
 from kernels.gpu.moe_routing import route
