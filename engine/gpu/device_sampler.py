@@ -5,8 +5,6 @@ Keeps each row's parameters on the device. `engine.sampler` samples the same tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -45,18 +43,22 @@ class DeviceSampler:
             for column in (*self._columns, self._truncates):
                 column[new] = column[old]
         if changes.fresh:
-            rows = upload([row for row, _ in changes.fresh], torch.int64, self._device)
             params = [request.params for _, request in changes.fresh]
-            values: Sequence[Sequence[float]] = (
-                [each.temperature for each in params],
+            integers = [
+                [row for row, _ in changes.fresh],
+                [_signed64(each.seed or 0) for each in params],
                 [each.top_k for each in params],
+                [each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in params],
+            ]
+            rows, seeds, top_ks, truncates = upload(integers, torch.int64, self._device)
+            self._seeds[rows], self._top_ks[rows], self._truncates[rows] = seeds, top_ks.int(), truncates.int()
+            fractions = [
+                [each.temperature for each in params],
                 [each.top_p for each in params],
                 [each.min_p for each in params],
-                [_signed64(each.seed or 0) for each in params],
-                [each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in params],
-            )
-            for column, own in zip((*self._columns, self._truncates), values, strict=True):
-                column[rows] = upload(own, column.dtype, self._device)
+            ]
+            temperatures, top_ps, min_ps = upload(fractions, torch.float32, self._device)
+            self._temperatures[rows], self._top_ps[rows], self._min_ps[rows] = temperatures, top_ps, min_ps
 
     def sample(
         self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None,

@@ -7,6 +7,7 @@ no step waits for the one before; only a mask that changes is sent again (`engin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,12 +88,12 @@ class LogitsColumns:
         if penalties != [1.0, 0.0, 0.0]:
             rules.counts[row] = upload(self._counts_of(request), torch.int16, self._device)
 
-    def _counts_of(self, request: RequestState) -> Tensor:
+    def _counts_of(self, request: RequestState) -> Any:
         """See LogitsRules.counts."""
         outputs = np.array(request.output_token_ids, dtype=np.int64)
         counts = np.bincount(outputs, minlength=self._vocab_size).clip(max=MAX_COUNT)
         counts[request.token_ids[: request.num_prompt_tokens]] |= IN_PROMPT
-        return torch.from_numpy(counts.astype(np.int16))
+        return counts
 
     def _update_mask(self, row: int, request: RequestState, position: int) -> None:
         mask = request.token_mask
@@ -102,4 +103,4 @@ class LogitsColumns:
             bits = np.zeros(self._rules.blocked.shape[1] * 32, dtype=np.bool_)
             bits[: self._vocab_size] = mask.blocked
             words = np.packbits(bits, bitorder="little").view(np.int32)
-            self._rules.blocked[row] = upload(torch.from_numpy(words), torch.int32, self._device)
+            self._rules.blocked[row] = upload(words, torch.int32, self._device)
