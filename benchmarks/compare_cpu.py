@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         tie_word_embeddings=True,
     )
-    model = transformers.LlamaForCausalLM(theirs)
+    model: Any = transformers.LlamaForCausalLM(theirs)
     model.load_state_dict(named_weights())
     model = model.to(torch.bfloat16).train(False)
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -104,23 +105,27 @@ def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> No
         out = [(BlockId(block), HostSlot(slot)) for slot, block in enumerate(blocks)]
         back = [(HostSlot(slot), BlockId(block)) for slot, block in enumerate(blocks)]
         num_bytes = len(blocks) * geometry.block_bytes
-        for name, run in (("swap out", lambda o=out: copies.out(o)), ("swap in", lambda b=back: copies.into(b))):
+        for name, swap in (
+            ("swap out", functools.partial(copies.out, out)), ("swap in", functools.partial(copies.into, back)),
+        ):  # fmt: skip
             stalls: list[float] = []
-
-            def once(run: Callable[[], Callable[[], None]] = run, stalls: list[float] = stalls) -> float:
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize(device)
-                began = time.perf_counter()
-                first.record()
-                wait = run()
-                last.record()
-                wait()
-                torch.cuda.synchronize(device)
-                stalls.append(first.elapsed_time(last))
-                return time.perf_counter() - began
-
-            seconds = median_seconds(once, options.rounds)
+            seconds = median_seconds(functools.partial(time_swap, swap, device, stalls), options.rounds)
             report(options, name, tokens, num_bytes, seconds, step_stream_ms=statistics.median(stalls))
+
+
+def time_swap(swap: Callable[[], Callable[[], None]], device: torch.device, stalls: list[float]) -> float:
+    """Seconds until the copies are done. stalls: gets the milliseconds for which the step stream waits."""
+    event: Any = torch.cuda.Event  # it has no annotations
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    first.record()
+    wait = swap()
+    last.record()
+    wait()
+    torch.cuda.synchronize(device)
+    stalls.append(first.elapsed_time(last))
+    return time.perf_counter() - began
 
 
 Ask = Callable[[int], tuple[PeerLease, float]]

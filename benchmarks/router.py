@@ -129,7 +129,7 @@ async def measure_worker(address: str, num_tokens: int, seconds: float) -> Figur
     firsts: list[float] = []
     sampling = pb.SamplingParams(max_tokens=num_tokens, seed=1)
     async with open_channel(address) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).Attach()  # type: ignore[no-untyped-call]
+        call = decode_pb2_grpc.DecodeStub(channel).Attach()
         await call.read()
         cpu_before, began = time.process_time(), time.perf_counter()
         while time.perf_counter() < began + seconds:
