@@ -264,14 +264,14 @@ def _keep_packed(
             weights.kept = packed_names(skeleton, weights)
             check_packed_experts(skeleton, device, weights.kept)
             return weights.kept
-        if isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(weights, dtype, device):
+        if isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(dtype, device):
             weights.keeps_packed = True
     return None
 
 
-def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
+def can_keep_mxfp4(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
-    return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
+    return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:

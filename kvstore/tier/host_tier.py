@@ -84,9 +84,6 @@ class HostTierAllocator:
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         return [key for key in keys if not self._pool.contains(key)]
 
-    def num_pins(self, slot: HostSlot) -> int:
-        return self._pool.refcount(BlockId(slot))
-
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
         found = self._pool.lookup(keys)
         self._pool.acquire(found)

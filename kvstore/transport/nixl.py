@@ -17,7 +17,7 @@ import numpy.typing as npt
 from common.errors import TransferError
 from kvstore.pool.digest import digest_blocks
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import BlockPull, SourcePart, copy_heads
+from kvstore.transport.host_pull import BlockPull, Blocks, SourcePart, copy_heads
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nixl_agent import NixlAgent, NixlRead, RemoteAgent, Span
 from kvstore.transport.runs import merged_runs
@@ -29,7 +29,6 @@ NUM_HALVES = 2
 MAX_PEERS = 64
 TRANSFER_SECONDS = 2.0  # for a piece, and what its bytes take at the least speed that is worth it
 MIN_BYTES_PER_SECOND = 20e6
-Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
 @dataclass(slots=True)

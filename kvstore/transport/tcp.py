@@ -17,12 +17,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import TransferError
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import BlockPull, pull_parts
+from kvstore.transport.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.runs import merged_runs
 from kvstore.transport.unix_socket import has_gone
@@ -32,7 +29,6 @@ MIN_STREAM_BYTES = 4 << 20
 MAX_IDLE = 64  # connections
 CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 1  # between two looks at the deadline
-Blocks = npt.NDArray[np.uint8]
 Address = tuple[str, int]
 
 
