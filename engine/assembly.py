@@ -22,7 +22,6 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.block_groups import BlockGroups
-from engine.kv.grouped_manager import GroupedKVManager
 from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
@@ -221,11 +220,8 @@ def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoad
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
     """Block bookkeeping for a pool of that geometry."""
-    pool, name = BlockPool(geometry.num_blocks, config.prefix_cache), geometry.fingerprint
-    if geometry.layout.has_windows:
-        groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
-        return GroupedKVManager(pool, groups, name, host_tier, config.prefix_cache)
-    return KVManager(pool, config.block_size, name, host_tier, config.prefix_cache)
+    groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+    return KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint, host_tier)
 
 
 def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Tensor | None:

@@ -86,7 +86,7 @@ class Scheduler:
         assert request.request_id not in self._queues.by_id
         self._number(request)
         if is_prepared:
-            self.kv.extend_keys(request)
+            self.kv.prefixes.extend_keys(request)
         self._queues.enter(request, RequestStatus.PREPARED if is_prepared else self._first_status(request))
 
     def proceed(self, request: Request) -> None:

@@ -94,7 +94,7 @@ def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyP
     engine, _ = make_engine(64, max_num_seqs=2)
     start(engine, [[1] * 5, [2] * 5])
     engine.add_request([3] * 5, LONG, priority=5)
-    monkeypatch.setattr(engine.scheduler.kv, "cached_blocks", pytest.fail)
+    monkeypatch.setattr(engine.scheduler.kv.prefixes, "cached_table", pytest.fail)
     engine.step()
 
 

@@ -413,5 +413,5 @@ def test_the_default_model_keeps_its_four_bit_weights() -> None:
     params = replace(GREEDY, max_tokens=16)
     found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
     assert found[0] == found[1]
-    fingerprints = {llm.engine.scheduler.kv._fingerprint for llm in (whole, stages)}
+    fingerprints = {llm.engine.scheduler.kv.prefixes._fingerprint for llm in (whole, stages)}
     assert len(fingerprints) == 1
