@@ -186,7 +186,9 @@ class Scheduler:
                 if row.draft_token_ids:
                     self._settle(request, row, len(result.token_ids[index]))
                 if output.finish_reason is not None:
-                    self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
+                    is_running = request.status is RequestStatus.RUNNING  # else its blocks are gone, or in host slots
+                    is_prefilled = output.finish_reason is FinishReason.PREFILLED
+                    self._finish(request, keep_blocks=is_running and is_prefilled)
                 outputs.append(output)
         return outputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,24 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
     engine.scheduler.kv.pool.release(blocks)
     run_all(engine)
     assert_undisturbed([urgent])
+
+
+@pytest.mark.parametrize("windows", [(), (0, 6)])
+def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
+    """Its KV is in host slots when that token comes: nobody will swap it in."""
+    engine, _ = make_engine(6 * max(len(windows), 1), host_slots=32, swap=True, overlap=True, windows=windows)
+    params = replace(LONG, max_tokens=16)
+    kept, moved = (engine.add_request([number] * 5, params) for number in (1, 2))
+    for _ in range(8):
+        engine.step()
+    engine.hand_over(moved.request_id)
+    outputs = engine.step()
+    assert [output.finish_reason for output in outputs if output.request is moved] == [FinishReason.PREFILLED]
+    assert moved.num_preemptions == 1
+    assert engine.scheduler.detach_blocks(moved) == []
+    run_all(engine)
+    assert_undisturbed([kept])
+    assert_quiet(engine)
 
 
 def test_fcfs_knows_no_priority() -> None:
