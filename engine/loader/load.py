@@ -25,11 +25,11 @@ from engine.layers.weights import Part, WeightSource
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
 from engine.loader.gguf import GgufWeights
-from engine.loader.gguf_int4 import Int4Rows
 from engine.loader.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
 from engine.loader.packed_linears import PackedLinears, can_keep_packed, packed_names
 from engine.loader.quantize import Quantizer
+from engine.loader.quantized_rows import QuantizedRows
 from engine.loader.sharded import ShardedWeights
 from engine.loader.source import Source, open_source
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
@@ -285,7 +285,7 @@ def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Sha
     return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
 
 
-def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
+def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, QuantizedRows] | None:
     """Takes the file's own 4-bit weights as they are read, where they are wanted."""
     if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
         weights.keep_int4 = True

@@ -29,8 +29,9 @@ from engine.layers.mlp import Mlp
 from engine.layers.moe import Expert, Moe
 from engine.layers.reordered import Reordered
 from engine.layers.weights import Part
+from engine.loader.gguf_int4 import as_bfloat16
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
+from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int4, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
 from engine.models.model import Model
 
@@ -227,7 +228,6 @@ class CpuLinearMaker:
         if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
             return None
         smaller = rows.with_borders(sizes[0])
-        scales = smaller.scales.to(self._dtype)
-        offsets = torch.zeros_like(scales) if smaller.offsets is None else smaller.offsets.to(self._dtype)
-        held = QuantizedRows(rows.values, scales.float(), offsets.float(), sizes[0])
-        return Int4Linear(rows.values, scales, offsets, sizes[0], held.dequantize(self._dtype), bias)
+        scales, offsets = as_bfloat16(smaller.scales), as_bfloat16(smaller.offsets_or_zeros())
+        held = QuantizedRows(rows.values, scales, offsets, sizes[0])
+        return to_int4(Linear(held.dequantize(self._dtype), bias), held)

@@ -93,7 +93,7 @@ def test_a_slot_takes_its_expert_from_its_own_rank_if_it_can() -> None:
 def test_experts_that_cannot_be_moved_are_refused() -> None:
     def int4(layer: LinearLayer) -> Any:
         assert isinstance(layer, Linear)
-        return to_int4(layer, [quantize_int4(layer.weight)])
+        return to_int4(layer, quantize_int4(layer.weight))
 
     block = make_block(Moe, torch.bfloat16, False, 0, FIRST, False)
     for ref in block.linears():
