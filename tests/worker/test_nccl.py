@@ -406,7 +406,7 @@ def test_a_reader_that_leaves_ends_the_owners_side(owner: NcclOwner) -> None:
     reader.pull(owner.lease([3]), [0], ids(0))
     reader.client.close()
     wait_until(lambda: owner.link.num_aborts > 0)
-    wait_until(lambda: not owner.nccl._connections)
+    wait_until(lambda: not owner.nccl._server._connections)
 
 
 def test_threads_share_a_communicator(owner: NcclOwner, reader: Reader) -> None:
