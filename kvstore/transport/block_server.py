@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from common.errors import MiniInferError
 from common.logging import RateLimit
 from kvstore.transport.listening import TcpServer
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.runs import runs_of
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class BlockServer:
 
 def _send(connection: socket.socket, read: BlockRead) -> None:
     """Raises OSError when the reader is gone, or MiniInferError."""
-    for row, _, count in merged_runs(list(zip(read.rows, range(len(read.rows)), strict=True))):
+    for _, row, count in runs_of(read.rows):
         at, end = row * read.block_bytes, (row + count) * read.block_bytes
         while at < end:
             read.check()

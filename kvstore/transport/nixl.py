@@ -20,7 +20,7 @@ from kvstore.transport.handle import PeerShard
 from kvstore.transport.host_pull import BlockPull, Blocks, SourcePart, copy_heads
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nixl_agent import NixlAgent, NixlRead, RemoteAgent, Span
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.runs import runs_of
 from kvstore.transport.shm import rows_of_lease
 from kvstore.types import Epoch, WorkerId
 
@@ -97,9 +97,9 @@ class NixlTransport:
             if index < len(firsts):
                 some = rows[firsts[index] : firsts[index] + most]
                 half = buffer.memory[index % NUM_HALVES].ctypes.data
-                runs = list(merged_runs([(row, place) for place, row in enumerate(some)]))
-                remote = [memory.span(row, count) for row, _, count in runs]
-                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for _, place, count in runs]
+                runs = list(runs_of(some))
+                remote = [memory.span(row, count) for _, row, count in runs]
+                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for place, _, count in runs]
                 buffer.reads.append(self._agent.read(peer, remote, local))
 
         try:

@@ -21,7 +21,7 @@ from common.errors import TransferError
 from kvstore.transport.handle import PeerShard
 from kvstore.transport.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transport.lease_client import LeaseClient
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.runs import runs_of
 from kvstore.transport.unix_socket import has_gone
 
 MAX_STREAMS = 4  # of a pull
@@ -157,7 +157,7 @@ def sliced(pull: BlockPull, count: int) -> list[BlockPull]:
 
 def receive_blocks(connection: socket.socket, blocks: Blocks, rows: Sequence[int], deadline: float) -> None:
     """Fill rows with what arrives. Raises OSError, TransferError at the deadline or at the connection's end."""
-    for row, _, count in merged_runs(list(zip(rows, range(len(rows)), strict=True))):
+    for _, row, count in runs_of(rows):
         wanted = memoryview(blocks[row : row + count].reshape(-1).data)
         while wanted:
             if time.monotonic() > deadline:
