@@ -98,13 +98,13 @@ class QuantizedRows:
         values = self.values[:, columns.start : columns.stop].contiguous()
         if self.scales.shape[1] == 1:
             return replace(self, values=values, group_size=len(columns))
-        smaller = self.with_borders(math.gcd(columns.start, len(columns)))
+        smaller = self.split_groups(math.gcd(columns.start, len(columns)))
         groups = slice(columns.start // smaller.group_size, columns.stop // smaller.group_size)
         offsets = None if smaller.offsets is None else smaller.offsets[:, groups].contiguous()
         return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
 
-    def with_borders(self, size: int) -> QuantizedRows:
-        """The same weights in groups of which none goes on beyond a multiple of that many columns."""
+    def split_groups(self, size: int) -> QuantizedRows:
+        """The same weights in smaller groups, of which none crosses a multiple of `size` columns."""
         smaller = math.gcd(self.group_size, size)
         times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
         if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows
@@ -148,7 +148,7 @@ class QuantizedRows:
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """The parts' rows under each other; None when they are quantized differently."""
+    """Stack the rows of all parts; None when they are quantized differently."""
     first = parts[0]
     if len(parts) == 1:
         return first
