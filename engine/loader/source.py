@@ -48,7 +48,7 @@ class Source:
         if isinstance(self.weights, PackedWeights):
             self.weights.check(needed, tied, unused)
         elif self.shapes is not None:
-            check_weights(needed, self.shapes, tied, unused=unused)
+            check_weights(needed, self.shapes, tied, unused)
         return skeleton
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
