@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from common.model_files import resolve_model
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.layers.weights import ShapeRecorder
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
 
@@ -110,7 +110,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         tie_word_embeddings=True,
     )
-    model = transformers.LlamaForCausalLM(theirs)
+    model: Any = transformers.LlamaForCausalLM(theirs)
     model.load_state_dict(named_weights())
     model = model.to(torch.bfloat16).train(False)
 
@@ -128,9 +128,8 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
 def named_weights() -> dict[str, torch.Tensor]:
     """The default model's weights in float32 under transformers' names."""
     config, weights = harness.default_weights()
-    needed = ShapeRecorder()
-    family_of(config.architecture).build(config, needed)
-    held = {name: weights.take(name, shape) for name, shape in needed.shapes.items()}
+    _, shapes = family_of(config.architecture).skeleton(config)
+    held = {name: weights.take(name, shape) for name, shape in shapes.items()}
     held["lm_head.weight"] = held["model.embed_tokens.weight"]
     return held
 

@@ -16,7 +16,6 @@ import torch
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.linear import Linear
 from engine.layers.moe import Moe
-from engine.layers.weights import ShapeRecorder
 from engine.models.config import ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import DTYPE_BYTES
@@ -56,7 +55,7 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
 
     Tokens are taken to choose independently, every expert as likely as another.
     """
-    model = family_of(config.architecture).build(config, ShapeRecorder())
+    model, _ = family_of(config.architecture).skeleton(config)
     total = config.vocab_size * config.hidden_size
     for block in model.blocks:
         held = sum(ref.layer.weight.numel() for ref in block.linears() if isinstance(ref.layer, Linear))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -23,12 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from benchmarks.harness import int_list
 from benchmarks.kv_peers import Reader, as_words, serve_owner
 from engine.gpu.swap import HostCopies
 from kvstore.layout import PoolGeometry, full_attention
@@ -39,6 +42,8 @@ from worker import nccl_pool
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
 WARM_UP = 2
 NUM_LEASES = 4  # prompts that are granted, then pulled one after the other
+Ask = Callable[[int], tuple[PeerLease, float]]
+"""From a number of blocks to a lease on as many, and the seconds that granting it took."""
 
 
 def median_seconds(run: Callable[[], float], rounds: int) -> float:
@@ -106,33 +111,34 @@ def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> No
         out = [(BlockId(block), HostSlot(slot)) for slot, block in enumerate(blocks)]
         back = [(HostSlot(slot), BlockId(block)) for slot, block in enumerate(blocks)]
         num_bytes = len(blocks) * geometry.block_bytes
-        for name, run in (("swap out", lambda o=out: copies.out(o)), ("swap in", lambda b=back: copies.into(b))):
+        for name, swap in (
+            ("swap out", functools.partial(copies.out, out)), ("swap in", functools.partial(copies.into, back)),
+        ):  # fmt: skip
             stalls: list[float] = []
-
-            def once(run: Callable[[], Callable[[], None]] = run, stalls: list[float] = stalls) -> float:
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize(device)
-                began = time.perf_counter()
-                first.record()
-                wait = run()
-                last.record()
-                wait()
-                torch.cuda.synchronize(device)
-                stalls.append(first.elapsed_time(last))
-                return time.perf_counter() - began
-
-            seconds = median_seconds(once, options.rounds)
+            seconds = median_seconds(functools.partial(time_swap, swap, device, stalls), options.rounds)
             report(options, name, tokens, num_bytes, seconds, step_stream_ms=statistics.median(stalls))
 
 
-Ask = Callable[[int], tuple[PeerLease, float]]
+def time_swap(swap: Callable[[], Callable[[], None]], device: torch.device, stalls: list[float]) -> float:
+    """Seconds until the copies are done. stalls: gets the milliseconds for which the step stream waits."""
+    event: Any = torch.cuda.Event  # it has no annotations
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    first.record()
+    wait = swap()
+    last.record()
+    wait()
+    torch.cuda.synchronize(device)
+    stalls.append(first.elapsed_time(last))
+    return time.perf_counter() - began
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-7b", choices=sorted(SHAPES))
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--tokens", default="1024,4096")
+    parser.add_argument("--tokens", type=int_list, default=[1024, 4096])
     parser.add_argument("--transports", default="", help="default: all that there are")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
@@ -140,47 +146,58 @@ def main() -> None:
     parser.add_argument("--piece-mb", type=float, default=nccl_pool.PIECE_BYTES / 2**20, help="of nccl's messages")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)  # the owner's process: its folder
-    options = parser.parse_args()
-    options.tokens = [int(each) for each in options.tokens.split(",")]
+    return parser.parse_args()
+
+
+def transports_of(options: argparse.Namespace) -> list[str]:
+    if options.transports:
+        return list(options.transports.split(","))
+    on_gpus = [] if options.device == "cpu" else ["cuda_ipc"]
+    if on_gpus and options.owner_device not in ("", options.device):
+        on_gpus.append("nccl")
+    return [*on_gpus, "shm", "tcp"]
+
+
+@contextlib.contextmanager
+def owner_process(folder: str) -> Iterator[Ask]:
+    """The process that grants leases, with this one's arguments: a function from numbers of blocks to leases."""
+    argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
+    root = Path(__file__).resolve().parents[1]
+    env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+    owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
+    stdin, stdout = owner.stdin, owner.stdout
+    assert stdin is not None
+    assert stdout is not None
+
+    def ask(count: int) -> tuple[PeerLease, float]:
+        stdin.write(f"{count}\n")
+        stdin.flush()
+        handle, seconds = stdout.readline().split()
+        return open_handle(msgspec.msgpack.decode(bytes.fromhex(handle), type=KvHandle)), float(seconds)
+
+    try:
+        if stdout.readline() != "ready\n":
+            sys.exit("the owner's process did not start")
+        yield ask
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def main() -> None:
+    options = parse()
     nccl_pool.PIECE_BYTES = int(options.piece_mb * 2**20)
-    layers, heads, size = SHAPES[options.shape]
+    layout = full_attention(*SHAPES[options.shape], "bfloat16")
     num_blocks = NUM_LEASES * (max(options.tokens) // options.block_size)
-    geometry = PoolGeometry(
-        full_attention(layers, heads, size, "bfloat16"), num_blocks, options.block_size, "benchmark"
-    )
+    geometry = PoolGeometry(layout, num_blocks, options.block_size, "benchmark")
     if options.serve:
         device = torch.device(options.owner_device or options.device)
         transport = "nixl" if "nixl" in options.transports else "auto"  # NIXL is there for those who ask for it
         asyncio.run(serve_owner(geometry, device, options.serve, transport))
         return
-    names = options.transports.split(",") if options.transports else ["shm", "tcp"]
-    if not options.transports and options.device != "cpu":
-        names.insert(0, "cuda_ipc")
-        if options.owner_device not in ("", options.device):
-            names.insert(1, "nccl")
-    with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder:
-        argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
-        root = Path(__file__).resolve().parents[1]
-        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
-        owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
-        stdin, stdout = owner.stdin, owner.stdout
-        assert stdin is not None
-        assert stdout is not None
-
-        def ask(count: int) -> tuple[PeerLease, float]:
-            stdin.write(f"{count}\n")
-            stdin.flush()
-            handle, seconds = stdout.readline().split()
-            return open_handle(msgspec.msgpack.decode(bytes.fromhex(handle), type=KvHandle)), float(seconds)
-
-        try:
-            if stdout.readline() != "ready\n":
-                sys.exit("the owner's process did not start")
-            for name in names:
-                measure_transport(options, geometry, folder, name, ask)
-        finally:
-            owner.kill()
-            owner.communicate()
+    with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder, owner_process(folder) as ask:
+        for name in transports_of(options):
+            measure_transport(options, geometry, folder, name, ask)
     if options.device != "cpu":
         measure_host_tier(options, geometry)
 

@@ -63,7 +63,7 @@ def int8_weight(linear: Linear) -> LinearLayer:
 def int4_weight(linear: Linear) -> LinearLayer:
     """The weight as a file without calibration would hold it."""
     rows = quantize_int4(linear.weight)
-    packed = pack_w4(rows.values, rows.scales, rows.zeros)
+    packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
     return lambda x: w4a16_linear(x, packed, linear.bias)
 
 

@@ -21,7 +21,6 @@ from engine.engine import Engine
 from engine.gpu.config import GpuConfig
 from engine.gpu.failures import LESS_KV, SMALLER_WEIGHTS, explained
 from engine.kv.block_groups import BlockGroups
-from engine.kv.grouped_manager import GroupedKVManager
 from engine.kv.manager import KVManager
 from engine.kv.memory import (
     DTYPE_NAMES,
@@ -33,7 +32,8 @@ from engine.kv.memory import (
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
 from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
-from engine.parallel.followers import place_of
+from engine.parallel.followers import Followers, place_of
+from engine.parallel.remote_stage import RemoteStage
 from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
@@ -108,15 +108,7 @@ def _assemble(
     with explained(SMALLER_WEIGHTS):
         loaded = load_model(files, config, device, shard, on_progress, stage)
     loads, rebalancer = _expert_loads(loaded, config)
-    max_model_len = loaded.config.context_length(config.max_model_len)
-    if device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
-        from engine.gpu.memory import num_blocks_that_fit
-
-        config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
-    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
-    if followers is not None:
-        geometry = replace(geometry, num_blocks=common_num_blocks(followers, loaded, geometry, config))
-    max_model_len = context_in_pool(max_model_len, geometry, config)
+    config, geometry, max_model_len = _size_pool(loaded, config, gpu, followers)
     pool = memory.allocate(geometry, device)
     host_tier = memory.open_host_tier(geometry, int(config.host_tier_gb * 2**30))
     make_runner = partial(_make_runner, loaded, pool, _host_buffer(host_tier, geometry), config, gpu, max_model_len)
@@ -161,6 +153,21 @@ def _check_gpu(config: EngineConfig, gpu: GpuConfig, files: ModelFiles) -> None:
 
     if gpu.attention_backend != "auto":
         check_attention(read_config(files, config), gpu.attention_backend)
+
+
+def _size_pool(
+    loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, followers: Followers | RemoteStage | None
+) -> tuple[EngineConfig, PoolGeometry, int]:
+    """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
+    max_model_len = loaded.config.context_length(config.max_model_len)
+    if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
+        from engine.gpu.memory import num_blocks_that_fit  # needs triton
+
+        config = replace(config, num_gpu_blocks=num_blocks_that_fit(loaded, config, gpu, max_model_len))
+    geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
+    if followers is not None:
+        geometry = replace(geometry, num_blocks=common_num_blocks(followers, loaded, geometry, config))
+    return config, geometry, context_in_pool(max_model_len, geometry, config)
 
 
 def _make_scheduler(
@@ -215,11 +222,8 @@ def _expert_loads(loaded: LoadedModel, config: EngineConfig) -> tuple[ExpertLoad
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig, host_tier: HostTier | None) -> KVManager:
     """Block bookkeeping for a pool of that geometry."""
-    pool, name = BlockPool(geometry.num_blocks, config.prefix_cache), geometry.fingerprint
-    if geometry.layout.has_windows:
-        groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
-        return GroupedKVManager(pool, groups, name, host_tier, config.prefix_cache)
-    return KVManager(pool, config.block_size, name, host_tier, config.prefix_cache)
+    groups = BlockGroups.of(geometry.layout, config.block_size, config.max_num_batched_tokens)
+    return KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint, host_tier)
 
 
 def _host_buffer(host_tier: HostTier | None, geometry: PoolGeometry) -> torch.Tensor | None:

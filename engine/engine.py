@@ -1,7 +1,7 @@
 """One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
 
-Used as it is by `engine.LLM` (in-process) and by a worker's rank (`worker/engine_process.py`). It does not know where
-requests come from, what text is, or how KV reaches a load job's blocks.
+Used as it is by `engine.LLM` (in-process) and by a worker's engine process (`worker/engine_process.py`). It does not
+know where requests come from, what text is, or how KV reaches a load job's blocks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
-import numpy as np
-
 from common.errors import InvalidRequestError
-from common.token_ids import pack_ids
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, RequestOutput, SamplingParams
+from engine.request_checks import check_output, check_prompt
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.scheduler import Scheduler
 
@@ -84,11 +82,11 @@ class Engine:
         self.scheduler = scheduler
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.num_steps = 0
+        self.num_steps = 0  # launched
+        self.num_ended = 0  # steps whose result was applied
         self.num_failed_steps = 0  # steps that had to be repeated row by row
-        self.num_ended = 0  # of them
-        self.last_step = StepStats()  # that ended
-        self.last_plan = StepPlan()
+        self.last_step = StepStats()  # of the last one that ended
+        self.last_plan = StepPlan()  # of the last one that was scheduled
         self._runner = runner
         self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
         self._last_end = 0.0
@@ -116,12 +114,10 @@ class Engine:
         due: time.monotonic() when its next token is due. is_late: it will come too late, so that `due` only ranks.
         is_prepared: it waits for `proceed`.
         """
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt must hold at least one token", "prompt")
         if adapter:  # the router names only adapters that are served: no client's mistake, so no `param`
             raise InvalidRequestError(f"this engine has no adapter {adapter!r}")
-        self._check_token_ids(prompt_token_ids, params)
-        self._check_output(output_token_ids, params)
+        check_prompt(prompt_token_ids, params, self.vocab_size)
+        check_output(output_token_ids, params, self.vocab_size)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         request = Request(
@@ -153,7 +149,7 @@ class Engine:
         is_late: bool = False,
     ) -> None:
         """Enqueue a prepared request with what only the end of its prompt has told; see `add_request`."""
-        self._check_output(output_token_ids, request.params)
+        check_output(output_token_ids, request.params, self.vocab_size)
         request.output_token_ids = list(output_token_ids)
         request.kv_source, request.num_source_tokens = kv_source, num_source_tokens
         request.due, request.is_late = due, is_late
@@ -263,34 +259,3 @@ class Engine:
         self.last_step = StepStats(prompts, rows, seconds, size.context, size.pairs, predicted)
         if is_like_others:
             budget.times.observe(rows, prompts, seconds, size.context, size.pairs)
-
-    def _check_token_ids(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        named = [
-            ("prompt", prompt_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
-            ("bad_words", [token_id for word in params.bad_words for token_id in word]),
-        ]
-        for param, token_ids in named:
-            self._check_in_vocabulary(param, token_ids, param)
-
-    def _check_output(self, output_token_ids: Sequence[int], params: SamplingParams) -> None:
-        # No `param`: clients do not send output tokens, so this is never their mistake.
-        self._check_in_vocabulary("the output", output_token_ids, None)
-        if len(output_token_ids) >= params.max_tokens:
-            raise InvalidRequestError("all max_tokens are generated already")
-
-    def _check_in_vocabulary(self, what: str, token_ids: Sequence[int], param: str | None) -> None:
-        if token_ids and _largest(token_ids) >= self.vocab_size:
-            raise InvalidRequestError(
-                f"{what} holds a token id outside the vocabulary (0 to {self.vocab_size - 1})", param
-            )
-
-
-def _largest(token_ids: Sequence[int]) -> float:
-    """The largest id; infinite when one is negative. A fourth of the time of min() and max() over a long prompt."""
-    try:
-        return int(np.frombuffer(pack_ids(token_ids), dtype="<u4").max())
-    except OverflowError:
-        return inf

@@ -28,7 +28,6 @@ from engine.plan import PlacedExperts
 class Move:
     """A slot that gets another expert, and a slot that has it."""
 
-    expert: int
     source: int
     target: int
 
@@ -42,7 +41,7 @@ def moves_between(before: Slots, after: Slots, num_ranks: int) -> list[Move]:
             continue
         sources = [slot for slot, held in enumerate(before) if held == expert]
         own = [slot for slot in sources if slot // count == target // count]
-        moves.append(Move(expert, own[0] if own else sources[target % len(sources)], target))
+        moves.append(Move(own[0] if own else sources[target % len(sources)], target))
     return moves
 
 

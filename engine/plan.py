@@ -96,10 +96,6 @@ class StepPlan(msgspec.Struct, gc=False):
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.rows or self.copies_out or self.copies_in)
-
 
 @dataclass(slots=True)
 class StepResult:

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from common.errors import ConfigError, UnsupportedModelError
 
-KvKind = Literal["full", "window", "latent", "state"]
+KvKind = Literal["full", "window", "latent"]
 SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("window", 2), ("latent", 1))  # kind and planes of a group
 MAX_WINDOW_GROUPS = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
@@ -31,7 +31,7 @@ class KvGroup:
     """Layers whose KV has one shape and one lifetime.
 
     full: of every token. window: of the last `window` tokens. latent: one vector a token that all heads share (MLA).
-    state: of a whole sequence, however long it is. Raises ConfigError for what contradicts itself.
+    Raises ConfigError for what contradicts itself.
     """
 
     name: str
@@ -63,7 +63,7 @@ class KvGroup:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers; in a state group, of one sequence."""
+        """Bytes of one token in all layers."""
         return len(self.layers) * self.num_planes * self.num_kv_heads * self.head_bytes
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class KvLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.groups if group.kind != "state")
+        return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def has_windows(self) -> bool:
@@ -100,15 +100,15 @@ def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str
 
 
 def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
-    """The layout of a model of whose tokens every layer keeps one vector (MLA): the latent and the rotated key."""
+    """The layout of latent attention (MLA): each layer keeps one vector a token, the latent and the rotated key."""
     return KvLayout((KvGroup("attention", "latent", tuple(range(num_layers)), 1, width, dtype, num_planes=1),))
 
 
 def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
-    """The layout of a model of whose layers some or all attend to the last tokens only: `windows[layer]`; 0: to all.
+    """The layout of a model whose layers look back `windows[layer]` tokens; 0: to the start.
 
-    Layers of one window are dealt to groups of equally many, those that see most first: in turn, so that consecutive
-    layers, as a pipeline stage has them, are as many of each group.
+    Layers of one window are divided into groups of equal size, the widest window first. They are assigned in turn, so
+    that consecutive layers, which a pipeline stage has, are about as many of each group.
     """
     by_window: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -128,9 +128,10 @@ def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int,
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers of a group, when so many layers have each window, the widest first.
+    """Layers of each group, where counts[i] layers have the i-th window, the widest first.
 
-    Of at most MAX_WINDOW_GROUPS groups, those that pad the first layers least, then the others; few large ones else.
+    Preferred are at most MAX_WINDOW_GROUPS groups, then the least padding of the first window's layers, then of all,
+    then the fewest groups.
     """
 
     def cost(size: int) -> tuple[bool, int, int, int]:

@@ -14,19 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_rows
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transport.handle import HandleWriter, KvHandle
+from kvstore.transport.host_pull import Blocks
 from kvstore.types import BlockId, Epoch, LeaseId
 from worker.device_pool import DevicePool
 
 logger = logging.getLogger("engine")
-Blocks = npt.NDArray[np.uint8]
 
 
 class KvExporter(Protocol):

@@ -51,7 +51,7 @@ class KvExports:
 
     def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> Exported:
         request, kv = entry.request, self._scheduler.kv
-        kv.extend_keys(request)
+        kv.prefixes.extend_keys(request)
         block_ids = kv.part_blocks(request, first, last)
         digests = self._leases.digests(block_ids)
         kv.pool.acquire(block_ids)

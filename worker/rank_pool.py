@@ -14,10 +14,11 @@ from torch import Tensor
 from engine.gpu.pinning import pin
 from engine.kv.memory import host_buffer_over
 from kvstore.layout import PoolGeometry
-from kvstore.transport.client import Blocks, KvClient, Transport, host_client, host_transports
+from kvstore.transport.client import KvClient, Transport, host_client, host_transports
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import ShardAddress
+from kvstore.transport.host_pull import Blocks
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nccl import NcclTransport
 from kvstore.transport.nixl_agent import NixlAgent

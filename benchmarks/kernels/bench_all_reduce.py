@@ -78,7 +78,7 @@ def main() -> int:
             process.start()
         for process in ranks:
             process.join()
-    return max(abs(process.exitcode) for process in ranks)
+    return max(abs(process.exitcode or 0) for process in ranks)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ Quantization of x is part of the time. `--sweep` tries settings of the kernels, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime.errors import TritonError
 
 from benchmarks.kernels import gemm_settings
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, read_bandwidth, report
@@ -71,50 +71,52 @@ def linear(weight: Tensor, _: SplitKWorkspace) -> Linear:
 
 
 def as_it_is(layer: Layer, _: int, __: SplitKWorkspace) -> Callable[[Tensor], object]:
-    return layer
+    call: Callable[[Tensor], object] = layer
+    return call
 
 
 def preloaded(layer: Linear, num_rows: int, _: SplitKWorkspace) -> Callable[[Tensor], object] | None:
     return None if split_k.config_of(layer, num_rows) is None else split_k.gemm(layer, num_rows)
 
 
+def each_of(configs: Iterable[Any], call: Callable[[Any, Layer], object]) -> Iterator[Setting]:
+    return ((config, partial(call, config)) for config in configs)
+
+
 def plain_settings(x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
-    for config in gemm_settings.GEMVS * (x.shape[0] == 1):
-        yield config, lambda layer, config=config: gemv(x, layer.weight, None, config)
-    for config in gemm_settings.TILES:
-        yield config, lambda layer, config=config: skinny_gemm(x, layer.weight, None, workspace, config)
+    if x.shape[0] == 1:
+        yield from each_of(gemm_settings.GEMVS, lambda config, layer: gemv(x, layer.weight, None, config))
+    yield from each_of(
+        gemm_settings.TILES, lambda config, layer: skinny_gemm(x, layer.weight, None, workspace, config)
+    )
 
 
 def settings_8_bit(kind: type[EightBitLinear], x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
     values, scales = quantize_rows(x, kind.dtype, kind.num_planes)
     if values.shape[0] <= MAX_ROWS:
-        for sliced in gemm_settings.SLICED_K:
-            yield (
-                sliced,
-                lambda layer, config=sliced: sliced_k_gemm(
-                    values, scales, layer.weight, layer.scales, None, x.dtype, config
-                ),
-            )
-    for tile in gemm_settings.TILES_8_BIT if values.shape[0] <= 64 else gemm_settings.TILES_8_BIT_MANY_ROWS:
-        yield (
-            tile,
-            lambda layer, config=tile: skinny_gemm(
-                values, layer.weight, None, workspace, config, scales, layer.scales, x.dtype
-            ),
+        yield from each_of(
+            gemm_settings.SLICED_K,
+            lambda config, layer: sliced_k_gemm(values, scales, layer.weight, layer.scales, None, x.dtype, config),
         )
+    yield from each_of(
+        gemm_settings.TILES_8_BIT if values.shape[0] <= 64 else gemm_settings.TILES_8_BIT_MANY_ROWS,
+        lambda config, layer: skinny_gemm(
+            values, layer.weight, None, workspace, config, scales, layer.scales, x.dtype
+        ),
+    )
 
 
 def w4_settings(group: int, x: Tensor, workspace: SplitKWorkspace) -> Iterator[Setting]:
     if x.shape[0] <= MAX_W4_ROWS:
-        for sliced in gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS:
-            yield sliced, lambda layer, config=sliced: w4_skinny_gemm(x, layer.packed, None, config)
+        yield from each_of(
+            gemm_settings.W4_ONE_ROW if x.shape[0] == 1 else gemm_settings.W4_ROWS,
+            lambda config, layer: w4_skinny_gemm(x, layer.packed, None, config),
+        )
     planes = quantize_with_sums(x, group)
-    for tile in gemm_settings.W4_PLANES:
-        if tile.block_m <= 2 * x.shape[0]:
-            yield (
-                tile,
-                lambda layer, config=tile: w4_planes_gemm(*planes, layer.packed, None, x.dtype, workspace, config),
-            )
+    yield from each_of(
+        [tile for tile in gemm_settings.W4_PLANES if tile.block_m <= 2 * x.shape[0]],
+        lambda config, layer: w4_planes_gemm(*planes, layer.packed, None, x.dtype, workspace, config),
+    )
 
 
 def w4_layer(group: int, weight: Tensor, workspace: SplitKWorkspace) -> W4A16Linear:
@@ -201,11 +203,7 @@ def sweep(
         for config, call in kind.settings(x, workspace):
             try:
                 seconds = graph_seconds([partial(call, layer) for layer in layers], 5)
-            except (
-                RuntimeError,
-                ValueError,
-                triton.runtime.errors.TritonError,
-            ) as error:  # tiles or partials too large
+            except (RuntimeError, ValueError, TritonError) as error:  # tiles or partials too large
                 report("skipped", str(config), why=str(error)[:80])
                 continue
             results.append((seconds, f"{config} {seconds * 1e6:.2f}"))

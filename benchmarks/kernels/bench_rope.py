@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.bench_rms_norm import eager_rms_norm
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
 from kernels.gpu.launch_configs import RopeConfig
 from kernels.gpu.rope import rope_and_write_kv
@@ -24,18 +25,13 @@ def eager_rope(
     qkv: Tensor, table: Tensor, positions: Tensor, slots: Tensor, norm: Tensor | None, pool: Tensor, layer: int
 ) -> Tensor:
     num_kv_heads = pool.shape[3]
-    q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     cos, sin = table[positions, 0][:, None], table[positions, 1][:, None]
     if norm is not None:
-        q, k = (_eager_norm(x, norm[: x.shape[1]]) for x in (q, k))
+        q, k = (eager_rms_norm(x, norm[: x.shape[1]]) for x in (q, k))
     q, k = (x * cos + torch.cat([x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1) * sin for x in (q, k))
     write_kv(pool, layer, torch.stack([k, v], dim=1), slots // BLOCK_SIZE, slots % BLOCK_SIZE)
     return q
-
-
-def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
-    value = x.float()
-    return weight * (value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def main() -> None:

@@ -52,12 +52,8 @@ def main() -> None:
                     torch.full((rows,), value, dtype=dtype, device="cuda")
                     for value, dtype in zip(kind, dtypes, strict=True)
                 ]
-                seconds = graph_seconds(
-                    [
-                        functools.partial(sample, logits, *columns, seeds, positions, workspace, token_ids)
-                        for logits in sets
-                    ]
-                )
+                arguments = *columns, seeds, positions, workspace, token_ids
+                seconds = graph_seconds([functools.partial(sample, logits, *arguments) for logits in sets])
                 eager = eager_seconds([functools.partial(eager_sample, logits, *kind) for logits in sets[:2]], 3)
                 report(
                     "sampling", f"{name}, {rows} rows, spread {spread:g}", us=seconds * 1e6,

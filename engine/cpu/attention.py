@@ -8,7 +8,6 @@ pool once per step, after the last layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +27,7 @@ from kernels.cpu_attention import (
     padded_len,
 )
 from kernels.paged_attention import write_kv
-from kvstore.types import BlockId
+from kvstore.transport.runs import runs_of
 
 MIRROR_TO_POOL_BYTES = 2  # the mirror may take this many times the pool's memory
 MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation more, which copies twice
@@ -165,7 +164,7 @@ class CpuAttention:
         workspace = torch.zeros(2, self._kv_heads, size, self._head_dim, dtype=self._pool.dtype)
         block_ids = batch.requests[index].block_ids[:num_blocks]
         start, stop = batch.query_starts[index], batch.query_starts[index + 1]
-        return Chunk(start, stop, seq_len, torch.tensor(block_ids), runs_of(block_ids), workspace)
+        return Chunk(start, stop, seq_len, torch.tensor(block_ids), list(runs_of(block_ids)), workspace)
 
     def _attend_group(self, layer: int, q: Tensor, kv: Tensor, group: DecodeGroup) -> Tensor:
         """Store K and V in the mirror and attend: (n, num_heads, head_dim)."""
@@ -205,14 +204,3 @@ class CpuAttention:
             blocks, offsets = blocks[tokens], offsets[tokens]
         by_token = self._pool.permute(0, 4, 1, 2, 3, 5)  # (num_blocks, block_size, num_layers, 2, kv_heads, head_dim)
         by_token.index_put_((blocks, offsets), torch.stack(metadata.new_kv, dim=1))
-
-
-def runs_of(block_ids: Sequence[BlockId]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive ids: (index of the first, its id, length). A pool in little use has few."""
-    runs: list[tuple[int, int, int]] = []
-    for place, block_id in enumerate(block_ids):
-        if runs and block_id == runs[-1][1] + runs[-1][2]:
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((place, block_id, 1))
-    return runs

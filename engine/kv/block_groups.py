@@ -7,7 +7,7 @@ with a window of w reads, for the query of token t, the keys of tokens t - w + 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.layout import KvLayout
@@ -32,8 +32,16 @@ class BlockGroups:
     def num_groups(self) -> int:
         return len(self.windows)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tables are plain lists of blocks, all of which are read until the sequence ends."""
+        return self.windows == (0,)
+
     def num_positions(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_entries(self, num_tokens: int) -> int:
+        return self.num_positions(num_tokens) * self.num_groups
 
     def first_live(self, window: int, num_computed: int) -> int:
         """The first position that the query of token `num_computed` and later ones read."""
@@ -44,6 +52,8 @@ class BlockGroups:
 
         first: leave out positions before it.
         """
+        if self.is_plain:
+            return list(range(first, self.num_positions(num_tokens)))
         starts = [max(self.first_live(window, num_computed), first) for window in self.windows]
         count = len(starts)
         return [
@@ -74,6 +84,27 @@ class BlockGroups:
         short = num_blocks // self.num_groups  # positions while no group has left any behind
         long = max(num_blocks - bounded, 0) // num_unbounded
         return max(short, long) * self.block_size
+
+    def longest_hit(self, num_positions: int, has: Callable[[int, int], bool]) -> int:
+        """Positions of the longest prefix, at most `num_positions`, of which all groups have what is live behind it.
+
+        has: whether a position has a block of a group.
+        """
+        runs = [0] * self.num_groups  # how many positions in a row each group has, up to the last one looked at
+        longest = 0
+        for position in range(num_positions):
+            for group, window in enumerate(self.windows):
+                if has(position, group):
+                    runs[group] += 1
+                elif window:
+                    runs[group] = 0
+                else:
+                    return longest
+            count = position + 1
+            needed = (count - self.first_live(window, count * self.block_size) for window in self.windows)
+            if all(run >= least for run, least in zip(runs, needed, strict=True)):
+                longest = count
+        return longest
 
     def _most_of(self, window: int, num_positions: int) -> int:
         """Most blocks of one group: from the first key of a step's first query to the step's last token."""

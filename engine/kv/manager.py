@@ -1,20 +1,22 @@
 """Block bookkeeping of requests: what a request owns, what caches give it, where it goes when it is swapped.
 
 Sits between the scheduler, which decides, and `BlockPool` and `HostTier`, which count. Knows nothing of queues,
-budgets or tensors; copies are only written into the step, for the runner to execute.
+budgets or tensors; copies are only written into the step, for the runner to execute. Tables are those of
+`engine/kv/block_groups.py`: what no later query reads goes back when a request takes its next blocks (`grow`), so
+that nothing is done per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.token_ids import pack_ids
+from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
+from engine.kv.prefixes import Prefixes
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
-from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
-from kvstore.types import BlockId, BlockKey
+from kvstore.types import BlockId
 
 
 @dataclass(slots=True)
@@ -30,130 +32,148 @@ class CacheStats:
 class KVManager:
     """Blocks of requests in one pool, with an optional host tier behind it."""
 
-    blocks_per_position = 1
-    """Blocks that a request takes when its last ones are full."""
-    leases_in_order = True
-    """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
-
     def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        fingerprint: str,
-        host_tier: HostTier | None = None,
-        enable_prefix_cache: bool = True,
+        self, pool: BlockPool, groups: BlockGroups, fingerprint: str, host_tier: HostTier | None = None
     ) -> None:
         self.pool = pool
-        self.block_size = block_size
+        self.groups = groups
+        self.block_size = groups.block_size
+        self.blocks_per_position = groups.num_groups  # that a request takes when its last ones are full
         self.host_tier = host_tier
-        self.enable_prefix_cache = enable_prefix_cache
         self.stats = CacheStats()
-        self._fingerprint = fingerprint
-        self._roots: dict[tuple[str, str], BlockKey] = {}  # by adapter and salt
+        self.prefixes = Prefixes(pool, groups, fingerprint)
+
+    # -- counts ----------------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Entries of a table for `num_tokens`."""
+        return -(-num_tokens // self.block_size) * self.blocks_per_position
 
     def num_tokens_in(self, num_blocks: int) -> int:
-        """Tokens for which a request has room in `num_blocks` blocks of its own."""
-        return num_blocks * self.block_size
+        """Tokens for which a table of `num_blocks` entries has room."""
+        return num_blocks // self.blocks_per_position * self.block_size
 
     def longest_sequence(self, max_model_len: int) -> int:
         """The longest sequence that the pool holds, at most `max_model_len`."""
-        return min(max_model_len, self.pool.num_blocks * self.block_size)
+        longest = self.groups.longest(self.pool.num_blocks)
+        return max_model_len if longest is None else min(max_model_len, longest)
 
     def held_blocks(self, request: Request) -> list[BlockId]:
         """The blocks on which `request` has references."""
-        return request.block_ids
+        return _held(request.block_ids)
+
+    def num_blocks_to_admit(self, request: Request) -> int:
+        """How many of the available blocks all tokens of `request` take at most; changes nothing.
+
+        Blocks of its prefix that others use are free of charge; idle ones count as available until it takes them.
+        Those of a window are charged: they go back, and the request gets its own.
+        """
+        windows = self.groups.windows
+        table = self.prefixes.cached_table(request, request.num_reusable_tokens) if 0 in windows else []
+        kept = [block_id for entry, block_id in enumerate(table) if not windows[entry % len(windows)]]
+        num_shared = sum(1 for block_id in kept if self.pool.refcount(block_id))
+        return self.groups.most_live(request.num_tokens) - num_shared
+
+    def num_blocks_to_resume(self, request: Request, num_tokens: int) -> int:
+        """How many of the available blocks swapped KV and the tokens up to `num_tokens` take."""
+        return self.groups.num_live(request.num_computed_tokens, num_tokens)
+
+    def num_blocks_to_load(self, num_tokens: int) -> int:
+        """Number of blocks in a peer's lease on the KV of `num_tokens`."""
+        return self.groups.num_live(num_tokens, num_tokens)
 
     # -- taking blocks ---------------------------------------------------------------------------------------
 
     def attach_cached(self, request: Request, max_tokens: int) -> int:
         """Give `request` the cached blocks of its longest known prefix, at most `max_tokens`; returns tokens."""
-        if not self.enable_prefix_cache:
-            return 0
         assert not request.block_ids
-        self.extend_keys(request)
-        keys = request.block_keys[: max_tokens // self.block_size]
-        found = self.pool.lookup(keys)
-        self.pool.acquire(found)
-        request.block_ids.extend(found)
-        request.num_published_blocks = len(found)
-        return len(found) * self.block_size
+        request.block_ids = self.prefixes.cached_table(request, max_tokens)
+        self.pool.acquire(_held(request.block_ids))
+        request.num_published_blocks = len(request.block_ids) // self.blocks_per_position
+        return request.num_published_blocks * self.block_size
 
-    def num_blocks_to_load(self, num_tokens: int) -> int:
-        """Number of blocks in a peer's lease on the KV of `num_tokens`."""
-        return self.num_blocks_for(num_tokens)
+    def cached_blocks(self, request: Request) -> list[BlockId]:
+        """The blocks of the longest known prefix of `request`, idle ones included; changes nothing."""
+        return _held(self.prefixes.cached_table(request, request.num_reusable_tokens))
 
     def attach_for_load(self, request: Request, num_tokens: int) -> tuple[dict[int, BlockId], int]:
         """Give `request` all blocks for `num_tokens`: cached ones where there are any, fresh ones to be filled else.
 
-        Returns the fresh ones by their position in the peer's lease, and the number of tokens that are cached. The
-        caller has checked that they are available.
+        A peer's lease holds the blocks that are live behind `num_tokens`, in the table's order. Returns the fresh
+        ones by their position there, and the number of tokens that are cached. The caller has checked that they are
+        available.
         """
-        first, num_full = len(request.block_ids), num_tokens // self.block_size
-        found = [self._cached_block(key) for key in request.block_keys[first:num_full]]
-        found += [None] * (self.num_blocks_for(num_tokens) - first - len(found))
-        self.pool.acquire(block_id for block_id in found if block_id is not None)  # before others are evicted
-        positions = [position for position, block_id in enumerate(found, first) if block_id is None]
-        fresh = dict(zip(positions, self.pool.allocate(len(positions)), strict=True))
-        request.block_ids += [fresh[at] if block_id is None else block_id for at, block_id in enumerate(found, first)]
-        return fresh, (len(request.block_ids) - len(fresh)) * self.block_size
-
-    def _cached_block(self, key: BlockKey) -> BlockId | None:
-        return next(iter(self.pool.lookup([key])), None) if self.enable_prefix_cache else None
-
-    def cached_blocks(self, request: Request) -> list[BlockId]:
-        """The blocks of the longest known prefix of `request`, idle ones included; changes nothing."""
-        if not self.enable_prefix_cache:
-            return []
-        self.extend_keys(request)
-        return self.pool.lookup(request.block_keys[: request.num_reusable_tokens // self.block_size])
-
-    def num_blocks_to_admit(self, request: Request) -> int:
-        """How many of the available blocks all tokens of `request` take; changes nothing.
-
-        Blocks of its prefix that others use are free of charge; idle ones count as available until it takes them.
-        """
-        num_shared = sum(1 for block_id in self.cached_blocks(request) if self.pool.refcount(block_id))
-        return self.num_blocks_for(request.num_tokens) - num_shared
-
-    def num_blocks_to_resume(self, request: Request, num_tokens: int) -> int:
-        """How many of the available blocks swapped KV and the tokens up to `num_tokens` take."""
-        return self.num_blocks_for(num_tokens)
+        count, num_attached = self.blocks_per_position, len(request.block_ids)
+        num_full = num_tokens // self.block_size if self.pool.enable_prefix_cache else 0
+        request.block_ids += [NO_BLOCK] * (self.num_blocks_for(num_tokens) - num_attached)
+        live = self.groups.live_entries(num_tokens, num_tokens)
+        missing: dict[int, int] = {}  # entry -> position in the lease
+        for position, entry in enumerate(live):
+            if entry < num_attached:
+                continue
+            found = self.pool.lookup([self.prefixes.key(request, entry)]) if entry < num_full * count else []
+            if found:
+                self.pool.acquire(found)  # before others are evicted
+                request.block_ids[entry] = found[0]
+            else:
+                missing[entry] = position
+        fresh: dict[int, BlockId] = {}
+        for (entry, position), block_id in zip(missing.items(), self.pool.allocate(len(missing)), strict=True):
+            request.block_ids[entry] = fresh[position] = block_id
+        num_positions = len(request.block_ids) // count
+        return fresh, num_positions * (len(live) - len(fresh)) // len(live) * self.block_size
 
     def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
         """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
-        if self.host_tier is None or not self.enable_prefix_cache:
+        if self.host_tier is None or not self.pool.enable_prefix_cache:
             return 0
-        first = len(request.block_ids)
-        keys = request.block_keys[first : max_tokens // self.block_size]
-        slots = self.host_tier.lookup(keys) if keys else []
-        if not slots:
+        first = len(request.block_ids) // self.blocks_per_position
+        last = min(max_tokens // self.block_size, len(request.block_keys))
+        if first >= last:
             return 0
+        last, slots = self.prefixes.find_on_host(self.host_tier, request, first, last)
         blocks = self.pool.allocate(len(slots))
-        step.copies_in.extend(zip(slots, blocks, strict=True))
-        request.block_ids.extend(blocks)
-        self.stats.host_hit_tokens += len(slots) * self.block_size
-        return len(slots) * self.block_size
+        step.copies_in.extend(zip(slots.values(), blocks, strict=True))
+        request.block_ids += [NO_BLOCK] * (last * self.blocks_per_position - len(request.block_ids))
+        for entry, block_id in zip(slots, blocks, strict=True):
+            request.block_ids[entry] = block_id
+        num_tokens = (last - first) * self.block_size
+        self.stats.host_hit_tokens += num_tokens
+        return num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; False, and nothing changed, when the pool is exhausted."""
+        """Make room for `num_tokens` tokens in all; False when the pool is exhausted.
+
+        Blocks that no query from the first uncomputed token on reads go back first, if new ones are needed.
+        """
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
+        self._release_passed(request)
         if missing > self.pool.num_available:
             return False
         request.block_ids.extend(self.pool.allocate(missing))
         return True
 
-    # -- giving blocks back ----------------------------------------------------------------------------------
+    # -- publishing blocks, and giving them back -------------------------------------------------------------
+
+    def publish(self, request: Request) -> None:
+        """Make the request's blocks findable that are full, computed and not published yet."""
+        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
+        first, count = request.num_published_blocks, self.blocks_per_position
+        if num_full <= first or not self.pool.enable_prefix_cache:
+            return
+        self.prefixes.extend_keys(request)
+        for entry in range(first * count, num_full * count):
+            block_id = request.block_ids[entry]
+            if block_id != NO_BLOCK:  # left behind already
+                self.pool.publish(block_id, self.prefixes.key(request, entry))
+        request.num_published_blocks = num_full
 
     def release(self, request: Request) -> None:
         """Drop all of the request's blocks and host slots. Keyed blocks stay cached."""
-        if request.block_ids:
-            self.pool.release(request.block_ids)
-            request.block_ids = []
+        self.pool.release(_held(request.block_ids))
+        request.block_ids = []
         request.num_published_blocks = 0
         if request.host_slots:
             assert self.host_tier is not None
@@ -163,75 +183,81 @@ class KVManager:
     def release_uncomputed(self, request: Request) -> None:
         """Drop the blocks behind those that hold the computed tokens of `request`."""
         num_kept = self.num_blocks_for(request.num_computed_tokens)
-        self.pool.release(request.block_ids[num_kept:])
+        self.pool.release(_held(request.block_ids[num_kept:]))
         del request.block_ids[num_kept:]
+
+    def _release_passed(self, request: Request) -> None:
+        """Give back the blocks that no query from the first uncomputed token on reads."""
+        block_ids, count = request.block_ids, self.blocks_per_position
+        for group, window in enumerate(self.groups.windows):
+            passed = self.groups.first_live(window, request.num_computed_tokens)
+            entry = (passed - 1) * count + group
+            while entry >= 0 and block_ids[entry] != NO_BLOCK:
+                self.pool.release([block_ids[entry]])
+                block_ids[entry] = NO_BLOCK
+                entry -= count
+
+    # -- blocks for peers ------------------------------------------------------------------------------------
+
+    @property
+    def leases_in_order(self) -> bool:
+        """Whether the lease on a prompt begins with the blocks of the leases on its parts."""
+        return self.groups.is_plain
+
+    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
+        """Blocks at positions `first` to before `last` that are worth a lease while the prompt is being computed.
+
+        Those of the one group without a window: others may go before the prompt is computed.
+        """
+        if self.groups.windows.count(0) != 1:
+            return []
+        return group_table(request.block_ids, 0, self.blocks_per_position, first, last)
 
     def detach(self, request: Request, num_tokens: int) -> list[BlockId]:
         """Take the blocks with the KV of the first `num_tokens` from `request`, with their references, for a lease.
 
-        Others are released.
+        Others are released. None, if the request has given its blocks up before.
         """
-        block_ids, request.block_ids = request.block_ids, []
-        count = self.num_blocks_for(num_tokens)
-        self.pool.release(block_ids[count:])
-        return block_ids[:count]
-
-    def part_blocks(self, request: Request, first: int, last: int) -> list[BlockId]:
-        """Blocks at positions `first` to before `last` that are worth a lease while the prompt is being computed."""
-        return request.block_ids[first:last]
-
-    def publish(self, request: Request) -> None:
-        """Make the request's blocks findable that are full, computed and not published yet."""
-        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        if not self.enable_prefix_cache or num_full <= request.num_published_blocks:
-            return
-        self.extend_keys(request)
-        for index in range(request.num_published_blocks, num_full):
-            self.pool.publish(request.block_ids[index], request.block_keys[index])
-        request.num_published_blocks = num_full
-
-    def extend_keys(self, request: Request) -> None:
-        """Compute the keys of all full blocks of known tokens."""
-        keys, size = request.block_keys, self.block_size
-        num_full = request.num_known_tokens // size
-        if len(keys) >= num_full:
-            return
-        parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
-        keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
+        table, request.block_ids = request.block_ids, []
+        live = self.groups.live_entries(num_tokens, num_tokens) if table else []
+        leased = [table[entry] for entry in live]
+        for entry in live:
+            table[entry] = NO_BLOCK
+        self.pool.release(_held(table))
+        return leased
 
     # -- host tier -------------------------------------------------------------------------------------------
 
     def swap_out(self, request: Request, step: ScheduledStep) -> bool:
         """Move the computed KV of `request` to the host tier; False when there is no tier or no room."""
-        num_blocks = self.num_blocks_for(request.num_computed_tokens)
-        if self.host_tier is None or num_blocks == 0:
+        live = self.groups.live_entries(request.num_computed_tokens, request.num_computed_tokens)
+        if self.host_tier is None or not live:
             return False
-        slots = self.host_tier.reserve([None] * num_blocks)
+        slots = self.host_tier.reserve([None] * len(live))
         if slots is None:
             return False
-        step.copies_out.extend(zip(request.block_ids[:num_blocks], slots, strict=True))
-        self.pool.release(request.block_ids)
-        request.block_ids = []
-        request.num_published_blocks = 0
+        step.copies_out.extend((request.block_ids[entry], slot) for entry, slot in zip(live, slots, strict=True))
+        self.release(request)
         request.host_slots = slots
         return True
 
     def swap_in(self, request: Request, step: ScheduledStep) -> None:
         """Bring swapped KV back into fresh blocks; the caller has checked that they are available."""
+        num_tokens = request.num_computed_tokens
+        request.block_ids = [NO_BLOCK] * self.num_blocks_for(num_tokens)
         blocks = self.pool.allocate(len(request.host_slots))
+        for entry, block_id in zip(self.groups.live_entries(num_tokens, num_tokens), blocks, strict=True):
+            request.block_ids[entry] = block_id
         step.copies_in.extend(zip(request.host_slots, blocks, strict=True))
-        request.block_ids = blocks
         request.host_slots = []
 
     def offload_evicted(self, step: ScheduledStep) -> None:
         """Plan to keep blocks that this step evicts in the host tier, as far as it has room."""
         evicted = self.pool.take_evicted()
-        if self.host_tier is None:
-            return
-        if not evicted:
+        if self.host_tier is None or not evicted:
             return
         missing = set(self.host_tier.missing([key for _, key in evicted]))
-        kept: list[tuple[BlockId, BlockKey]] = [entry for entry in evicted if entry[1] in missing]
+        kept = [entry for entry in evicted if entry[1] in missing]
         while kept:
             slots = self.host_tier.reserve([key for _, key in kept])
             if slots is not None:
@@ -251,10 +277,6 @@ class KVManager:
         if step.copies_in:
             self.host_tier.unpin([slot for slot, _ in step.copies_in])
 
-    def _root(self, adapter: str, salt: str) -> BlockKey:
-        root = self._roots.get((adapter, salt))
-        if root is None:
-            if len(self._roots) > 4096:  # salts come from clients: bounded
-                self._roots.clear()
-            root = self._roots[adapter, salt] = root_key(self._fingerprint, adapter, salt)
-        return root
+
+def _held(table: list[BlockId]) -> list[BlockId]:
+    return [block_id for block_id in table if block_id != NO_BLOCK]

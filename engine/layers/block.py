@@ -69,7 +69,7 @@ class Block(ABC):
 def take_linear(
     weights: WeightSource, names: Sequence[str], sizes: Sequence[int], in_size: int, bias: bool, partition: Partition
 ) -> Linear:
-    """One linear layer of the weights of that many outputs each, under each other; names without `.weight`."""
+    """Take weights, with `sizes` outputs each, and stack them into one linear layer. names: without `.weight`."""
     pairs = list(zip(names, sizes, strict=True))
     parts = [weights.take(f"{name}.weight", (size, in_size), partition) for name, size in pairs]
     biases = [weights.take(f"{name}.bias", (size,), partition) for name, size in pairs] if bias else []

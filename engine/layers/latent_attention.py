@@ -73,7 +73,7 @@ class LatentAttention(AttentionBlock):
         if rank is not None:
             self.q_b = q
             q = q_a
-        self.qkv_a: LinearLayer = under_each_other(q, kv_a)
+        self.qkv_a: LinearLayer = stacked(q, kv_a)
         self.kv_norm = weights.take(f"{name}.kv_a_layernorm.weight", (self.rank,))
         self.kv_b = weights.take(
             f"{name}.kv_b_proj.weight", (self.num_heads * (self.nope_dim + self.v_dim), self.rank), Partition.COLUMNS
@@ -210,8 +210,8 @@ def with_halves(linear: Linear, head_dim: int, rope_dim: int) -> Linear:
     return Linear(halves(linear.weight), None if linear.bias is None else halves(linear.bias))
 
 
-def under_each_other(first: Linear, second: Linear) -> Linear:
-    """One GEMM of two that read the same x."""
+def stacked(first: Linear, second: Linear) -> Linear:
+    """One layer of two that read the same x, with the outputs of both."""
     bias = None
     if first.bias is not None or second.bias is not None:
         biases = [x.weight.new_zeros(x.weight.shape[0]) if x.bias is None else x.bias for x in (first, second)]

@@ -61,9 +61,7 @@ class ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.partitions: dict[str, Partition] = {}
 
     def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         self.shapes[name] = shape
-        self.partitions[name] = partition
         return torch.empty(shape, device="meta")

@@ -17,8 +17,8 @@ def check_weights(
     needed: Mapping[str, Shape],
     found: Mapping[str, Shape],
     tied: bool,
+    unused: tuple[str, ...],
     quantized: Sequence[str] = (),
-    unused: tuple[str, ...] = (),
 ) -> None:
     """Raise ConfigError that names missing, unexpected and wrongly shaped weights.
 

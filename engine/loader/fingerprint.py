@@ -17,7 +17,7 @@ NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
 
 
-def fingerprint(parts: dict[str, Any], files: Iterable[Path] = ()) -> str:
+def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:
     """SHA-256 over `parts` (JSON values and dataclasses) and a digest of each file; names of folders do not count."""
     digest = hashlib.sha256()
     digest.update(json.dumps(parts, sort_keys=True, default=dataclasses.asdict).encode())

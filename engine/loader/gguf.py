@@ -18,7 +18,8 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.gguf_header import GgufTensor, read_gguf_header
 from engine.layers.weights import Partition
 from engine.loader.checkpoint import Shape
-from engine.loader.gguf_int4 import BLOCK_BYTES, Int4Rows, int4_rows
+from engine.loader.gguf_int4 import BLOCK_BYTES, int4_rows
+from engine.loader.quantized_rows import QuantizedRows
 from engine.models.config import ModelConfig
 
 OUTPUT_WEIGHT = "output.weight"
@@ -73,7 +74,7 @@ class GgufFile:
     def has_int4(self, name: str) -> bool:
         return self.tensors[name].type_id in BLOCK_BYTES
 
-    def read_int4(self, name: str) -> Int4Rows:
+    def read_int4(self, name: str) -> QuantizedRows:
         """One tensor of 4-bit blocks, not dequantized."""
         tensor = self.tensors[name]
         raw, _ = self._raw(tensor)
@@ -108,7 +109,7 @@ class GgufWeights:
         self._permuted = permuted
         self._dtype = dtype
         self._device = device
-        self.int4: dict[str, Int4Rows] = {}  # taken weights that the file holds as 4-bit blocks, if `keep_int4`
+        self.int4: dict[str, QuantizedRows] = {}  # taken weights that the file holds as 4-bit blocks, if `keep_int4`
         self.keep_int4 = False
         self._name_of = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
         self.shapes: dict[str, Shape] = {hf: file.tensors[name].shape for hf, name in self._name_of.items()}
@@ -122,9 +123,7 @@ class GgufWeights:
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         stored = self._name_of[name]
         if self.keep_int4 and self._file.has_int4(stored):
-            read = self._file.read_int4(stored)
-            rows = Int4Rows(*(self._in_order(name, part) for part in (read.values, read.scales, read.zeros)))
-            self.int4[name] = rows
+            rows = self.int4[name] = self._file.read_int4(stored).map(lambda part: self._in_order(name, part))
             return rows.dequantize(self._dtype)
         weight = self._in_order(name, self._file.read(stored))
         return weight.to(device=self._device, dtype=self._dtype, copy=True)

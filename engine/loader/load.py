@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -21,26 +21,22 @@ from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.layers.pipeline import Stage
 from engine.layers.post_norm import without_post_norm
-from engine.layers.weights import Part, WeightSource
+from engine.layers.weights import Part
+from engine.loader.converters import Conversion
 from engine.loader.counted import CountedWeights
 from engine.loader.fingerprint import fingerprint
-from engine.loader.gguf import GgufWeights
-from engine.loader.gguf_int4 import Int4Rows
-from engine.loader.mxfp4 import Mxfp4Experts, Mxfp4Weights
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.packed_linears import PackedLinears, can_keep_packed, packed_names
-from engine.loader.quantize import Quantizer
+from engine.loader.packed_linears import PackedLinears
 from engine.loader.sharded import ShardedWeights
 from engine.loader.source import Source, open_source
 from engine.loader.staged import StagedWeights, blocks_of, divide_layers, shard_of, stage_weights
-from engine.loader.supported import check_kernels, check_packed_experts, check_settings
+from engine.loader.supported import check_kernels, check_settings
 from engine.models.config import PLAIN_BITS, ExchangeKind, ModelConfig
 from engine.models.model import Model
 from engine.start_progress import OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
-GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their matrix units
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,33 +72,6 @@ def resolve_dtype(files: ModelFiles, engine_config: EngineConfig) -> torch.dtype
     return torch.float32 if files.kind == "dry-run" else torch.bfloat16
 
 
-def resolve_quant_mode(
-    engine_config: EngineConfig, dtype: torch.dtype, device: torch.device, has_int4: bool = False
-) -> str:
-    """`auto`: on a CPU with bfloat16 the 4-bit weights of a file that has them, else int8; elsewhere none.
-
-    Raises ConfigError for what has no kernel or no weights.
-    """
-    wanted = engine_config.quant_mode
-    if wanted == "auto":
-        fits = device.type == "cpu" and dtype == torch.bfloat16
-        return ("int4-weight" if has_int4 else "int8-weight") if fits else "none"
-    if wanted == "none":
-        return wanted
-    if dtype != torch.bfloat16:
-        raise ConfigError(f"--quant-mode {wanted} needs --dtype bfloat16; use --quant-mode none")
-    if wanted in GPU_CAPABILITIES:
-        if device.type == "cpu":
-            raise ConfigError(f"--quant-mode {wanted} needs a GPU; on a CPU use int8-weight")
-        needed, found = GPU_CAPABILITIES[wanted], torch.cuda.get_device_capability(device)
-        if found < needed:
-            raise ConfigError(
-                f"--quant-mode {wanted} needs a GPU of compute capability {needed[0]}.{needed[1]}, this one has "
-                f"{found[0]}.{found[1]}; use int8-weight"
-            )
-    return wanted
-
-
 def load_model(
     files: ModelFiles,
     engine_config: EngineConfig,
@@ -121,14 +90,16 @@ def load_model(
     with torch.inference_mode():
         source = open_source(files, engine_config, dtype, device)
         check_settings(source.config, engine_config)
-        quant_mode = _quant_mode(source.weights, engine_config, shard, dtype, device)
+        conversion = Conversion(source.weights, engine_config, shard, dtype, device)
         if stage is not None:
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
-        model = _build(source, engine_config, quant_mode, shard, dtype, device, on_progress)
+        model = _build(source, engine_config, conversion, shard, dtype, device, on_progress)
+    quant_mode = conversion.quant_mode
     identity = {
         "config": _as_cached(source.config),
         "dtype": DTYPE_NAMES[dtype],
         "quant_mode": quant_mode,
+        **conversion.identity,
         **source.identity,
     }
     if engine_config.kv_cache_dtype != "auto":
@@ -138,19 +109,6 @@ def load_model(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
     return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
-
-
-def _quant_mode(
-    weights: WeightSource, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
-) -> str:
-    """The mode, or a checkpoint's label where its weights stay as they are. Raises ConfigError."""
-    if engine_config.quant_mode == "auto":
-        if isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
-            return weights.quantization.label
-        if shard.size > 1:
-            return "none"
-    has_int4 = isinstance(weights, GgufWeights) and weights.has_int4
-    return resolve_quant_mode(engine_config, dtype, device, has_int4)
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
@@ -166,22 +124,10 @@ def _as_cached(config: ModelConfig) -> ModelConfig:
     return replace(config, latent=replace(config.latent, form="latent"))
 
 
-class _Converter(Protocol):
-    """What is done with the linear layers of a model that is being built."""
-
-    def convert(self, block: Block) -> None:
-        """Replace the block's layers, as soon as the block is there."""
-        ...
-
-    def finish(self, model: Model) -> None:
-        """Replace the output projection, when all blocks are done."""
-        ...
-
-
 def _build(
     source: Source,
     engine_config: EngineConfig,
-    quant_mode: str,
+    conversion: Conversion,
     shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
@@ -189,7 +135,7 @@ def _build(
 ) -> Model:
     """The model, or a rank's or a stage's part of it. Raises ConfigError."""
     check_kernels(source.config, device)
-    kept = _keep_packed(source, engine_config, source.checked_skeleton(), dtype, device)
+    kept = conversion.keep_packed(source.checked_skeleton())
     config, weights = source.config, source.weights
     parts: Mapping[str, Part] = {}
     if shard.size > 1:
@@ -205,8 +151,8 @@ def _build(
     if shard.layers is not None:
         weights = StagedWeights(counted, needed, drawn, dtype, device)
 
-    converter, has_plain_attention = _converter(source, kept, quant_mode, shard, parts, dtype, device, counted.count)
-    is_folded = engine_config.kv_cache_dtype == "fp8" and has_plain_attention
+    converter = conversion.converter(parts, counted.count)
+    is_folded = engine_config.kv_cache_dtype == "fp8" and conversion.leaves_attention_plain
 
     def finish(block: Block) -> None:
         inner = without_post_norm(block)
@@ -229,51 +175,6 @@ def _build(
     return model
 
 
-def _converter(
-    source: Source,
-    kept: frozenset[str] | None,
-    quant_mode: str,
-    shard: Shard,
-    parts: Mapping[str, Part],
-    dtype: torch.dtype,
-    device: torch.device,
-    on_read: Callable[[str], None],
-) -> tuple[_Converter, bool]:
-    """What makes the model's linear layers, and whether it finds those of attention plain."""
-    weights = source.weights
-    if isinstance(weights, PackedWeights) and kept is not None:
-        linears = PackedLinears(dtype, device, weights, parts, on_read)
-        source.identity["linears"] = linears.identity
-        return linears, False
-    if isinstance(weights, Mxfp4Weights) and weights.keeps_packed:
-        return Mxfp4Experts(weights, parts, on_read), True
-    int4 = _kept_int4(weights, quant_mode) if shard.size == 1 else None
-    return Quantizer(quant_mode, int4, device.type == "cuda"), int4 is None
-
-
-def _keep_packed(
-    source: Source, engine_config: EngineConfig, skeleton: Model, dtype: torch.dtype, device: torch.device
-) -> frozenset[str] | None:
-    """Let the checkpoint's weights stay as it holds them, where that is wanted and there are kernels.
-
-    Returns the names of linear layers' weights that come without storage at first; None: none are to stay.
-    """
-    weights = source.weights
-    if engine_config.quant_mode == "auto":
-        if isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
-            weights.kept = packed_names(skeleton, weights)
-            check_packed_experts(skeleton, device, weights.kept)
-            return weights.kept
-        if isinstance(weights, Mxfp4Weights) and can_keep_mxfp4(weights, dtype, device):
-            weights.keeps_packed = True
-    return None
-
-
-def can_keep_mxfp4(weights: WeightSource, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has kernels for a checkpoint's MXFP4 experts with x of that type."""
-    return isinstance(weights, Mxfp4Weights) and device.type == "cuda" and dtype == torch.bfloat16
-
-
 def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
     expert_rank = shard.rank if engine_config.expert_parallel else None
     if engine_config.expert_placement:
@@ -283,11 +184,3 @@ def _config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Sha
         num_redundant = engine_config.num_redundant_experts
         config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
     return config.shard(shard.size, expert_rank, cast(ExchangeKind, engine_config.expert_exchange))
-
-
-def _kept_int4(weights: WeightSource, quant_mode: str) -> dict[str, Int4Rows] | None:
-    """Takes the file's own 4-bit weights as they are read, where they are wanted."""
-    if isinstance(weights, GgufWeights) and weights.has_int4 and quant_mode == "int4-weight":
-        weights.keep_int4 = True
-        return weights.int4
-    return None

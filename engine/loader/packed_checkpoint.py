@@ -67,7 +67,7 @@ class PackedWeights:
             for part in understood:
                 found.pop(f"{module}.{part}", None)
             found[name] = shape
-        check_weights(needed, found, tied, problems, unused)
+        check_weights(needed, found, tied, unused, problems)
 
     def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
         """The first scheme that the tensors fit, or None and why they fit none."""

@@ -29,8 +29,9 @@ from engine.layers.mlp import Mlp
 from engine.layers.moe import Expert, Moe
 from engine.layers.reordered import Reordered
 from engine.layers.weights import Part
+from engine.loader.gguf_int4 import as_bfloat16
 from engine.loader.packed_checkpoint import PackedWeights
-from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int8
+from engine.loader.quantize import INT4_ROW_MULTIPLE, give_float32_logits, to_int4, to_int8
 from engine.loader.quantized_rows import QuantizedRows, join_rows
 from engine.models.model import Model
 
@@ -153,7 +154,7 @@ class PackedLinears:
         if linear.weight.is_meta:
             parts = [self._rows(name, inner, ref.attribute == "gate_up") for name in linear.names]
             if piece and self._maker.of_expert is not None:
-                parts = [rows.with_borders(piece) for rows in parts]
+                parts = [rows.split_groups(piece) for rows in parts]
             is_expert = isinstance(ref.owner, Expert)
             made, kind = linear_of_parts(parts, linear.bias, self._dtype, self._maker, is_expert)
             for name in linear.names:
@@ -226,8 +227,7 @@ class CpuLinearMaker:
         sizes = [size for size in CPU_GROUP_SIZES if rows.group_size % size == 0 and num_columns % size == 0]
         if not sizes or num_rows % INT4_ROW_MULTIPLE or num_columns % rows.group_size:
             return None
-        smaller = rows.with_borders(sizes[0])
-        scales = smaller.scales.to(self._dtype)
-        offsets = torch.zeros_like(scales) if smaller.offsets is None else smaller.offsets.to(self._dtype)
-        held = QuantizedRows(rows.values, scales.float(), offsets.float(), sizes[0])
-        return Int4Linear(rows.values, scales, offsets, sizes[0], held.dequantize(self._dtype), bias)
+        smaller = rows.split_groups(sizes[0])
+        scales, offsets = as_bfloat16(smaller.scales), as_bfloat16(smaller.offsets_or_zeros())
+        held = QuantizedRows(rows.values, scales, offsets, sizes[0])
+        return to_int4(Linear(held.dequantize(self._dtype), bias), held)

@@ -13,16 +13,16 @@ and on a GPU:
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from common.errors import ConfigError
 from engine.layers.block import Block
 from engine.layers.linear import HalfLinear, Int4Linear, Int8Linear, Linear, LinearLayer, quantize_int8
-from engine.loader.gguf_int4 import GROUP_SIZE, Int4Rows, quantize_int4
+from engine.loader.gguf_int4 import GROUP_SIZE, quantize_int4
+from engine.loader.quantized_rows import QuantizedRows, join_rows
 from engine.models.model import Model
 from kernels.w4a16_gemm import pack_w4
 
@@ -40,7 +40,7 @@ class Quantizer:
         quantized.
     """
 
-    def __init__(self, quant_mode: str, int4: MutableMapping[str, Int4Rows] | None, on_gpu: bool) -> None:
+    def __init__(self, quant_mode: str, int4: MutableMapping[str, QuantizedRows] | None, on_gpu: bool) -> None:
         self._mode = quant_mode
         self._int4 = int4
         self._gpu = GpuLinears(quant_mode) if on_gpu and quant_mode != "none" else None
@@ -68,24 +68,24 @@ class Quantizer:
         assert isinstance(linear, Linear)
         if self._mode == "none":
             return linear
-        parts = [] if self._mode != "int4-weight" else self._int4_parts(linear, is_head)
+        rows = self._int4_rows(linear, is_head) if self._mode == "int4-weight" else None
         if self._gpu is not None:
-            return self._gpu.convert(linear, parts, is_head)
-        if parts and linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0:
-            return to_int4(linear, parts)
+            return self._gpu.convert(linear, rows, is_head)
+        if rows is not None and linear.weight.shape[0] % INT4_ROW_MULTIPLE == 0:
+            return to_int4(linear, rows)
         return to_int8(linear)
 
-    def _int4_parts(self, linear: Linear, is_head: bool) -> list[Int4Rows]:
-        """The file's 4-bit rows that `linear` was made of, or all of it quantized; empty when it is to be int8."""
+    def _int4_rows(self, linear: Linear, is_head: bool) -> QuantizedRows | None:
+        """The file's 4-bit rows that `linear` was made of, or all of it quantized; None when it is to be int8."""
         if self._int4 is not None:
             known = linear.names and all(name in self._int4 for name in linear.names)
-            return [self._int4.pop(name) for name in linear.names] if known else []
+            return join_rows([self._int4.pop(name) for name in linear.names]) if known else None
         if is_head or linear.weight.shape[1] % GROUP_SIZE:
-            return []
+            return None
         rows = quantize_int4(linear.weight)
         if self._gpu is None:
             linear.weight = rows.dequantize(linear.weight.dtype)  # many rows are multiplied by it
-        return [rows]
+        return rows
 
 
 def give_float32_logits(model: Model) -> bool:
@@ -113,14 +113,15 @@ class GpuLinears:
         self._head_kind = heads.get(quant_mode, self._kind)
         self._workspace: SplitKWorkspace | None = None
 
-    def convert(self, linear: Linear, parts: Sequence[Int4Rows], is_head: bool = False) -> LinearLayer:
-        """parts: the 4-bit rows that `linear` was made of, if there are. is_head: it is the output projection."""
+    def convert(self, linear: Linear, rows: QuantizedRows | None, is_head: bool = False) -> LinearLayer:
+        """rows: those of 4 bits that `linear` was made of, if there are. is_head: it is the output projection."""
         from engine.gpu.quantized import COLUMN_MULTIPLE, W4A16Linear
         from kernels.gpu.split_k import SplitKWorkspace
 
         workspace = self._workspace = self._workspace or SplitKWorkspace(linear.weight.device)
-        if parts:
-            return W4A16Linear(pack_w4(*join_int4(parts)), linear.bias, workspace)
+        if rows is not None:
+            packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
+            return W4A16Linear(packed, linear.bias, workspace)
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return (self._head_kind if is_head else self._kind).of(linear, workspace)
@@ -133,14 +134,7 @@ def to_int8(linear: Linear) -> Int8Linear | Linear:
     return Int8Linear(*quantize_int8(linear.weight), linear.bias)
 
 
-def to_int4(linear: Linear, parts: Sequence[Int4Rows]) -> Int4Linear:
-    """Pack the rows that `linear.weight` was dequantized from."""
-    return Int4Linear(*join_int4(parts), GROUP_SIZE, linear.weight, linear.bias)
-
-
-def join_int4(parts: Sequence[Int4Rows]) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, scales and zeros of all rows."""
-    values, scales, zeros = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scales", "zeros")
-    )
-    return values, scales, zeros
+def to_int4(linear: Linear, rows: QuantizedRows) -> Int4Linear:
+    """Pack the rows that `linear.weight` was dequantized from. Their scales and offsets are bfloat16's."""
+    scales, offsets = rows.scales.bfloat16(), rows.offsets_or_zeros().bfloat16()
+    return Int4Linear(rows.values, scales, offsets, rows.group_size, linear.weight, linear.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,40 +52,42 @@ class QuantizedRows:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(rows, columns) in their own order, computed in float32."""
+        (num_rows, num_columns), num_groups = self.values.shape, self.scales.shape[1]
+        width = self.group_size if num_groups > 1 else num_columns
         weight = self.values.to(torch.float32)
+        if num_groups * width > num_columns:  # the last group is short
+            weight = functional.pad(weight, (0, num_groups * width - num_columns))
+        groups = weight.view(num_rows, num_groups, width)
         if self.is_int4:
-            weight -= INT4_MIDDLE
-        weight *= self._spread(self.scales)
+            groups -= INT4_MIDDLE
+        groups *= self.scales[..., None]
         if self.offsets is not None:
-            weight += self._spread(self.offsets)
+            groups += self.offsets[..., None]
+        weight = weight[:, :num_columns]
         if self.order is None:
-            return weight.to(dtype)
-        plain = weight.new_zeros(weight.shape[0], int(self.order.max()) + 1)
+            return weight.to(dtype).contiguous()
+        plain = weight.new_zeros(num_rows, int(self.order.max()) + 1)
         return plain.index_add_(1, self.order, weight).to(dtype)
 
-    def _spread(self, values: Tensor) -> Tensor:
-        if values.shape[1] == 1:
-            return values
-        return values.repeat_interleave(self.group_size, dim=1)[:, : self.values.shape[1]]
+    def offsets_or_zeros(self) -> Tensor:
+        return torch.zeros_like(self.scales) if self.offsets is None else self.offsets
+
+    def map(self, choose: Callable[[Tensor], Tensor]) -> QuantizedRows:
+        """The rows that `choose` returns of values, scales and offsets, which it is given one after the other."""
+        values = choose(self.values.view(torch.uint8)).view(self.values.dtype)  # bytes, whatever they mean
+        offsets = None if self.offsets is None else choose(self.offsets)
+        return replace(self, values=values, scales=choose(self.scales), offsets=offsets)
 
     def take_rows(self, rows: Tensor) -> QuantizedRows:
         """Those rows, in that order."""
-        values = self.values.view(torch.uint8)[rows].view(self.values.dtype)
-        offsets = None if self.offsets is None else self.offsets[rows]
-        return replace(self, values=values, scales=self.scales[rows], offsets=offsets)
+        return self.map(lambda part: part[rows])
 
     def cut_rows(self, rows: range) -> QuantizedRows:
         """Those rows; zeros where there are no such."""
         if rows == range(self.values.shape[0]):
             return self
         start, stop, count = rows.start, min(rows.stop, self.values.shape[0]), len(rows)
-
-        def cut(values: Tensor) -> Tensor:
-            return functional.pad(values[start:stop], (0, 0, 0, count - max(stop - start, 0)))
-
-        offsets = None if self.offsets is None else cut(self.offsets)
-        values = cut(self.values.view(torch.uint8)).view(self.values.dtype)
-        return replace(self, values=values, scales=cut(self.scales), offsets=offsets)
+        return self.map(lambda part: functional.pad(part[start:stop], (0, 0, 0, count - max(stop - start, 0))))
 
     def cut_columns(self, columns: range) -> QuantizedRows:
         """The weights of those inputs. Groups become smaller where inputs do not begin or end with them."""
@@ -96,13 +98,13 @@ class QuantizedRows:
         values = self.values[:, columns.start : columns.stop].contiguous()
         if self.scales.shape[1] == 1:
             return replace(self, values=values, group_size=len(columns))
-        smaller = self.with_borders(math.gcd(columns.start, len(columns)))
+        smaller = self.split_groups(math.gcd(columns.start, len(columns)))
         groups = slice(columns.start // smaller.group_size, columns.stop // smaller.group_size)
         offsets = None if smaller.offsets is None else smaller.offsets[:, groups].contiguous()
         return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
 
-    def with_borders(self, size: int) -> QuantizedRows:
-        """The same weights in groups of which none goes on beyond a multiple of that many columns."""
+    def split_groups(self, size: int) -> QuantizedRows:
+        """The same weights in smaller groups, of which none crosses a multiple of `size` columns."""
         smaller = math.gcd(self.group_size, size)
         times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
         if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows
@@ -146,7 +148,7 @@ class QuantizedRows:
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """The parts' rows under each other; None when they are quantized differently."""
+    """Stack the rows of all parts; None when they are quantized differently."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -158,7 +160,7 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
             return None
     offsets = None
     if any(part.offsets is not None for part in parts):
-        offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])
+        offsets = torch.cat([part.offsets_or_zeros() for part in parts])
     values = torch.cat([part.values.view(torch.uint8) for part in parts])  # bytes, whatever they mean
     return QuantizedRows(
         values.view(first.values.dtype),

@@ -13,7 +13,7 @@ import torch
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
 from engine.layers.linear import Linear
-from engine.layers.weights import ShapeRecorder, WeightSource
+from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Shape, check_weights
 from engine.loader.gguf import OUTPUT_WEIGHT, ROPE_FACTORS, GgufFile, GgufWeights
 from engine.loader.mxfp4 import Mxfp4Weights
@@ -43,12 +43,12 @@ class Source:
 
     def checked_skeleton(self) -> Model:
         """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
-        needed, tied, unused = ShapeRecorder(), self.config.tie_word_embeddings, self.config.unused_weights
-        skeleton = self.family.build(self.config, needed)
+        skeleton, needed = self.family.skeleton(self.config)
+        tied, unused = self.config.tie_word_embeddings, self.config.unused_weights
         if isinstance(self.weights, PackedWeights):
-            self.weights.check(needed.shapes, tied, unused)
+            self.weights.check(needed, tied, unused)
         elif self.shapes is not None:
-            check_weights(needed.shapes, self.shapes, tied, unused=unused)
+            check_weights(needed, self.shapes, tied, unused)
         return skeleton
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] | None = None) -> dict[str, Shape]:
@@ -56,12 +56,11 @@ class Source:
 
         kept: those that it takes if it has a layer of them.
         """
-        recorder = ShapeRecorder()
-        skeleton = self.family.build(config, recorder)
+        skeleton, shapes = self.family.skeleton(config)
         if not kept:
-            return recorder.shapes
+            return shapes
         held = {name for ref in skeleton.linears() if isinstance(ref.layer, Linear) for name in ref.layer.names}
-        return {name: shape for name, shape in recorder.shapes.items() if name not in kept or name in held}
+        return {name: shape for name, shape in shapes.items() if name not in kept or name in held}
 
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
 from engine.layers.post_norm import PostNormed
-from engine.layers.weights import Partition, ShapeRecorder, WeightSource
+from engine.layers.weights import Partition, WeightSource
 from engine.loader.checkpoint import Shape
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
@@ -32,7 +32,7 @@ def divide_layers(config: ModelConfig, count: int) -> list[range]:
     """
     if count > config.num_layers:
         raise ConfigError(f"--pp {count}: the model has {config.num_layers} layers: choose at most so many stages")
-    shapes = whole_shapes(config)
+    _, shapes = family_of(config.architecture).skeleton(config)
     sizes = [0] * config.num_layers
     for name, shape in shapes.items():
         if (layer := layer_of(name)) is not None:
@@ -65,13 +65,6 @@ def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
 def shard_of(shard: Shard, layers: range) -> Shard:
     """The rank's part of a stage."""
     return replace(shard, layers=(layers.start, layers.stop))
-
-
-def whole_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shapes of all weights of the model by name, in the order in which it asks for them."""
-    recorder = ShapeRecorder()
-    family_of(config.architecture).build(config, recorder)
-    return recorder.shapes
 
 
 def layer_of(name: str) -> int | None:

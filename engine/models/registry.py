@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UnsupportedModelError
-from engine.layers.weights import WeightSource
+from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.models.config import ModelConfig
 from engine.models.model import Model, OnBlock, Part, assemble_model
 
@@ -40,6 +40,11 @@ class ModelFamily:
 
     def build(self, config: ModelConfig, weights: WeightSource, on_block: OnBlock | None = None) -> Model:
         return assemble_model(config, self.parts(config, weights), on_block)
+
+    def skeleton(self, config: ModelConfig) -> tuple[Model, dict[str, tuple[int, ...]]]:
+        """The model without storage, and the shapes of all weights that it takes, in their order."""
+        recorder = ShapeRecorder()
+        return self.build(config, recorder), recorder.shapes
 
 
 _FAMILIES: dict[str, ModelFamily] = {}

@@ -87,7 +87,7 @@ class Preemption:
         """
         kv = self._kv
         num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
-        most = kv.num_blocks_for(request.num_tokens) * kv.blocks_per_position
+        most = kv.num_blocks_for(request.num_tokens)
         if most <= num_spare:  # whatever caches have: a long prompt has 1,000 blocks to look up
             return most - num_spare
         if request.status is RequestStatus.SWAPPED:

@@ -1,7 +1,7 @@
 """Prompt tokens beside decode rows: as few as bring every first token in time, as many as keep the time between
 tokens, by measured steps. Pure: the engine says what time it is.
 
-Prompts with slack so wait for streams, and streams give way, up to their objective, to prompts at risk.
+So prompts with slack wait for streams, and streams give way to prompts at risk as far as their own objective allows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import inf
 
 from common.step_times import StepCost, StepTimes, num_pairs, work_bounds
 from engine.config import EngineConfig
+from engine.request import Request
 
 FIRST_TOKENS = 256  # before a step with prompt tokens was measured
 
@@ -33,6 +34,17 @@ class PromptBudget:
         self._itl_objective = itl_objective_seconds
         self.times = StepTimes()
         self.now = time.monotonic()
+
+    def num_to_withhold(self, decodes: Sequence[Request], prompts: Sequence[Request], room: int) -> int:
+        """Of `room` for tokens beside these decode rows, what prompts must leave unused. prompts: in their order."""
+        streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
+        if not streams or room <= 0:
+            return 0
+        waiting = [
+            WaitingPrompt(r.num_uncomputed_tokens, -inf if r.is_late else r.due, r.num_computed_tokens)
+            for r in prompts
+        ]
+        return room - self.num_tokens(len(streams), sum(r.num_tokens for r in streams), waiting, room)
 
     def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
         """Prompt tokens in a step of so many decode rows, at most `most`.

@@ -79,7 +79,7 @@ class RemoteKv:
         """Whether a peer's KV for `request` is on its way already, so that a load would copy it twice."""
         if request.kv_source is None:
             return False
-        self._kv.extend_keys(request)
+        self._kv.prefixes.extend_keys(request)
         return self.prefetches.has_any_of(request.block_keys)
 
     def reserve_prefetches(self) -> None:

@@ -9,7 +9,6 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 
 from common.errors import ContextLengthError
 from engine.kv.manager import KVManager
@@ -27,7 +26,7 @@ from engine.scheduled_step import ScheduledStep
 from engine.scheduling.admission import Admission
 from engine.scheduling.policy import GuardedPolicy, PriorityPolicy, SchedulingPolicy
 from engine.scheduling.preemption import Preemption
-from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
+from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
@@ -86,7 +85,7 @@ class Scheduler:
         assert request.request_id not in self._queues.by_id
         self._number(request)
         if is_prepared:
-            self.kv.extend_keys(request)
+            self.kv.prefixes.extend_keys(request)
         self._queues.enter(request, RequestStatus.PREPARED if is_prepared else self._first_status(request))
 
     def proceed(self, request: Request) -> None:
@@ -186,7 +185,9 @@ class Scheduler:
                 if row.draft_token_ids:
                     self._settle(request, row, len(result.token_ids[index]))
                 if output.finish_reason is not None:
-                    self._finish(request, keep_blocks=output.finish_reason is FinishReason.PREFILLED)
+                    is_running = request.status is RequestStatus.RUNNING  # else its blocks are gone, or in host slots
+                    is_prefilled = output.finish_reason is FinishReason.PREFILLED
+                    self._finish(request, keep_blocks=is_running and is_prefilled)
                 outputs.append(output)
         return outputs
 
@@ -250,17 +251,9 @@ class Scheduler:
         """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
         if self.prompt_budget is None or not (prefills or self._queues.waiting):
             return 0
-        left = self._max_num_batched_tokens - len(decodes)
-        streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
-        if not streams or left <= 0:
-            return 0
-        context = sum(request.num_tokens for request in streams)
         waiting = (request for request in self._queues.waiting if request.kv_source is None)
-        prompts = [
-            WaitingPrompt(r.num_uncomputed_tokens, -inf if r.is_late else r.due, r.num_computed_tokens)
-            for r in (*prefills, *waiting)
-        ]
-        return left - self.prompt_budget.num_tokens(len(streams), context, prompts, left)
+        room = self._max_num_batched_tokens - len(decodes)
+        return self.prompt_budget.num_to_withhold(decodes, [*prefills, *waiting], room)
 
     def _schedule_running(self, step: ScheduledStep, running: list[Request], budget: int) -> bool:
         """Rows for these requests, of `budget` tokens; True when somebody had to give way."""

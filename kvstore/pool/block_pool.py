@@ -100,7 +100,7 @@ class BlockPool:
     def keep_free(self, num_blocks: int) -> None:
         """Evict cached blocks until so many are free, as far as there are any.
 
-        Who needs them soon then waits neither for the eviction nor for what becomes of their content.
+        A later allocation then waits neither for evictions nor for copies of what is evicted to the host tier.
         """
         while len(self._free) < num_blocks and self._cached:
             self._free.append(self._evict())

@@ -1,7 +1,7 @@
 """The node agent: one per host, holds the host-memory tier that its workers share and that outlives them.
 
-Workers connect to a Unix socket (`tier_protocol`), get the region's memory as a descriptor, and copy themselves;
-the agent only keeps the books.
+Workers connect to a Unix socket (protocol: `kvstore/tier/protocol.py`), get the region's memory as a descriptor, and
+copy themselves; the agent only keeps track of slots.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ mapped where the old one's was, so that nobody else notices.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
 import time
@@ -55,23 +54,15 @@ class AgentHostTier:
         self._delay = FIRST_DELAY_SECONDS if reconnects else float("inf")
         self._retry_at = 0.0
         self._pins: Counter[HostSlot] = Counter()
-        self._sock, self._num_slots, fd = self._wait(start_seconds)
+        self._sock, self.num_slots, fd = self._wait(start_seconds)
         try:
-            self._buffer = map_fd(fd, self._num_slots * block_bytes, writable=True)
+            self.buffer = map_fd(fd, self.num_slots * block_bytes, writable=True)
         except BaseException:
             self._sock.close()
             raise
         finally:
             os.close(fd)
         self.connected = True
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def buffer(self) -> mmap.mmap:
-        return self._buffer
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         missing = self._call("missing", keys)
@@ -133,9 +124,9 @@ class AgentHostTier:
         try:
             sock, num_slots, fd = self._open(RECONNECT_SECONDS)
             try:
-                if num_slots != self._num_slots:
-                    raise ConfigError(f"it has {num_slots} slots now, not {self._num_slots}: restart this worker")
-                map_fd_in_place(fd, self._buffer)
+                if num_slots != self.num_slots:
+                    raise ConfigError(f"it has {num_slots} slots now, not {self.num_slots}: restart this worker")
+                map_fd_in_place(fd, self.buffer)
             except BaseException:
                 sock.close()
                 raise

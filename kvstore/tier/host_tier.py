@@ -84,9 +84,6 @@ class HostTierAllocator:
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         return [key for key in keys if not self._pool.contains(key)]
 
-    def num_pins(self, slot: HostSlot) -> int:
-        return self._pool.refcount(BlockId(slot))
-
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
         found = self._pool.lookup(keys)
         self._pool.acquire(found)
@@ -127,18 +124,14 @@ class LocalHostTier(HostTierAllocator):
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         num_bytes = num_slots * block_bytes
         try:
-            self._buffer = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+            self.buffer = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"no memory for a host tier of {num_bytes / 2**30:.1f} GB: lower --host-tier-gb"
             ) from error
         super().__init__(num_slots)
 
-    @property
-    def buffer(self) -> mmap.mmap:
-        return self._buffer
-
     def close(self) -> None:
         """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
         with contextlib.suppress(BufferError):
-            self._buffer.close()
+            self.buffer.close()

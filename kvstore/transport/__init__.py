@@ -1,1 +1,1 @@
-"""Transfer of blocks between pools: shared memory, CUDA IPC or TCP, and the KvTransfer service."""
+"""Transfer of blocks between pools: shared memory, CUDA IPC, NCCL, NIXL or TCP, and the KvTransfer service."""

@@ -10,7 +10,6 @@ The kernel copies from the pool's pages to the socket (sendfile), with a thread 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -21,10 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.errors import ConfigError, MiniInferError
+from common.errors import MiniInferError
 from common.logging import RateLimit
-from kvstore.transport.listening import accepted
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.listening import TcpServer
+from kvstore.transport.runs import runs_of
 from kvstore.types import BlockId
 
 logger = logging.getLogger(__name__)
@@ -49,21 +48,18 @@ class BlockRead:
 
 
 class BlockServer:
-    """Serves until `close`. Raises ConfigError when it cannot listen."""
+    """Serves until `close`."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """host: IPv6 in brackets or without. port: 0, any free one."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host.strip("[]"), port), family=family)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for reads of KV: {error.strerror}") from error
-        self.port: int = self._listener.getsockname()[1]
+        """host, port: see `TcpServer`. Raises ConfigError when it cannot listen."""
         self._lock = threading.Lock()
         self._tickets: dict[bytes, tuple[BlockRead, float]] = {}  # in the order of their ends
-        self._connections: set[socket.socket] = set()
-        self._closing = False
-        threading.Thread(target=self._accept, name="kv-blocks", daemon=True).start()
+        self._server = TcpServer(host, port, self._serve, MAX_CONNECTIONS, "KV blocks")
+        self._server.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.port
 
     def offer(self, read: BlockRead) -> bytes:
         """A ticket for one read."""
@@ -79,24 +75,7 @@ class BlockServer:
 
     def close(self) -> None:
         """Stop serving; reads that are under way end."""
-        with self._lock:
-            self._closing = True
-            connections = [*self._connections, self._listener]
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes its thread
-        self._listener.close()
-
-    def _accept(self) -> None:
-        for connection in accepted(self._listener, lambda: self._closing, "KV blocks"):
-            with self._lock:
-                is_welcome = not self._closing and len(self._connections) < MAX_CONNECTIONS
-                if is_welcome:
-                    self._connections.add(connection)
-            if is_welcome:
-                threading.Thread(target=self._serve, args=(connection,), name="kv-blocks", daemon=True).start()
-            else:
-                connection.close()
+        self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a reader's host may be gone
@@ -106,10 +85,6 @@ class BlockServer:
                 _send(connection, read)
         except (OSError, MiniInferError) as error:
             logger.info("a read of KV blocks ended early: %s", error)
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
 
     def _take(self, ticket: bytes) -> BlockRead | None:
         with self._lock:
@@ -119,7 +94,7 @@ class BlockServer:
 
 def _send(connection: socket.socket, read: BlockRead) -> None:
     """Raises OSError when the reader is gone, or MiniInferError."""
-    for row, _, count in merged_runs(list(zip(read.rows, range(len(read.rows)), strict=True))):
+    for _, row, count in runs_of(read.rows):
         at, end = row * read.block_bytes, (row + count) * read.block_bytes
         while at < end:
             read.check()

@@ -18,14 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import MiniInferError, TransferError, UnavailableError
 from kvstore.layout import PoolGeometry
 from kvstore.transport.handle import PeerLease, PeerShard
 from kvstore.transport.head_split import split_blocks
-from kvstore.transport.host_pull import BlockPull, SourcePart
+from kvstore.transport.host_pull import BlockPull, Blocks, SourcePart
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nixl import NixlTransport
 from kvstore.transport.nixl_agent import NixlAgent
@@ -36,7 +33,6 @@ from kvstore.types import BlockId, Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
 
-Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 DEFAULT_DEADLINE_SECONDS = 30.0
 FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
 

@@ -77,10 +77,6 @@ class CudaIpcTransport:
         self._lock = threading.Lock()
         self._mappings: dict[PoolName, _Mapping] = {}
 
-    @property
-    def num_mappings(self) -> int:
-        return len(self._mappings)
-
     def offered_by(self, shard: PeerShard) -> bool:
         return bool(shard.address.cuda_socket)
 

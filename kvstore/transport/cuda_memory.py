@@ -139,7 +139,7 @@ def attach(device: int, fd: int, num_bytes: int, writable: bool = False) -> Cuda
 
 
 def create_stream() -> int:
-    """A stream of the current device that waits for no other, of high priority. torch's own come round again.
+    """A stream of the current device of its own, of high priority. torch's are shared: it hands out 32 in turn.
 
     Raises TransferError.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -19,15 +19,13 @@ import numpy as np
 from common.errors import HandshakeError, TransferError
 from kvstore.layout import PoolGeometry, are_all_shards
 from kvstore.pool.leases import Lease
-from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, geometry_from_wire, geometry_to_wire
+from kvstore.transport.pool_info import MAX_TEXT, PoolInfo, from_fields, geometry_from_wire, geometry_to_wire
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 
 PoolName = tuple[WorkerId, int]  # worker and rank
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 FORMAT = 3
-MISSING_ADDRESSES = {
-    1: ["", "", ""],
-    2: [""],
-}  # what addresses of earlier formats lack at their end: read, not written
+NUM_ADDRESSES = {1: 4, 2: 6, FORMAT: 7}  # of ShardAddress, by format; earlier ones are read, not written
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
 MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
@@ -50,13 +48,13 @@ class KvHandle:
 class ShardAddress:
     """Addresses at which one rank's pool can be read; an empty one is not offered."""
 
-    kv_address: str = ""  # host:port of the KvTransfer service
-    shm_socket: str = ""  # Unix socket that hands out the pool's descriptor
-    cuda_socket: str = ""  # Unix socket that hands out the descriptor of the pool in GPU memory
+    kv_address: Text = ""  # host:port of the KvTransfer service
+    shm_socket: Text = ""  # Unix socket that hands out the pool's descriptor
+    cuda_socket: Text = ""  # Unix socket that hands out the descriptor of the pool in GPU memory
     needs_staging: bool = False  # the blocks lie in GPU memory: shm reads them from rows that the owner names
-    nccl_address: str = ""  # host:port at which the owner's process joins a communicator
-    gpu: str = ""  # UUID of the GPU that holds the pool: NCCL connects no GPU with itself
-    nixl_agent: str = ""  # name of the agent that has registered the pool, or the staging area in front of it
+    nccl_address: Text = ""  # host:port at which the owner's process joins a communicator
+    gpu: Text = ""  # UUID of the GPU that holds the pool: NCCL connects no GPU with itself
+    nixl_agent: Text = ""  # name of the agent that has registered the pool, or the staging area in front of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,40 +166,23 @@ def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
         raise TransferError("a KV handle of impossible size")
     try:
         value: Any = msgspec.msgpack.decode(data)
+        match value:
+            case [int() as number, *_] if number not in NUM_ADDRESSES:
+                raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
+            case [int() as number, geometry, addresses, bytes() as ids, bytes() as digests] if (
+                2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS
+            ):
+                address = from_fields(ShardAddress, addresses, NUM_ADDRESSES[number])
+            case _:
+                raise TransferError("malformed KV handle")
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed KV handle") from error
-    match value:
-        case [int() as number, _, list() as address, *_] if number in MISSING_ADDRESSES:
-            value[2] = [*address, *MISSING_ADDRESSES[number]]
-        case [int() as number, *_] if number != FORMAT:
-            raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
-    match value:
-        case [
-            int(),
-            geometry,
-            [
-                str() as kv_address,
-                str() as shm_socket,
-                str() as cuda_socket,
-                bool() as needs_staging,
-                str() as nccl_address,
-                str() as gpu,
-                str() as nixl_agent,
-            ],
-            bytes() as ids,
-            bytes() as digests,
-        ] if 2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS:
-            pass
-        case _:
-            raise TransferError("malformed KV handle")
-    if max(map(len, (kv_address, shm_socket, cuda_socket, nccl_address, gpu, nixl_agent))) > MAX_TEXT:
-        raise TransferError("malformed KV handle")
     return PeerShard(
         handle.lease_id,
         handle.worker_id,
         handle.epoch,
         geometry_from_wire(geometry),
-        ShardAddress(kv_address, shm_socket, cuda_socket, needs_staging, nccl_address, gpu, nixl_agent),
+        address,
         cast("tuple[BlockId, ...]", tuple(np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
         rank,

@@ -122,10 +122,6 @@ class NcclTransport:
         self._lock = threading.Lock()
         self._pairs: dict[PoolName, _Pair] = {}
 
-    @property
-    def num_links(self) -> int:
-        return sum(pair.link is not None for pair in self._pairs.values())
-
     def offered_by(self, shard: PeerShard) -> bool:
         """Whether the peer listens, and its pool is on another GPU: NCCL connects none with itself."""
         return bool(shard.address.nccl_address) and shard.address.gpu != self._device.gpu

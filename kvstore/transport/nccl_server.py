@@ -6,19 +6,17 @@ a peer names is checked before anything is done with it, its token first.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from common.errors import ConfigError, TransferError
+from common.errors import TransferError
 from common.logging import RateLimit
 from common.rpc import check_bind
-from kvstore.transport.listening import accepted
+from kvstore.transport.listening import TcpServer
 from kvstore.transport.nccl import JOIN_SECONDS, OWNER, NcclDevice, transfer_deadline
 from kvstore.transport.nccl_connection import REPLY_SECONDS, Connection
 from kvstore.types import BlockId, Epoch, LeaseId
@@ -54,54 +52,24 @@ class NcclServer:
         self._block_bytes = block_bytes
         self._devices: Sequence[NcclDevice] = ()
         self._leases: LeaseHolder
-        self._connections: set[Connection] = set()
-        self._lock = threading.Lock()
-        self._closing = False
-        try:
-            self._listener = socket.create_server((host, 0), family=_family(host), backlog=MAX_READERS)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host} for NCCL: {error.strerror}") from error
-        self.port: int = self._listener.getsockname()[1]
+        self._server = TcpServer(host, 0, self._serve, MAX_READERS, "NCCL")
+        self.port = self._server.port
 
     def serve(self, devices: Sequence[NcclDevice], leases: LeaseHolder) -> None:
         """Accept readers. devices: of each rank's pool."""
         self._devices, self._leases = devices, leases
-        threading.Thread(target=self._accept, name="kv-nccl", daemon=True).start()
+        self._server.start()
 
     def close(self) -> None:
         """End all connections. A send under way ends by itself, soon."""
-        with self._lock:
-            self._closing = True
-            connections = list(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        self._listener.close()
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        self._server.close()
 
-    def _accept(self) -> None:
-        for sock in accepted(self._listener, lambda: self._closing, "NCCL"):
-            connection = Connection(sock)
-            with self._lock:
-                is_welcome = not self._closing and len(self._connections) < MAX_READERS
-                if is_welcome:
-                    self._connections.add(connection)
-            if is_welcome:
-                threading.Thread(target=self._serve, args=[connection], name="kv-nccl-reader", daemon=True).start()
-            else:
-                connection.close()
-
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         """One reader, from its first message to its end."""
         try:
-            self._serve_reader(connection)
+            self._serve_reader(Connection(sock))
         except TransferError as error:
             logger.info("a reader's communicator has ended: %s", error)
-        finally:
-            connection.close()
-            with self._lock:
-                self._connections.discard(connection)
 
     def _serve_reader(self, connection: Connection) -> None:
         rank = self._welcome(connection)
@@ -168,7 +136,3 @@ def _checked(request: Any, block_bytes: int) -> tuple[LeaseId, list[int], list[i
     if sum(pieces) != len(positions) or not 0 < min(pieces) <= max(pieces) <= most:
         raise TransferError("pieces that do not fit the positions")
     return LeaseId(lease_id), positions, pieces
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

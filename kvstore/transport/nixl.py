@@ -17,10 +17,10 @@ import numpy.typing as npt
 from common.errors import TransferError
 from kvstore.pool.digest import digest_blocks
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import BlockPull, SourcePart, copy_heads
+from kvstore.transport.host_pull import BlockPull, Blocks, SourcePart, copy_heads
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.nixl_agent import NixlAgent, NixlRead, RemoteAgent, Span
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.runs import runs_of
 from kvstore.transport.shm import rows_of_lease
 from kvstore.types import Epoch, WorkerId
 
@@ -29,7 +29,6 @@ NUM_HALVES = 2
 MAX_PEERS = 64
 TRANSFER_SECONDS = 2.0  # for a piece, and what its bytes take at the least speed that is worth it
 MIN_BYTES_PER_SECOND = 20e6
-Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
 @dataclass(slots=True)
@@ -98,9 +97,9 @@ class NixlTransport:
             if index < len(firsts):
                 some = rows[firsts[index] : firsts[index] + most]
                 half = buffer.memory[index % NUM_HALVES].ctypes.data
-                runs = list(merged_runs([(row, place) for place, row in enumerate(some)]))
-                remote = [memory.span(row, count) for row, _, count in runs]
-                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for _, place, count in runs]
+                runs = list(runs_of(some))
+                remote = [memory.span(row, count) for _, row, count in runs]
+                local: list[Span] = [(half + place * block_bytes, count * block_bytes) for place, _, count in runs]
                 buffer.reads.append(self._agent.read(peer, remote, local))
 
         try:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from common.errors import ConfigError, HandshakeError, TransferError
+from kvstore.transport.host_pull import Blocks
 from kvstore.transport.pool_info import MAX_TEXT
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -27,7 +26,6 @@ BACKEND = "UCX"
 POLL_SECONDS = 50e-6
 MAX_POOLS = 256
 MAX_METADATA_BYTES = 1 << 20
-Blocks = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 Span = tuple[int, int]  # address and bytes
 
 

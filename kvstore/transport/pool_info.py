@@ -7,8 +7,11 @@ peer sends is bounded here before anything is computed from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass, fields
+from inspect import get_annotations
+from typing import Any, TypeVar
+
+import msgspec
 
 from common.errors import ConfigError, HandshakeError, TransferError
 from kvstore.layout import KvGroup, KvLayout, PoolGeometry, Shard
@@ -19,6 +22,7 @@ MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 26
 MAX_POOL_BYTES = 1 << 46
 MAX_TEXT = 1024  # characters of a name or fingerprint
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +47,7 @@ def info_from_wire(value: Any) -> PoolInfo:
 
 
 def geometry_to_wire(geometry: PoolGeometry) -> list[Any]:
-    groups = [
-        [g.name, g.kind, g.layers, g.num_kv_heads, g.head_dim, g.dtype, g.num_planes, g.window]
-        for g in geometry.layout.groups
-    ]
-    shard = geometry.shard
+    groups, shard = [astuple(group) for group in geometry.layout.groups], geometry.shard
     return [
         HASH_VERSION, geometry.fingerprint, geometry.num_blocks, geometry.block_size, shard.rank, shard.size, groups,
         *([] if shard.layers is None else [shard.layers]),
@@ -84,19 +84,21 @@ def geometry_from_wire(value: Any) -> PoolGeometry:
 
 def _group_from_wire(value: Any) -> KvGroup:
     """Decode one group of a layout. Raises ConfigError."""
-    match value:
-        case [
-            str() as name,
-            "full" | "window" | "latent" | "state" as kind,
-            list() as layers,
-            int() as num_kv_heads,
-            int() as head_dim,
-            str() as dtype,
-            int() as num_planes,
-            int() as window,
-        ] if len(name) <= MAX_TEXT and all(type(layer) is int for layer in layers):
-            return KvGroup(name, kind, tuple(layers), num_kv_heads, head_dim, dtype, num_planes, window)
-    raise ConfigError("a malformed KV group")
+    try:
+        group = from_fields(KvGroup, value, len(fields(KvGroup)))
+    except ValueError as error:
+        raise ConfigError("a malformed KV group") from error
+    if len(group.name) > MAX_TEXT:
+        raise ConfigError("a KV group of a longer name than is allowed")
+    return group
+
+
+def from_fields(kind: type[T], values: Any, count: int) -> T:
+    """Make a dataclass of a list of its first `count` fields. Raises ValueError for another list or other types."""
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"a {kind.__name__} of other than {count} values")
+    names = list(get_annotations(kind))[:count]
+    return msgspec.convert(dict(zip(names, values, strict=True)), kind)
 
 
 def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: WorkerId) -> None:

@@ -15,3 +15,8 @@ def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, in
             count += 1
         yield source, target, count
         index += count
+
+
+def runs_of(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs (index of the first, its row, count) in which rows ascend by one. A pool in little use has few."""
+    return merged_runs(list(enumerate(rows)))

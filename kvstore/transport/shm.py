@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.transport.descriptor_server import fetch_pool
 from kvstore.transport.handle import PeerShard, PoolName
-from kvstore.transport.host_pull import BlockPull, pull_parts
+from kvstore.transport.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.pool_info import PoolInfo, rows_at
 from kvstore.transport.runs import merged_runs
@@ -28,7 +27,6 @@ from kvstore.types import BlockId, Epoch
 
 MAX_MAPPINGS = 64
 FETCH_SECONDS = 2.0
-Blocks = npt.NDArray[np.uint8]
 
 
 def rows_of_lease(
@@ -62,9 +60,6 @@ class PeerMappings:
         self._prepare = prepare
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     def clear(self) -> None:
         """Forget all of them; each ends when its last reader is done."""
@@ -111,10 +106,6 @@ class ShmTransport:
         self._pool = pool
         self._leases = leases
         self._mappings = PeerMappings()
-
-    @property
-    def num_mappings(self) -> int:
-        return len(self._mappings)
 
     def offered_by(self, shard: PeerShard) -> bool:
         return bool(shard.address.shm_socket)

@@ -17,14 +17,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import TransferError
 from kvstore.transport.handle import PeerShard
-from kvstore.transport.host_pull import BlockPull, pull_parts
+from kvstore.transport.host_pull import BlockPull, Blocks, pull_parts
 from kvstore.transport.lease_client import LeaseClient
-from kvstore.transport.runs import merged_runs
+from kvstore.transport.runs import runs_of
 from kvstore.transport.unix_socket import has_gone
 
 MAX_STREAMS = 4  # of a pull
@@ -32,7 +29,6 @@ MIN_STREAM_BYTES = 4 << 20
 MAX_IDLE = 64  # connections
 CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 1  # between two looks at the deadline
-Blocks = npt.NDArray[np.uint8]
 Address = tuple[str, int]
 
 
@@ -161,7 +157,7 @@ def sliced(pull: BlockPull, count: int) -> list[BlockPull]:
 
 def receive_blocks(connection: socket.socket, blocks: Blocks, rows: Sequence[int], deadline: float) -> None:
     """Fill rows with what arrives. Raises OSError, TransferError at the deadline or at the connection's end."""
-    for row, _, count in merged_runs(list(zip(rows, range(len(rows)), strict=True))):
+    for _, row, count in runs_of(rows):
         wanted = memoryview(blocks[row : row + count].reshape(-1).data)
         while wanted:
             if time.monotonic() > deadline:

@@ -174,7 +174,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def has_gone(peer: socket.socket) -> bool:
-    """Whether a connection on which nothing is due has ended, or said something all the same."""
+    """Whether a connection on which nothing is expected has ended, or has brought bytes."""
     try:
         peer.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.block_groups import BlockGroups, group_table
-from engine.kv.grouped_manager import GroupedKVManager
+from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId
@@ -48,7 +48,7 @@ def test_what_a_sequence_holds_at_most(
     if not num_tokens:
         return
     pool = BlockPool(num_blocks)
-    kv = GroupedKVManager(pool, groups, "f")
+    kv = KVManager(pool, groups, "f")
     for salt in "aab":  # the second time from the cache
         request = Request(RequestId("r"), list(range(num_tokens)), SamplingParams(), cache_salt=salt)
         request.num_computed_tokens = kv.attach_cached(request, num_tokens - 1)
@@ -68,7 +68,7 @@ def test_what_a_sequence_holds_at_most(
 
 def test_only_the_first_group_is_announced() -> None:
     pool = BlockPool(20)
-    kv = GroupedKVManager(pool, BlockGroups(4, (0, 8), step_tokens=64), "f")
+    kv = KVManager(pool, BlockGroups(4, (0, 8), step_tokens=64), "f")
     request = Request(RequestId("r"), list(range(32)), SamplingParams())
     assert kv.grow(request, 32)
     request.num_computed_tokens = 32
@@ -84,21 +84,21 @@ def test_only_the_first_group_is_announced() -> None:
 
 def test_a_prefix_needs_what_its_window_sees() -> None:
     """Without the block before its end a prefix is no hit; without blocks further back it is one."""
-    kv = GroupedKVManager(BlockPool(40), BlockGroups(4, (0, 6), step_tokens=64), "f")
+    groups = BlockGroups(4, (0, 6), step_tokens=64)
     present = {(position, group) for position in range(10) for group in range(2)}
 
     def has(position: int, group: int) -> bool:
         return (position, group) in present
 
-    assert kv._longest_hit(10, has) == 10
+    assert groups.longest_hit(10, has) == 10
     present -= {(position, 1) for position in range(8)}
-    assert kv._longest_hit(10, has) == 10
+    assert groups.longest_hit(10, has) == 10
     present.remove((9, 1))
-    assert kv._longest_hit(10, has) == 0
+    assert groups.longest_hit(10, has) == 0
     present |= {(0, 1), (1, 1), (2, 1)}
-    assert kv._longest_hit(10, has) == 3
+    assert groups.longest_hit(10, has) == 3
     present.remove((1, 0))
-    assert kv._longest_hit(10, has) == 1
+    assert groups.longest_hit(10, has) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.cpu import attention as cpu_attention
 from engine.cpu import kv_mirror
-from engine.cpu.attention import CpuAttention, runs_of
+from engine.cpu.attention import CpuAttention
 from engine.cpu.batch import build_batch
 from engine.cpu.kv_mirror import KVMirror, capacity_for
 from engine.cpu.pool_attention import PoolAttention
@@ -21,6 +21,7 @@ from engine.plan import ScheduledRow
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
 from kernels.cpu_attention import padded_len
+from kvstore.transport.runs import runs_of
 from kvstore.types import BlockId
 
 NUM_LAYERS, NUM_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 2, 8, 4, 400
@@ -156,14 +157,8 @@ def test_blocks_are_read_in_runs_or_one_by_one(min_run: int, monkeypatch: pytest
     sequences.free = blocks[::-1]
     pair.step([sequences.row(request, 61)])
     pair.step([sequences.row(request, 90), sequences.row(other := sequences.new(), 6)])
-    assert runs_of(request.block_ids)[0] == (0, 10, 20)
+    assert next(runs_of(request.block_ids)) == (0, 10, 20)
     assert other.block_ids[0] == request.block_ids[-1] + 1
-
-
-def test_runs_of_blocks() -> None:
-    assert runs_of([]) == []
-    block_ids = [BlockId(number) for number in (7, 8, 9, 3, 2, 4, 5)]
-    assert runs_of(block_ids) == [(0, 7, 3), (3, 3, 1), (4, 2, 1), (5, 4, 2)]
 
 
 def test_a_row_follows_its_blocks_not_its_name() -> None:

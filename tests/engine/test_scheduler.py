@@ -13,7 +13,6 @@ from common.errors import ContextLengthError, InvalidRequestError
 from common.token_ids import pack_ids
 from engine.engine import DeviceLostError, Engine
 from engine.kv.block_groups import BlockGroups
-from engine.kv.grouped_manager import GroupedKVManager
 from engine.kv.manager import KVManager
 from engine.request import FinishReason, Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
@@ -53,9 +52,7 @@ def make_engine(
     """windows: of KV groups, 0: none; of a model without any, nothing."""
     tier: Any = FakeTier(host_slots) if host_slots else None
     pool = BlockPool(num_blocks, prefix_cache)
-    kv = KVManager(pool, BLOCK, "test", tier, prefix_cache)
-    if windows:
-        kv = GroupedKVManager(pool, BlockGroups(BLOCK, windows, budget), "test", tier, prefix_cache)
+    kv = KVManager(pool, BlockGroups(BLOCK, windows or (0,), budget), "test", tier)
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,
@@ -146,11 +143,11 @@ def test_salt_separates_caches() -> None:
 
 def test_adapters_share_no_kv() -> None:
     prompt = list(range(1, 18))
-    kv = KVManager(BlockPool(8), 4, "fingerprint")
+    kv = KVManager(BlockPool(8), BlockGroups(4, (0,), 16), "fingerprint")
 
     def keys(adapter: str, salt: str) -> list[BlockKey]:
         request = Request(RequestId("r"), prompt, SamplingParams(), adapter=adapter, cache_salt=salt)
-        kv.extend_keys(request)
+        kv.prefixes.extend_keys(request)
         return request.block_keys
 
     for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("a", "")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_full_batch_is_no_work_for_those_that_wait(monkeypatch: pytest.MonkeyP
     engine, _ = make_engine(64, max_num_seqs=2)
     start(engine, [[1] * 5, [2] * 5])
     engine.add_request([3] * 5, LONG, priority=5)
-    monkeypatch.setattr(engine.scheduler.kv, "cached_blocks", pytest.fail)
+    monkeypatch.setattr(engine.scheduler.kv.prefixes, "cached_table", pytest.fail)
     engine.step()
 
 
@@ -156,6 +157,24 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
     engine.scheduler.kv.pool.release(blocks)
     run_all(engine)
     assert_undisturbed([urgent])
+
+
+@pytest.mark.parametrize("windows", [(), (0, 6)])
+def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
+    """Its KV is in host slots when that token comes: nobody will swap it in."""
+    engine, _ = make_engine(6 * max(len(windows), 1), host_slots=32, swap=True, overlap=True, windows=windows)
+    params = replace(LONG, max_tokens=16)
+    kept, moved = (engine.add_request([number] * 5, params) for number in (1, 2))
+    for _ in range(8):
+        engine.step()
+    engine.hand_over(moved.request_id)
+    outputs = engine.step()
+    assert [output.finish_reason for output in outputs if output.request is moved] == [FinishReason.PREFILLED]
+    assert moved.num_preemptions == 1
+    assert engine.scheduler.detach_blocks(moved) == []
+    run_all(engine)
+    assert_undisturbed([kept])
+    assert_quiet(engine)
 
 
 def test_fcfs_knows_no_priority() -> None:

@@ -13,7 +13,7 @@ from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block, Step
 from engine.layers.moe import Moe
 from engine.layers.rotary import Rotation
-from engine.layers.weights import Partition, ShapeRecorder
+from engine.layers.weights import Partition
 from engine.loader.random_weights import RandomWeights
 from engine.loader.sharded import ShardedWeights
 from engine.models.config import LatentConfig, ModelConfig, MoeConfig, with_latent
@@ -62,9 +62,8 @@ class Drawn:
 
 def slices(config: ModelConfig, rank: int, size: int) -> ShardedWeights:
     """What one rank holds."""
-    whole = ShapeRecorder()
-    family_of(config.architecture).build(config, whole)
-    return ShardedWeights(Drawn(whole.shapes), whole.shapes, Shard(rank, size))
+    _, shapes = family_of(config.architecture).skeleton(config)
+    return ShardedWeights(Drawn(shapes), shapes, Shard(rank, size))
 
 
 def build(config: ModelConfig, rank: int, size: int, has_whole_experts: bool = False) -> Model:

@@ -15,7 +15,6 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.kv.grouped_manager import GroupedKVManager
 from engine.loader import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.loader.supported import check_attention
@@ -107,7 +106,6 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
         prefill.engine.step()
     leased = prefill.engine.scheduler.detach_blocks(sent)
     kv = decode.engine.scheduler.kv
-    assert isinstance(kv, GroupedKVManager)
     windows = kv.groups.windows
     assert len(leased) == kv.num_blocks_to_load(len(prompt)) < kv.num_blocks_for(len(prompt))
     assert len(leased) == windows.count(0) * 23 + (len(windows) - windows.count(0)) * 6
@@ -137,7 +135,6 @@ def test_blocks_behind_the_window_are_free_for_others(family: Family) -> None:
     """While one long sequence runs, its groups with windows hold no more than they read."""
     parts = family.engine(max_num_batched_tokens=16)
     kv = parts.engine.scheduler.kv
-    assert isinstance(kv, GroupedKVManager)
     num_full, num_windows = kv.groups.windows.count(0), len(kv.groups.windows) - kv.groups.windows.count(0)
     request = parts.engine.add_request(PROMPTS[-1], replace(GREEDY, max_tokens=NUM_TOKENS, ignore_eos=True))
     held = 0

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.layers.weights import ShapeRecorder
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
 from kernels.gpu.launch_configs import GemvConfig, Rule, Table, TileConfig
@@ -67,11 +66,10 @@ def save_family(folder: Path, changes: dict[str, Any]) -> Path:
     """Random weights of what the family asks for, with a spread that keeps logits apart. changes: of CONFIG."""
     raw = {**CONFIG, **changes}
     family = family_of(raw["architectures"][0])
-    needed = ShapeRecorder()
-    family.build(family.adapt_config(config_from_hf(raw), raw), needed)
+    _, shapes = family.skeleton(family.adapt_config(config_from_hf(raw), raw))
     generator = torch.Generator().manual_seed(7)
     tensors = {}
-    for name, shape in needed.shapes.items():
+    for name, shape in shapes.items():
         drawn = torch.randn(shape, generator=generator)
         is_norm, scale = name.endswith("norm.weight"), 8.0 if "embed" in name else 1.0
         tensors[name] = 1 + 0.1 * drawn if is_norm else scale * drawn / shape[-1] ** 0.5

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.expert_parallel import make_block, make_rows
+from benchmarks.expert_layers import make_block, make_rows
 from common.model_files import ModelFiles
 from engine.assembly import assemble
 from engine.config import EngineConfig

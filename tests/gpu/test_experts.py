@@ -58,7 +58,7 @@ def quantize(block: Moe, kind: Kind) -> None:
             ref.replace(made)
         elif issubclass(kind, W4A16Linear):
             rows = quantize_int4(ref.layer.weight)
-            packed = pack_w4(rows.values, rows.scales, rows.zeros)
+            packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
             ref.layer.weight = dequantize_w4(packed, torch.float32)
             ref.replace(W4A16Linear(packed, None, workspace))
         else:
@@ -102,7 +102,7 @@ def test_equals_the_block(
 @pytest.mark.parametrize(("columns", "piece"), [(96, None), (128, 32)])
 def test_groups_that_no_kernel_takes_become_int8(columns: int, piece: int | None) -> None:
     rows = quantize_int4(torch.randn(16, columns, device=DEVICE))
-    layer = W4A16Linear(pack_w4(rows.values, rows.scales, rows.zeros), None, SplitKWorkspace(DEVICE))
+    layer = W4A16Linear(pack_w4(rows.values, rows.scales, rows.offsets_or_zeros()), None, SplitKWorkspace(DEVICE))
     made = stackable(layer, piece)
     assert isinstance(made, W8A16Linear)
     exact = layer.dequantize(torch.float32)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import engine.loader.load
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
@@ -18,7 +17,7 @@ from engine.gpu.ops.quantized_input import QuantizedInputForm
 from engine.gpu.ops.split_k import SplitKForm
 from engine.kv.memory import kv_layout
 from engine.layers.moe import Moe
-from engine.loader import load_model
+from engine.loader import converters, load_model
 from engine.loader.quantize import Quantizer
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import PoolGeometry
@@ -119,8 +118,8 @@ def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     """What the experts leave as partial sums is added, normed and quantized at once, or one after the other."""
     rows = 3
     use_small_tiles(monkeypatch, 4)
-    monkeypatch.setattr(engine.loader.load, "resolve_quant_mode", lambda *_: "fp8")
-    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: "fp8")
+    monkeypatch.setattr(converters, "Quantizer", lambda mode, int4, _: Quantizer(mode, int4, on_gpu=True))
     saved = save_tiny_model(tmp_path, inner=32, num_experts=4)
     loaded = load_model(resolve_model(str(saved)), EngineConfig(str(saved), dtype="float32"), DEVICE)
     model, tables = loaded.config, torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None]

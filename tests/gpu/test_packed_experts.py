@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import engine.loader.load
 import engine.loader.packed_linears
 from engine.gpu.config import GpuConfig
 from engine.gpu.packed_linears import GpuLinearMaker
@@ -21,7 +20,7 @@ from engine.gpu.runner import GpuRunner
 from engine.layers.block import Block
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.moe import Moe
-from engine.loader.mxfp4 import Mxfp4Weights
+from engine.loader import converters
 from engine.loader.packed_linears import Made, linear_of_parts
 from engine.loader.quantize import Quantizer
 from engine.loader.quantized_rows import FP8_DTYPE, QuantizedRows
@@ -103,10 +102,10 @@ def experts_of(runner: GpuRunner) -> list[Moe]:
 def test_tokens_of_int4_experts_equal_those_of_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch, 2)
     model = MOE.save(tmp_path / "m")
-    monkeypatch.setattr(engine.loader.load, "resolve_quant_mode", lambda *_: "int4-weight")
-    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ExpertsQuantizer(True))
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: "int4-weight")
+    monkeypatch.setattr(converters, "Quantizer", lambda *_: ExpertsQuantizer(True))
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ExpertsQuantizer(False))
+    monkeypatch.setattr(converters, "Quantizer", lambda *_: ExpertsQuantizer(False))
     made, runner = open_gpu(model, monkeypatch, GpuConfig())
     assert generate(made, PARAMS, PROMPTS) == expected
     (experts,) = (block.stacked for block in experts_of(runner))
@@ -119,9 +118,7 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
 ) -> None:
     use_small_tiles(monkeypatch, 2)
     write(CHECKPOINTS[name], tmp_path / "m", MOE)
-    monkeypatch.setattr(
-        engine.loader.load, "can_keep_packed", lambda *_: True
-    )  # in float32, where nothing is rounded
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)  # in float32, where nothing is rounded
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _, device: DequantizingMaker(device))
     expected = generate(reference(tmp_path / "m"), PARAMS, PROMPTS)
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _, device: GpuLinearMaker(device))
@@ -149,9 +146,7 @@ def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch:
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path)
     expected = generate(reference(model), PARAMS, PROMPTS)
-    monkeypatch.setattr(  # in float32, where nothing is rounded
-        engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights)
-    )
+    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
     made, runner = open_gpu(model, monkeypatch, GpuConfig(), quant_mode="auto")
     assert generate(made, PARAMS, PROMPTS) == expected
     assert {block.stacked.down.itemsize for block in experts_of(runner)} == {0.5}

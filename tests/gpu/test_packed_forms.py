@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.loader.load
 import engine.loader.packed_linears
 from engine.config import EngineConfig
 from engine.gpu.attention.choose import open_attention
@@ -20,8 +19,7 @@ from engine.gpu.group import DeviceGroup
 from engine.gpu.packed_linears import GpuLinearMaker
 from engine.gpu.quantized import QuantizedInput
 from engine.kv.memory import kv_layout
-from engine.loader import load_model
-from engine.loader.mxfp4 import Mxfp4Weights
+from engine.loader import converters, load_model
 from kernels.gpu.quantize import add_rms_norm_quantize
 from kernels.gpu.rms_norm import add_rms_norm
 from kvstore.layout import PoolGeometry, Shard
@@ -101,7 +99,7 @@ def test_two_ranks_compute_the_hidden_states_of_one(
     """In float32. int8 inputs of `o_proj` and `down` are quantized rank by rank; int4 takes long to interpret."""
     make = GpuLinearMaker if ON_GPU or name == "compressed-int8" else DequantizingMaker
     write(FORMATS[name], tmp_path / "m", WIDE)
-    monkeypatch.setattr(engine.loader.load, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _dtype, device: make(device))
     check(tmp_path / "m", 0.03 if name == "compressed-int8" else 1e-4)
 
@@ -113,7 +111,7 @@ def test_two_ranks_of_mxfp4_experts_compute_the_hidden_states_of_one(
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     save_mxfp4(tmp_path, inner=160)
-    monkeypatch.setattr(engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights))
+    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)
     check(tmp_path, 1e-4)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.loader.load
 import engine.loader.packed_linears
 from engine.config import EngineConfig
 from engine.gpu.ops.experts import StackedExperts, moe
@@ -22,8 +21,7 @@ from engine.layers.mlp import Mlp
 from engine.layers.moe import Moe
 from engine.layers.pipeline import Stage
 from engine.layers.reordered import Reordered
-from engine.loader import LoadedModel, load_model
-from engine.loader.mxfp4 import Mxfp4Weights
+from engine.loader import LoadedModel, converters, load_model
 from kvstore.layout import Shard
 from tests.engine.driving import directory
 from tests.engine.packed_files import FORMATS, SIZES, write
@@ -122,9 +120,7 @@ def test_ranks_keep_mxfp4_experts(
     torch.manual_seed(0)
     path = save_mxfp4(tmp_path, inner)
     (exact, *_) = experts_of(load(path, Shard(), dtype="float32"))
-    monkeypatch.setattr(  # in float32, where nothing is rounded
-        engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights)
-    )
+    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)  # in float32, where nothing is rounded
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found, sizes = torch.zeros_like(x), []
     for rank in range(2):
@@ -142,7 +138,7 @@ def test_ranks_keep_mxfp4_experts(
 
 def test_stages_keep_mxfp4_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_mxfp4(tmp_path)
-    monkeypatch.setattr(engine.loader.load, "can_keep_mxfp4", lambda weights, *_: isinstance(weights, Mxfp4Weights))
+    monkeypatch.setattr(converters, "can_keep_mxfp4", lambda *_: True)
     for index in range(2):
         loaded = load(path, Shard(), Stage(index, 2), dtype="float32", pp=2)
         (block,) = experts_of(loaded)
@@ -158,7 +154,7 @@ def test_shared_experts_are_stacked_with_those_of_a_rank(tmp_path: Path, monkeyp
     form = replace(CHECKPOINTS["fp8 in blocks"], kept_plain=(*ATTENTION, "_proj_with_mqa", "q_b_proj", "kv_b_proj"))
     write(form, tmp_path / "m", tiny)
     (exact, *_) = experts_of(load(tmp_path / "m", Shard(), dtype="float32"))
-    monkeypatch.setattr(engine.loader.load, "can_keep_packed", lambda *_: True)  # in float32
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)  # in float32
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda _dtype, device: GpuLinearMaker(device))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found = torch.zeros_like(x)

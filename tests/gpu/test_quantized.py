@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import engine.assembly
-import engine.loader.load
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -18,6 +17,7 @@ from engine.gpu.config import GpuConfig
 from engine.gpu.quantized import EightBitLinear, Fp8Linear, W4A16Linear, W8A8Linear, W8A16Linear
 from engine.gpu.runner import GpuRunner
 from engine.layers.linear import Linear, LinearLayer
+from engine.loader import converters
 from engine.loader.quantize import Quantizer
 from engine.request import SamplingParams
 from kernels.gpu.split_k import SplitKWorkspace
@@ -81,12 +81,12 @@ def test_tokens_equal_those_of_the_reference(
     mode: str, uses_graphs: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, several rows and single rows; in float32, where rounding alone decides."""
-    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda *_: ReferenceQuantizer(mode))
+    monkeypatch.setattr(converters, "Quantizer", lambda *_: ReferenceQuantizer(mode))
     expected = generate(assemble(config_of(model, "cpu")).engine, PROMPTS)
     if not ON_GPU:
         monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(engine.loader.load, "resolve_quant_mode", lambda *_: mode)
-    monkeypatch.setattr(engine.loader.load, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: mode)
+    monkeypatch.setattr(converters, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
     gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
     parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
     assert parts.quantization == mode

@@ -22,14 +22,12 @@ from kvstore.layout import (
 FULL = KvGroup("attention", "full", (0, 1, 2), 4, 8, "bfloat16")
 WINDOW = replace(FULL, name="local", kind="window", window=512, layers=(3, 4))
 LATENT = KvGroup("mla", "latent", tuple(range(27)), 1, 576, "bfloat16", num_planes=1)
-STATE = replace(FULL, name="ssm", kind="state")
 
 
 def test_bytes_per_token() -> None:
     assert FULL.bytes_per_token == 3 * 2 * 4 * 8 * 2
     assert LATENT.bytes_per_token == 27 * 576 * 2
     assert KvLayout((FULL, WINDOW)).bytes_per_token == 5 * 2 * 4 * 8 * 2
-    assert KvLayout((FULL, STATE)).bytes_per_token == FULL.bytes_per_token
 
 
 def test_the_geometry_is_layout_times_blocks_times_shard() -> None:
@@ -112,7 +110,6 @@ def test_impossible_shards(shard: Shard, num_heads: int) -> None:
 @pytest.mark.parametrize(
     "groups",
     [
-        (STATE,),
         (FULL, replace(WINDOW, num_kv_heads=2)),
         (FULL, replace(WINDOW, dtype="float16")),
         (FULL, LATENT),

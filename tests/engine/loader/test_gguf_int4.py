@@ -13,6 +13,7 @@ from common.model_files import ModelFiles
 from engine.layers.linear import HalfLinear, Int4Linear, Linear
 from engine.loader.gguf_int4 import int4_rows, quantize_int4
 from engine.loader.quantize import to_int4
+from engine.loader.quantized_rows import join_rows
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf_files import write_gguf
 from tests.engine.loader.test_gguf import WIDE
@@ -36,10 +37,11 @@ def test_rows_are_what_the_gguf_package_reads(kind: gguf.GGMLQuantizationType) -
 def test_both_paths_are_the_same_function(kind: gguf.GGMLQuantizationType) -> None:
     torch.manual_seed(0)
     raws = [torch.from_numpy(gguf.quantize(torch.randn(size, 64).numpy(), kind)) for size in (48, 16)]
-    parts = [int4_rows(raw, int(kind)) for raw in raws]
-    exact_weight = torch.cat([part.dequantize(torch.float32) for part in parts])
+    rows = join_rows([int4_rows(raw, int(kind)) for raw in raws])
+    assert rows is not None
+    exact_weight = rows.dequantize(torch.float32)
     bias = torch.randn(64).bfloat16()
-    linear = to_int4(Linear(exact_weight.bfloat16(), bias), parts)
+    linear = to_int4(Linear(exact_weight.bfloat16(), bias), rows)
     x = torch.randn(Int4Linear.MAX_INT4_ROWS + 1, 64).bfloat16()
     exact = x.float() @ exact_weight.T + bias.float()
     torch.testing.assert_close(linear(x).float(), exact, atol=0.15, rtol=0.02)
@@ -74,8 +76,8 @@ def test_rounding_is_within_half_a_step() -> None:
     rows = quantize_int4(weight)
     assert int(rows.values.max()) == 15
     assert int(rows.values.min()) == 0
-    step = rows.scales.float().repeat_interleave(32, dim=1)
-    offset = rows.zeros.float().abs().repeat_interleave(32, dim=1) / 256  # what bfloat16 takes from the offset
+    step = rows.scales.repeat_interleave(32, dim=1)
+    offset = rows.offsets_or_zeros().abs().repeat_interleave(32, dim=1) / 256  # what bfloat16 takes from the offset
     assert bool(((rows.dequantize(torch.float32) - weight).abs() <= 0.6 * step + offset + 1e-6).all())
 
 

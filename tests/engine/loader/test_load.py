@@ -17,8 +17,8 @@ from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.layers.linear import Int8Linear, Linear, quantize_int8
 from engine.layers.weights import Partition
+from engine.loader.converters import resolve_quant_mode
 from engine.loader.fingerprint import fingerprint
-from engine.loader.load import resolve_quant_mode
 from engine.loader.quantize import to_int8
 from engine.loader.random_weights import RandomWeights
 from tests.engine.driving import Driver, directory, make_runner, open_model

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.loader.load
 import engine.loader.packed_linears
 from common.model_files import ModelFiles
 from engine.assembly import EngineParts
 from engine.config import EngineConfig
 from engine.layers.linear import Linear, LinearLayer
 from engine.layers.weights import Part
-from engine.loader import load_model
+from engine.loader import converters, load_model
 from engine.loader.packed_linears import Made
 from engine.loader.quantized_rows import QuantizedRows
 from engine.loader.safetensors import SafetensorsWeights
@@ -58,7 +57,7 @@ class ExactMaker:
 
 @pytest.fixture
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.loader.load, "can_keep_packed", lambda *_: True)
+    monkeypatch.setattr(converters, "can_keep_packed", lambda *_: True)
     monkeypatch.setattr(engine.loader.packed_linears, "_maker", lambda *_: ExactMaker())
     torch.set_num_threads(1)
 

@@ -31,7 +31,8 @@ from engine.cpu.runner import ModelRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import StageEnds
 from engine.loader import LoadedModel, load_model
-from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights, whole_shapes
+from engine.loader.staged import _divide, divide_layers, shard_of, stage_weights
+from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
 from engine.parallel.follower import follow
 from engine.parallel.followers import STEP_ENCODER, FollowerStep, place_of, work_of
@@ -376,7 +377,7 @@ def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
     config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
     model = config_from_hf(read_hf_config(folder))
     ranks, layers, of_rank = pp * tp, divide_layers(model, pp), model.shard(tp, None) if tp > 1 else model
-    shapes = whole_shapes(of_rank)
+    _, shapes = family_of(of_rank.architecture).skeleton(of_rank)
     weights, caches = [], []
     for rank in range(ranks):
         shard, stage = place_of(rank, config)
@@ -413,5 +414,5 @@ def test_the_default_model_keeps_its_four_bit_weights() -> None:
     params = replace(GREEDY, max_tokens=16)
     found = [[one.token_ids for one in llm.generate(prompts, params)] for llm in (whole, stages)]
     assert found[0] == found[1]
-    fingerprints = {llm.engine.scheduler.kv._fingerprint for llm in (whole, stages)}
+    fingerprints = {llm.engine.scheduler.kv.prefixes._fingerprint for llm in (whole, stages)}
     assert len(fingerprints) == 1

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.host_tier import HostTier, HostTierAllocator, LocalHostTier
-from kvstore.types import BlockKey, HostSlot
+from kvstore.types import BlockId, BlockKey, HostSlot
 
 KEYS = block_keys(root_key("model"), pack_ids(range(8)), 1)
 
@@ -112,7 +112,7 @@ class TierMachine(RuleBasedStateMachine):
     def pins_match(self) -> None:
         self.tier.check_integrity()
         for slot in range(self.num_slots):
-            assert self.tier.num_pins(HostSlot(slot)) == sum(slots.count(HostSlot(slot)) for slots in self.held)
+            assert self.tier._pool.refcount(BlockId(slot)) == sum(slots.count(HostSlot(slot)) for slots in self.held)
 
     def teardown(self) -> None:
         for slots in self.held:

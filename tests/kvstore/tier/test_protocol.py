@@ -12,7 +12,7 @@ from common.token_ids import pack_ids
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.tier.protocol import TierSession, parse_hello
-from kvstore.types import HostSlot
+from kvstore.types import BlockId, HostSlot
 
 KEYS = block_keys(root_key("model"), pack_ids(range(6)), 1)
 values = st.recursive(
@@ -42,7 +42,7 @@ def test_whatever_they_ask_no_slot_is_lost(conversation: list[tuple[int, Any]]) 
         assert reply[0] == "ok"
         tier.check_integrity()
         pins = sum((session._pins for session in sessions), Counter())
-        assert all(tier.num_pins(HostSlot(slot)) == pins[HostSlot(slot)] for slot in range(5))
+        assert all(tier._pool.refcount(BlockId(slot)) == pins[HostSlot(slot)] for slot in range(5))
     for session in sessions:
         session.close()
     assert tier.num_pinned == 0

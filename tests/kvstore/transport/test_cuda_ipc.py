@@ -197,7 +197,7 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     finally:
         process.kill()
         process.communicate()
-    wait_until(lambda: transport.num_mappings == 0)
+    wait_until(lambda: len(transport._mappings) == 0)
     wait_until(lambda: device.num_open == 0)
     with pytest.raises(MiniInferError):
         transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
@@ -206,7 +206,7 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
     with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
         transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
-    assert transport.num_mappings == device.num_open == 1
+    assert len(transport._mappings) == device.num_open == 1
     reborn.close()
     wait_until(lambda: device.num_open == 0)  # an orderly end, too
 
@@ -219,7 +219,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
 
     def die() -> None:
         owner.close()
-        wait_until(lambda: transport.num_mappings == 0)
+        wait_until(lambda: len(transport._mappings) == 0)
         time.sleep(0.02)
 
     device.during_pull = die
@@ -242,7 +242,7 @@ def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcTransport
         thread.start()
     for thread in threads:
         thread.join()
-    assert transport.num_mappings == device.num_open == 1
+    assert len(transport._mappings) == device.num_open == 1
     np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
     owner.close()
 

@@ -21,11 +21,12 @@ from kvstore.layout import PoolGeometry, Shard, full_attention, latent_attention
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transport import host_pull
 from kvstore.transport.block_server import BlockServer
-from kvstore.transport.client import Blocks, KvClient, host_client
+from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.cuda_ipc import CudaIpcTransport
 from kvstore.transport.descriptor_server import DescriptorServer
 from kvstore.transport.handle import PeerLease, open_handle
 from kvstore.transport.head_split import HeadCopy, ShardPart, split_blocks
+from kvstore.transport.host_pull import Blocks
 from kvstore.transport.lease_client import LeaseClient
 from kvstore.transport.service import KvTransferService, PoolView
 from kvstore.transport.shared_memory import blocks_over, map_fd, reopen_read_only

@@ -131,7 +131,7 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         transport.pull(BlockPull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
-    assert transport.num_mappings == 1
+    assert len(transport._mappings._found) == 1
     owner.close()
     transport.pull(
         BlockPull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0)
@@ -139,7 +139,7 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(mine[1], owner.blocks[2])
     reborn = Owner(tmp_path, seed=1)
     transport.pull(BlockPull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0))
-    assert transport.num_mappings == 1
+    assert len(transport._mappings._found) == 1
     np.testing.assert_array_equal(mine[1], reborn.blocks[2])
     transport.close()
     reborn.close()

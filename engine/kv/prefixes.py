@@ -1,0 +1,92 @@
+"""Prefixes of requests: the keys of their blocks, and what the pool and the host tier have under these keys."""
+
+from __future__ import annotations
+
+from common.token_ids import pack_ids
+from engine.kv.block_groups import NO_BLOCK, BlockGroups
+from engine.request import Request
+from kvstore.pool.block_hash import block_keys, group_key, root_key
+from kvstore.pool.block_pool import BlockPool
+from kvstore.tier.host_tier import HostTier
+from kvstore.types import BlockId, BlockKey, HostSlot
+
+MAX_ROOTS = 4096
+
+
+class Prefixes:
+    """Looks prefixes up. Changes nothing but the requests' `block_keys`, and pins of the host tier."""
+
+    def __init__(self, pool: BlockPool, groups: BlockGroups, fingerprint: str) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._fingerprint = fingerprint
+        self._roots: dict[tuple[str, str], BlockKey] = {}  # by adapter and salt
+
+    def extend_keys(self, request: Request) -> None:
+        """Compute the keys of all full blocks of known tokens."""
+        keys, size = request.block_keys, self._groups.block_size
+        num_full = request.num_known_tokens // size
+        if len(keys) >= num_full:
+            return
+        parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
+        keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
+
+    def key(self, request: Request, entry: int) -> BlockKey:
+        """Key of a full block: that of an entry of the request's table."""
+        position, group = divmod(entry, self._groups.num_groups)
+        return group_key(request.block_keys[position], group)
+
+    def _root(self, adapter: str, salt: str) -> BlockKey:
+        root = self._roots.get((adapter, salt))
+        if root is None:
+            if len(self._roots) > MAX_ROOTS:  # salts come from clients: bounded
+                self._roots.clear()
+            root = self._roots[adapter, salt] = root_key(self._fingerprint, adapter, salt)
+        return root
+
+    def cached_table(self, request: Request, max_tokens: int) -> list[BlockId]:
+        """Table of the longest cached prefix of at most `max_tokens` that all groups can continue."""
+        if not self._pool.enable_prefix_cache:
+            return []
+        self.extend_keys(request)
+        keys = request.block_keys[: max_tokens // self._groups.block_size]
+        if self._groups.is_plain:
+            return self._pool.lookup(keys)
+
+        def has(position: int, group: int) -> bool:
+            return self._pool.contains(group_key(keys[position], group))
+
+        num_tokens = self._groups.longest_hit(len(keys), has) * self._groups.block_size
+        table = [NO_BLOCK] * self._groups.num_entries(num_tokens)
+        for entry in self._groups.live_entries(num_tokens, num_tokens):
+            [table[entry]] = self._pool.lookup([self.key(request, entry)])
+        return table
+
+    def find_on_host(
+        self, tier: HostTier, request: Request, first: int, last: int
+    ) -> tuple[int, dict[int, HostSlot]]:
+        """How far `tier` continues the prefix from position `first` on, at most to `last`.
+
+        Returns the position behind it and, by entry, the pinned slots of what queries behind it read.
+        """
+        groups = self._groups
+        if groups.is_plain:
+            slots = tier.lookup(request.block_keys[first:last])
+            return first + len(slots), dict(enumerate(slots, first))
+        count = groups.num_groups
+        keys = {entry: self.key(request, entry) for entry in range(first * count, last * count)}
+        missing = set(tier.missing(list(keys.values())))
+
+        def has(position: int, group: int) -> bool:
+            entry = position * count + group
+            return keys[entry] not in missing if entry in keys else request.block_ids[entry] != NO_BLOCK
+
+        last = groups.longest_hit(last, has)
+        if last <= first:
+            return first, {}
+        entries = groups.live_entries(last * groups.block_size, last * groups.block_size, first)
+        slots = tier.lookup([keys[entry] for entry in entries])
+        if len(slots) < len(entries):  # others have evicted some since
+            tier.unpin(slots)
+            return first, {}
+        return last, dict(zip(entries, slots, strict=True))

@@ -1,0 +1,48 @@
+"""Checks of a request against the model's vocabulary. A request that passes them is the scheduler's to accept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.token_ids import pack_ids
+from engine.request import SamplingParams
+
+
+def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, those in `params` too."""
+    if not token_ids:
+        raise InvalidRequestError("the prompt must hold at least one token", "prompt")
+    named = [
+        ("prompt", token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
+        ("bad_words", [token_id for word in params.bad_words for token_id in word]),
+    ]
+    for param, some_ids in named:
+        _check_in_vocabulary(param, some_ids, vocab_size, param)
+
+
+def check_output(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequestError for output tokens of another vocabulary, or as many as there may be."""
+    # No `param`: clients do not send output tokens, so this is never their mistake.
+    _check_in_vocabulary("the output", token_ids, vocab_size, None)
+    if len(token_ids) >= params.max_tokens:
+        raise InvalidRequestError("all max_tokens are generated already")
+
+
+def _check_in_vocabulary(what: str, token_ids: Sequence[int], vocab_size: int, param: str | None) -> None:
+    if token_ids and _largest(token_ids) >= vocab_size:
+        raise InvalidRequestError(f"{what} holds a token id outside the vocabulary (0 to {vocab_size - 1})", param)
+
+
+def _largest(token_ids: Sequence[int]) -> float:
+    """The largest id; infinite when one is negative. A fourth of the time of min() and max() over a long prompt."""
+    try:
+        return int(np.frombuffer(pack_ids(token_ids), dtype="<u4").max())
+    except OverflowError:
+        return inf
