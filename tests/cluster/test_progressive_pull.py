@@ -75,7 +75,7 @@ def cluster(metrics_port: int) -> Iterator[Cluster]:
 
 
 def metric(port: int, name: str) -> float:
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
