@@ -50,7 +50,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=60.0)
+        self._barrier = threading.Barrier(size, timeout=200.0)
         self._parts: list[Any] = [None] * size
         self._local = threading.local()
 
