@@ -183,7 +183,7 @@ def test_secrets_metrics_and_a_failure_that_ends_the_cluster(tmp_path):
         for index, name in enumerate(
             ("vllm:num_requests_running", "mini_infer_host_tier_slots", "vllm:generation_tokens")
         ):
-            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics").text
+            assert name in httpx.get(f"http://127.0.0.1:{metrics_port + index}/metrics", timeout=60.0).text
 
         processes = {pid: command_line(pid) for pid in descendants(served.process.pid)}
         for part in (" kvstore ", " decode_service ", " worker.engine_main ", " router ", "rm -rf"):

@@ -23,7 +23,7 @@ READ_SECONDS = 120.0  # counts are read every 10 seconds
 
 
 def value(port: int, pattern: str) -> float:
-    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5.0).text
+    body = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).text
     found = re.search(rf"^{pattern} (\S+)$", body, re.MULTILINE)
     return 0.0 if found is None else float(found[1])
 

@@ -91,6 +91,7 @@ def download(endpoint: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(folder.parents[1] / "home"),
         "HF_HUB_ETAG_TIMEOUT": "60",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "60",
     }
     command = [sys.executable, "-m", "common.download", HUB_ID, str(folder)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)

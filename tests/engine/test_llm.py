@@ -172,8 +172,8 @@ def test_threads_share_an_engine() -> None:
 
 
 def test_a_thread_that_steps_leaves_the_others_their_turn() -> None:
-    llm = make()
-    stream = llm.stream("long", SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    llm = make(simulated_steps="base=0.005")  # a second, whenever this thread gets a core
+    stream = llm.stream("long", SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
     next(stream)
     ended = []
     reader = threading.Thread(target=lambda: ended.append("".join(stream)))
@@ -203,7 +203,7 @@ def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: py
         del holder
         thread = threading.Thread(target=llm.generate, args=("another", GREEDY), daemon=True)
         thread.start()
-        thread.join(20.0)
+        thread.join(100.0)
         assert not thread.is_alive(), "it waits for itself"
     finally:
         gc.enable()

@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, size: int) -> None:
         self.size = size
         self._turn = threading.Lock()
-        self._barrier = threading.Barrier(size, timeout=120.0)
+        self._barrier = threading.Barrier(size, timeout=200.0)
         self._parts: dict[int, Tensor] = {}
 
     def summed(self, rank: int, part: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class GroupHere:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
         self._turn = threading.Lock()  # the interpreter runs one kernel at a time
-        self._barrier = threading.Barrier(size, timeout=60.0)
+        self._barrier = threading.Barrier(size, timeout=200.0)
         self._parts: list[Tensor] = [torch.empty(0)] * size
         self._local = threading.local()
 

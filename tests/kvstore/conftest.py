@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.tier import agent_client
-from kvstore.transport import cuda_ipc, lease_client, nixl, shm
+from kvstore.transport import client, cuda_ipc, lease_client, nixl, service, shm, staging, tcp
 
 
 @pytest.fixture(autouse=True)
@@ -14,10 +14,14 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (agent_client, "CALL_SECONDS"),
         (agent_client, "RECONNECT_SECONDS"),
+        (client, "FALLBACK_SECONDS"),
         (cuda_ipc, "FETCH_SECONDS"),
         (lease_client, "CALL_SECONDS"),
         (nixl, "TRANSFER_SECONDS"),
+        (service, "FETCH_SECONDS"),
         (shm, "FETCH_SECONDS"),
+        (staging, "STAGE_SECONDS"),
+        (tcp, "CONNECT_SECONDS"),
     ):
         assert getattr(module, name) > 0.0
         monkeypatch.setattr(module, name, 60.0)

@@ -104,7 +104,7 @@ def num_descriptors_of(fd: int) -> int:
 
 
 def shm_names() -> set[str]:
-    """Names in /dev/shm but those of UCX, which tests in other processes make and remove at any time."""
+    """Names in /dev/shm but those of UCX. Tests in other processes make some, too, and remove them soon."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_")}
 
 

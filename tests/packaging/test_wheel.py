@@ -146,7 +146,7 @@ def test_the_installed_commands_serve_chat_bench_and_show_the_demo(folder: Path,
     env = clean_environment(here) | {"PATH": f"{installed}:{os.environ['PATH']}"}
     try:
         served.wait_for("stop with Ctrl-C")
-        assert httpx.get(f"{served.url}/version").json() == {"version": VERSION}
+        assert httpx.get(f"{served.url}/version", timeout=60.0).json() == {"version": VERSION}
         for command in filter(None, map(command_line, descendants(served.process.pid))):
             assert command.startswith((str(installed), "/bin/sh"))
         for command in commands_of(f"{HERE}::test_the_installed_commands_serve_chat_bench_and_show_the_demo"):

@@ -32,11 +32,13 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
         while b"router ready" not in (tmp_path / "log").read_bytes():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 401
-        of_key = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"authorization": "Bearer secret"})
-        answer = httpx.get(f"http://{METRICS_HOST}:{metrics_port}/metrics")
+        assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).status_code == 401
+        of_key = httpx.get(
+            f"http://127.0.0.1:{port}/metrics", headers={"authorization": "Bearer secret"}, timeout=60.0
+        )
+        answer = httpx.get(f"http://{METRICS_HOST}:{metrics_port}/metrics", timeout=60.0)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://127.0.0.1:{metrics_port}/metrics")
+            httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60.0)
         assert answer.status_code == of_key.status_code == 200
         assert 'mini_infer_workers{model_name="dry-run",role="decode",state="connecting"} 1.0' in answer.text
 
@@ -44,7 +46,7 @@ def test_metrics_can_be_scraped_without_the_key(tmp_path: Path) -> None:
             return [line for line in text.splitlines() if line.startswith("# TYPE")]
 
         assert names(answer.text) == names(of_key.text)
-        assert httpx.get(f"http://{METRICS_HOST}:{metrics_port}/v1/models").status_code == 404
+        assert httpx.get(f"http://{METRICS_HOST}:{metrics_port}/v1/models", timeout=60.0).status_code == 404
         router.terminate()
         assert router.wait(60.0) == 0
     finally:

@@ -71,7 +71,7 @@ async def test_a_drained_worker_finishes_its_requests_and_ends(decode_worker: Wo
 
 
 async def test_the_grace_period_ends_a_drain(decode_worker: Worker) -> None:
-    async with drained(decode_worker, grace_seconds=0.2) as stream:
+    async with drained(decode_worker, grace_seconds=1.0) as stream:
         await stream.until_broken()  # the router moves what is left
         assert stream.load.num_running == stream.load.num_waiting == 1
     assert await exit_code(decode_worker) == 0

@@ -172,7 +172,7 @@ async def test_a_draining_worker_prefetches_nothing(pair: dict[str, Worker]) -> 
         while not (await d.report()).deltas:
             pass
         async with open_channel(pair["decode"].address) as channel:
-            await pair["decode"].stub(channel).Drain(pb.DrainRequest(grace_seconds=30.0))
+            await pair["decode"].stub(channel).Drain(pb.DrainRequest(grace_seconds=200.0))
         parts, last = await prefill_in_parts(p, "drain")
         await d.prepare("refused")
         assert (await d.failure_of("refused")).code == pb.FAILURE_CODE_UNAVAILABLE

@@ -16,6 +16,7 @@ from kvstore.tier.agent_client import AgentHostTier
 from kvstore.transport import cuda_memory
 from kvstore.transport.handle import HandleWriter, open_handle
 from kvstore.types import BlockId
+from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
 from tests.kvstore.helpers import GEOMETRY, Owner, wait_until, with_address
 from tests.kvstore.tier.test_agent import KEYS, Agent
 from tests.worker.fake_nccl import FakeNccl

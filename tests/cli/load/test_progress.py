@@ -11,9 +11,14 @@ async def test_lines_for_a_log(capsys):
     async with shown(progress, line_seconds=0.02):
         progress.on_done(RequestRecord(num_output_tokens=10))
         progress.on_done(RequestRecord(error="timeout"))
-        await asyncio.sleep(0.05)
-    first, *_ = capsys.readouterr().err.splitlines()
+        said = ""
+        async with asyncio.timeout(60):
+            while not said:
+                await asyncio.sleep(0.01)
+                said = capsys.readouterr().err
+    first, *_ = said.splitlines()
     assert re.fullmatch(r"2/4 requests in \d+ s, [\d.]+ tok/s, 1 failed", first), first
     assert float(first.split()[5]) > 0
+    capsys.readouterr()
     await asyncio.sleep(0.04)
     assert capsys.readouterr().err == ""

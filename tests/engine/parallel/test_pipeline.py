@@ -40,8 +40,7 @@ from engine.parallel.runner import ParallelRunner
 from engine.parallel.socket_frames import SocketSink, SocketSource, receive_frame, send_frame
 from engine.plan import StepPlan
 from engine.request import TokenId
-from tests.cluster.test_tensor_parallel import followers_of
-from tests.engine.parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup
+from tests.engine.parallel.test_ranks import SCARCE_BLOCKS, ThreadGroup, own_followers
 from tests.engine.speculation.drafters import MakeOracle, knows
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, reference_greedy
 
@@ -288,7 +287,7 @@ def test_processes_are_stages(tp: int) -> None:
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert llm.engine.scheduler.num_preemptions > 0
     assert (llm.engine.scheduler.num_draft_tokens > 0) == (tp > 1)
-    followers = followers_of(os.getpid())
+    followers = own_followers()
     assert len(followers) == 2 * tp - 1
     os.kill(followers[-1], signal.SIGKILL)
     for prompt in ("again", "and again"):

@@ -125,7 +125,7 @@ def test_sigkill_of_the_owner_leaves_readers_safe_and_nothing_behind(tmp_path: P
     assert any(content)
     with pytest.raises(UnavailableError):
         fetch_pool(str(tmp_path / "owner.sock"), 60.0)
-    assert shm_names() <= before
+    wait_until(lambda: shm_names() <= before)
     successor = Owner(tmp_path)  # takes the dead one's path
     info, fd = fetch_pool(str(tmp_path / "owner.sock"), 60.0)
     os.close(fd)

@@ -155,8 +155,8 @@ def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
             began = time.monotonic()
             try:
                 client.pull(peer, [2, 3], ids(2, 3), 3.0)
-            except MiniInferError:
-                assert not mine[2:4].any()
+            except MiniInferError:  # of one that is stopped it may have come all the same, but too late
+                assert number == signal.SIGSTOP or not mine[2:4].any()
             else:
                 assert number == signal.SIGSTOP
                 np.testing.assert_array_equal(mine[2:4], blocks[BLOCKS[2:]])

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError, TransferError
 from kvstore.transport.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
-from tests.kvstore.helpers import shm_names
+from tests.kvstore.helpers import shm_names, wait_until
 
 
 def test_readers_see_what_the_owner_writes_and_cannot_write() -> None:
@@ -28,7 +28,7 @@ def test_readers_see_what_the_owner_writes_and_cannot_write() -> None:
         view = blocks_over(reader, 2, 4096)
         assert view[1, 904] == ord("a")
         assert not view.flags.writeable
-        assert shm_names() <= before
+        wait_until(lambda: shm_names() <= before)
         assert os.fstat(fd).st_mode & 0o777 == 0o400
     finally:
         os.close(reader_fd)

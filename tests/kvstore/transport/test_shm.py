@@ -164,5 +164,5 @@ def test_sigkill_of_the_peer_breaks_nothing_here(tmp_path: Path) -> None:
     client.pull(peer, [1, 2], ids(1, 2))  # the mapping outlives its owner
     with pytest.raises(TransferError, match="cannot be read"):
         host_client(GEOMETRY, mine).pull(peer, [0], ids(0))
-    assert shm_names() <= before
+    wait_until(lambda: shm_names() <= before)
     client.close()

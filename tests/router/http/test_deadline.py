@@ -42,9 +42,12 @@ async def test_an_answer_that_the_clients_deadline_cut_says_so() -> None:
     body = {"prompt": "x", "max_tokens": 100_000}
     async with cluster(script=Script(delay_seconds=0.005), info={"max_model_len": 1 << 20}) as c:
         for headers in ({"X-Request-Timeout": "0.5"}, {"x-stainless-read-timeout": "0.5"}):
-            began = time.monotonic()
-            answer = await c.http.post("/v1/completions", json=body, headers=headers)
-            assert time.monotonic() - began >= 0.45
+            for _ in range(10):  # until a token comes in time, which a busy machine may not manage
+                began = time.monotonic()
+                answer = await c.http.post("/v1/completions", json=body, headers=headers)
+                assert time.monotonic() - began >= 0.45
+                if answer.status_code == 200:
+                    break
             (choice,) = answer.json()["choices"]
             assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
             assert choice["text"]

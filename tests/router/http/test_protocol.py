@@ -74,7 +74,8 @@ async def test_health_checks_are_answered_however_many_connections_wait(monkeypa
         assert (await ask(silent[-1], COMPLETION)).startswith(b"HTTP/1.1 503 ")
 
 
-async def test_one_address_does_not_shut_out_the_others() -> None:
+async def test_one_address_does_not_shut_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.protocol.SPARE_SECONDS", 60.0)
     limits = HttpConfig(max_connections=16, reserved_per_address=2)
     async with cluster(http=limits) as c, AsyncExitStack() as stack:
         for _ in range(20):

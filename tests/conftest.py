@@ -1,0 +1,28 @@
+"""No test depends on others that its process has run before: random numbers, and what gRPC logs of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+
+import pytest
+
+SEED = 1234
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before fixtures of any scope draw some."""
+    random.seed(SEED)
+    if torch := sys.modules.get("torch"):  # not every test needs it
+        torch.manual_seed(SEED)
+
+
+def pytest_configure() -> None:
+    """Hide an error of gRPC, which is no test's, from those that look at the log.
+
+    All event loops of a process share its queue: what is left in it of an earlier test, whose loop is closed, is
+    logged in the next one.
+    """
+    logging.getLogger("asyncio").addFilter(lambda record: "PollerCompletionQueue" not in record.getMessage())
