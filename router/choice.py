@@ -25,7 +25,7 @@ from router.cluster.failures import WorkerLostError
 from router.cluster.leg import Leg
 from router.cluster.moves import KeptRequest
 from router.cluster.policy import Decision
-from router.cluster.prediction import EXPECTED_TOKENS, Candidate
+from router.cluster.views import Candidate
 from router.cluster.worker_link import WorkerLink
 from router.dispatch import Dispatcher
 from router.journal import Journal
@@ -142,7 +142,9 @@ class Choice:
             submit.request_id, self._prepared = self._prepared[1], None
         self._drop_prepared()
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.due_seconds(self.journal, chosen, now)
+        submit.due_seconds = self._dispatcher.objectives.due_seconds(
+            chosen, now - self.journal.arrival, self.journal.has_started
+        )
         submit.is_late = chosen.is_late and not self.journal.has_started
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
@@ -163,9 +165,7 @@ class Choice:
             return None
         if leg.times is None or leg.next_link is not None:
             return None
-        left = self._dispatcher.answers.left(
-            journal.sampling.max_tokens, len(journal.output_token_ids), EXPECTED_TOKENS
-        )
+        left = self._dispatcher.answers.left(journal.sampling.max_tokens, len(journal.output_token_ids))
         return leg.link, KeptRequest(journal.choice_id, journal.num_tokens, left, now - leg.first_time)
 
     def move(self, chosen: Candidate) -> None:

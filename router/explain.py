@@ -12,7 +12,7 @@ from typing import Any
 
 from router.cluster.leg import Leg
 from router.cluster.policy import Decision
-from router.cluster.prediction import Candidate
+from router.cluster.views import Candidate
 from router.journal import Journal
 from router.metrics import RouterMetrics
 

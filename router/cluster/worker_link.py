@@ -21,8 +21,8 @@ from router.cluster.breaker import Breaker
 from router.cluster.failures import WorkerLostError, error_of
 from router.cluster.index_feed import IndexFeed
 from router.cluster.leg import Leg, LegListener
-from router.cluster.prediction import WorkerView
 from router.cluster.rates import WorkerRates
+from router.cluster.views import WorkerView
 
 if TYPE_CHECKING:
     from router.cluster.model_workers import ModelWorkers

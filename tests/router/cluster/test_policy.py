@@ -12,7 +12,7 @@ from common.errors import UnavailableError
 from kvstore.types import WorkerId
 from router import config
 from router.cluster.policy import POLICIES, choose
-from router.cluster.prediction import RequestView, WorkerView
+from router.cluster.views import RequestView, WorkerView
 
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
 
