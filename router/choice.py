@@ -85,24 +85,33 @@ class Choice:
     # -- what is next ------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
+        """Open the next leg, on another worker while those chosen refuse, or wait for a worker, or fail."""
         try:
-            self._open_next_leg()
+            while True:
+                try:
+                    self._open_next_leg()
+                    return
+                except RETRYABLE as error:
+                    self._allow_retry(error)
         except Exception as error:  # noqa: BLE001 - bugs too: callers are callbacks, which would swallow them
             self._fail(error)
 
     def _open_next_leg(self) -> None:
-        """Submit to the worker that is next, or wait for one. Raises what ends the choice."""
-        while True:
-            try:
-                if not self._dispatcher.has_decode_worker():
-                    self._wait()
-                elif self._decision is None:
-                    self._begin()
-                else:
-                    self._decode(self._decision)
+        """Submit to the worker that is next, or wait for one. Raises one of RETRYABLE, or what ends the choice."""
+        dispatcher = self._dispatcher
+        if not dispatcher.has_decode_worker():
+            self._wait()
+            return
+        if self._decision is None:
+            self._decision = dispatcher.decide(self.journal, self._lost)
+            chosen = self._decision.chosen
+            if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
+                dispatcher.metrics.placed(chosen.kind)
+            if chosen.prefill is not None:
+                self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
                 return
-            except RETRYABLE as error:
-                self._prepare_retry(error)
+        chosen = self._decision.chosen
+        self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
         self._drop_prepared()
@@ -116,25 +125,8 @@ class Choice:
         if self.state is State.WAITING:
             self._go_on()
 
-    def _begin(self) -> None:
-        """Decide on workers, and open the first leg there."""
-        decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
-        chosen = decision.chosen
-        if chosen.prefill is not None:
-            self._dispatcher.metrics.placed(chosen.kind)
-            self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), self._dispatcher.link(chosen.decode))
-            return
-        if self.journal.kv_handle is None:
-            self._dispatcher.metrics.placed(chosen.kind)
-        self._decode(decision)
-
-    def _decode(self, decision: Decision) -> None:
-        self._open(State.DECODE, self._dispatcher.decode_link(decision.chosen.decode, self._lost))
-
-    def _open(self, state: State, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
+    def _open(self, state: State, chosen: Candidate, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
         now = time.monotonic()
-        assert self._decision is not None
-        chosen = self._decision.chosen
         is_computed = self.journal.kv_handle is not None
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
@@ -218,7 +210,7 @@ class Choice:
         try:
             if self._leg is not None:
                 error = self._attribute_error(self._leg, error)
-            self._prepare_retry(error)
+            self._allow_retry(error)
         except Exception as fatal:  # noqa: BLE001 - bugs, too
             self._fail(fatal)
         else:
@@ -272,7 +264,7 @@ class Choice:
             self._lost.add(leg.link.worker_id)
         return error
 
-    def _prepare_retry(self, error: MiniInferError) -> None:
+    def _allow_retry(self, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
         journal, max_retries = self.journal, self._dispatcher.config.max_retries
         if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):

@@ -44,9 +44,8 @@ class Dispatcher:
         self.explain = explain
         self.objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
         self.answers = AnswerLength()
-        self.num_waiting = 0  # admitted, first token not seen yet
-        self.num_running = 0
         self.open_choices: set[Journal] = set()
+        self.num_waiting = 0  # of these, without a first token
         self._workers = workers
         self._random = random.Random()
         self._turn = 0
@@ -55,6 +54,10 @@ class Dispatcher:
         self._kept: dict[str, Choice] = {}
         self._move_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.open_choices) - self.num_waiting
 
     def admit(self) -> None:
         """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
@@ -172,14 +175,11 @@ class Dispatcher:
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
-        self.num_running += 1
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def closed(self, journal: Journal) -> None:
-        if journal.has_started:
-            self.num_running -= 1
-        else:
+        if not journal.has_started:
             self.num_waiting -= 1
         if journal.kv_handle is not None:  # the end came before a decode worker has read it
             link = self._workers.find(journal.kv_handle.worker_id)
