@@ -192,10 +192,7 @@ class Gateway:
     ) -> Response:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
-        headers = [
-            (b"x-request-id", (label if is_shown else request.request_id).encode()),
-            (b"x-mini-infer-id", request.request_id.encode()),
-        ]
+        headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
         return GenerationResponse(request, renderer, headers, bool(body.stream))
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:
