@@ -16,6 +16,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError
 from router.api.chat_renderer import ChatRenderer
 from router.api.completion_renderer import CompletionRenderer
+from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import checked_ids, for_choice, sampling_params
@@ -25,7 +26,6 @@ from router.api.schemas import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    parse_body,
 )
 from router.api.text import ChoiceText, StopRules
 from router.choice import Choice
