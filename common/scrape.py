@@ -8,7 +8,6 @@ other names than in the documentation.
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from common.errors import ConfigError
+from common.hosts import socket_family
 from common.metrics import CONTENT_TYPE
 
 IDLE_SECONDS = 10.0  # a connection that asks for nothing is closed
@@ -59,7 +59,7 @@ def serve_scrapes(
             """Scrapes are not worth a line each."""
 
     class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address_family = socket_family(host)
 
         def handle_error(self, request: object, client_address: object) -> None:
             if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer

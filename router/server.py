@@ -17,6 +17,7 @@ import uvloop
 
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
+from common.hosts import socket_family, with_port
 from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.model_files import resolve_model
 from common.scrape import serve_scrapes
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            write_line(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", sys.stdout)
+            write_line(f"router ready on http://{with_port(host, port)}", sys.stdout)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TRIM_TICKS == 0:
@@ -170,8 +171,7 @@ def _trim_heap() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError with what to do when there is none to have."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket_family(host), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit these

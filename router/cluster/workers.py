@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import HandshakeError
+from common.hosts import with_port
 from protos import types_pb2 as pb
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.worker_connection import WorkerConnection
@@ -122,7 +123,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     """`host:port` for each address of `host`; empty when the name does not resolve now."""
     try:
         ipaddress.ip_address(host)
-        return [_joined(host, port)]
+        return [with_port(host, port)]
     except ValueError:
         pass
     try:
@@ -133,11 +134,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     hosts = {str(item[4][0]) for item in found}
     if host == "localhost":  # one machine, however many addresses
         hosts = {"127.0.0.1"} if "127.0.0.1" in hosts else hosts
-    return [_joined(item, port) for item in sorted(hosts)]
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return [with_port(item, port) for item in sorted(hosts)]
 
 
 _SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")
