@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +138,13 @@ class DeviceExporter:
             device_pool.fence(of=first)
 
 
+class Exported(NamedTuple):
+    """A lease, and the handle for its reader."""
+
+    lease: Lease
+    handle: KvHandle
+
+
 class KvLeases:
     """The table of leases, and what happens to blocks when one is granted, read or ended.
 
@@ -175,11 +182,11 @@ class KvLeases:
 
     def grant(
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
-    ) -> tuple[Lease, KvHandle]:
+    ) -> Exported:
         """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on."""
         with self._lock:
             lease = self._table.grant(block_ids, now, self._lease_seconds)
-        return lease, self._handles.write(lease, num_tokens, digests)
+        return Exported(lease, self._handles.write(lease, num_tokens, digests))
 
     def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> None:
         with self._lock:
