@@ -21,7 +21,7 @@ from common.hosts import socket_family, with_port
 from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.model_files import resolve_model
 from common.scrape import serve_scrapes
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app

@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from common.rpc import RpcServer
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from common.version import VERSION
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
