@@ -19,9 +19,10 @@ from rich.console import Console
 
 from cli.api_client import server_root
 from cli.child import child_command, child_environment
+from cli.cluster import workers_of
+from cli.flags import build_parser, parse_config
 from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
-from cli.serve import build_parser, parse_config, workers_of
 from cli.terminal.keys import keys_kept
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError
