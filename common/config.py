@@ -138,6 +138,13 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
 
 
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ConfigError for the first of these settings that is not above zero."""
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
+
+
 def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
     """Parse a whole command line into `cls`."""
     parser = SettingsParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])
