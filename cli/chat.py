@@ -173,20 +173,10 @@ def run(argv: Sequence[str]) -> int:
         console = Console(stderr=not interactive)
         chat = Chat(client, model, Conversation(arguments.system), console, params, view_of_stdout)
         if not interactive:
-            return chat.run(_lines_of_stdin())
+            return chat.run(input)
         console.print(f"{model} on {url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
         with keys_kept(sys.stdin.fileno()):
             return chat.run(_prompt_reader())
-
-
-def _lines_of_stdin() -> ReadLine:
-    def read() -> str:
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
-
-    return read
 
 
 def _prompt_reader() -> ReadLine:

@@ -155,9 +155,6 @@ class RpcServer:
             self._last_beat = time.monotonic()
             await asyncio.sleep(BEAT_SECONDS)
 
-    async def wait(self) -> None:
-        await self._server.wait_for_termination()
-
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel with this project's keepalive and size options."""

@@ -106,7 +106,7 @@ class Choice:
             self._decision = dispatcher.decide(self.journal, self._lost)
             chosen = self._decision.chosen
             if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
-                dispatcher.metrics.placed(chosen.kind)
+                dispatcher.metrics.placements[chosen.kind].inc()
             if chosen.prefill is not None:
                 self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
                 return

@@ -46,7 +46,7 @@ MAX_LABEL_CHARS = 128
 
 
 class Gateway:
-    """One router's state. `start` and `stop` belong to the event loop that serves."""
+    """One router's state. Its workers are started and stopped by the event loop that serves."""
 
     def __init__(self, config: RouterConfig, models: Sequence[ServedModel], http: HttpConfig | None = None) -> None:
         """The first of `models` is the default one. An adapter comes with its base."""
@@ -59,12 +59,6 @@ class Gateway:
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
-
-    async def start(self) -> None:
-        await self.workers.start()
-
-    async def stop(self) -> None:
-        await self.workers.stop()
 
     # -- models ------------------------------------------------------------------------------------------------
 

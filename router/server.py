@@ -157,16 +157,18 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
 
 def _share_one_heap() -> None:
     """Let the few threads of this process allocate from one heap: several fragment separately."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    if set_option is not None:
-        set_option(M_ARENA_MAX, 1)
+    _call_libc("mallopt", M_ARENA_MAX, 1)
 
 
 def _trim_heap() -> None:
     """Give free pages inside of the heap back: requests of all sizes fragment it, and it would grow for hours."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
+    _call_libc("malloc_trim", 0)
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None)  # glibc has both
+    if function is not None:
+        function(*arguments)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -185,10 +185,8 @@ class Client:
                 connection = await self._connect()
                 try:
                     await connection.ask(self._target.head(len(body)), body, record, begin)
-                except (
-                    BaseException
-                ):  # a timeout or the end of the program: its answer must not meet the next question
-                    connection.close()
+                except BaseException:  # a timeout, or the end of the program
+                    connection.close()  # its answer must not meet the next question
                     raise
         except TimeoutError:  # before OSError, which is its base
             record.error = "timeout"

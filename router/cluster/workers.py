@@ -7,7 +7,6 @@ seconds. Owns the connections; chooses nothing.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import time
@@ -121,11 +120,6 @@ class WorkerTable:
 
 async def _addresses(host: str, port: int) -> list[str]:
     """`host:port` for each address of `host`; empty when the name does not resolve now."""
-    try:
-        ipaddress.ip_address(host)
-        return [with_port(host, port)]
-    except ValueError:
-        pass
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

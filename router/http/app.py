@@ -59,11 +59,11 @@ def create_app(gateway: Gateway) -> Any:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await gateway.start()
+        await gateway.workers.start()
         try:
             yield
         finally:
-            await gateway.stop()
+            await gateway.workers.stop()
 
     routes = Routes()
     _add_model_routes(routes, gateway)
