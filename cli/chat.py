@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cli.api_client import ApiClient, Message, describe
 from cli.load.results import RequestRecord
-from cli.local_server import add_server_arguments, parse_with_serve_flags, server_for
+from cli.local_server import add_server_arguments, client_for, parse_with_serve_flags
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
 from common.config import SettingsParser
@@ -165,16 +165,12 @@ def run(argv: Sequence[str]) -> int:
     params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     if arguments.seed is not None:
         params["seed"] = arguments.seed
-    with (
-        server_for(arguments, serve_flags, interactive) as (url, is_ours),
-        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
-    ):
-        model = client.choose_model("" if is_ours else arguments.model)
+    with client_for(arguments, serve_flags, interactive) as (client, model):
         console = Console(stderr=not interactive)
         chat = Chat(client, model, Conversation(arguments.system), console, params, view_of_stdout)
         if not interactive:
             return chat.run(input)
-        console.print(f"{model} on {url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
+        console.print(f"{model} on {client.url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
         with keys_kept(sys.stdin.fileno()):
             return chat.run(_prompt_reader())
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from cli.api_client import server_root
+from cli.api_client import ApiClient, server_root
 from cli.child import child_command, child_environment
 from cli.cluster import workers_of
 from cli.flags import build_parser, parse_config
@@ -138,6 +138,18 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
     keyboard = keys_kept(sys.stdin.fileno()) if sys.stdin.isatty() else contextlib.nullcontext()
     with keyboard, server as started:
         yield started.url, True
+
+
+@contextlib.contextmanager
+def client_for(
+    arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool
+) -> Iterator[tuple[ApiClient, str]]:
+    """A client of that server, and the model to ask for."""
+    with (
+        server_for(arguments, serve_flags, may_ask) as (url, is_ours),
+        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
+    ):
+        yield client, client.choose_model("" if is_ours else arguments.model)
 
 
 def describe_cluster(serve_flags: Sequence[str]) -> str:
