@@ -19,8 +19,7 @@ from worker.cores import SharedCores
 from worker.engine_figures import add_figures
 from worker.frames import FrameSocket
 from worker.heartbeat import Heartbeat
-from worker.kv_exporter import KvLeases
-from worker.kv_exports import KvExports
+from worker.kv_leases import KvLeases
 from worker.kv_loads import KvLoads
 from worker.messages import (
     Abandon,
@@ -39,6 +38,7 @@ from worker.messages import (
     ToEngine,
 )  # fmt: skip
 from worker.open_request import OpenRequest
+from worker.prompt_leases import PromptLeases
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
@@ -55,7 +55,7 @@ class EngineProcess:
         link: FrameSocket,
         parts: EngineParts,
         leases: KvLeases,
-        exports: KvExports,
+        prompt_leases: PromptLeases,
         loads: KvLoads,
         heartbeat: Heartbeat,
         cores: SharedCores | None = None,
@@ -65,7 +65,7 @@ class EngineProcess:
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
         self._leases = leases
-        self._exports = exports
+        self._prompt_leases = prompt_leases
         self._loads = loads
         self._heartbeat = heartbeat
         self._cores = cores
@@ -108,7 +108,7 @@ class EngineProcess:
                 entry.started = now
         for output in outputs:
             self._add_output(output)
-        for request_id, exported in self._exports.lease_parts(self._open, time.monotonic()):
+        for request_id, exported in self._prompt_leases.lease_parts(self._open, time.monotonic()):
             self._report.granted.append(exported.lease)
             self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
 
@@ -233,7 +233,7 @@ class EngineProcess:
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
-            exported = self._exports.lease_prompt(entry, now)
+            exported = self._prompt_leases.lease_prompt(entry, now)
             self._report.granted.append(exported.lease)
             handle = exported.handle
         delta = Delta(

@@ -96,11 +96,16 @@ class WorkerLink:
         if self._connection is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         num_prompt_tokens = num_ids(message.prompt_token_ids)
-        decodes = self.role == "decode" or message.keep
         now = time.monotonic()
-        late_until = now + message.due_seconds if message.is_late else 0.0
         leg = Leg(
-            message.request_id, self, listener, num_prompt_tokens, pending_tokens, next_link, decodes, late_until
+            leg_id=message.request_id,
+            link=self,
+            listener=listener,
+            num_prompt_tokens=num_prompt_tokens,
+            pending_tokens=pending_tokens,
+            next_link=next_link,
+            decodes=self.role == "decode" or message.keep,
+            late_until=now + message.due_seconds if message.is_late else 0.0,
         )
         self._legs[leg.leg_id] = leg
         self._backlog.add(leg)

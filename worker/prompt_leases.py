@@ -1,4 +1,4 @@
-"""KV exports: leases on prompts that this worker computes for peers, whole or in parts while the rest is computed.
+"""Leases on prompts that this worker computes for peers: whole, or in parts while the rest is computed.
 
 A part is what each chunk but the last adds in full blocks, see docs/decisions/0170. Called from the engine process's
 loop only.
@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from engine.request import RequestId, RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from worker.kv_exporter import Exported, KvLeases
+from worker.kv_leases import Exported, KvLeases
 from worker.open_request import OpenRequest
 
 
-class KvExports:
+class PromptLeases:
     """Link between the scheduler, which computes prompts, and the leases on their blocks."""
 
     def __init__(self, scheduler: Scheduler, leases: KvLeases, in_parts: bool) -> None:
