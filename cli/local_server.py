@@ -7,7 +7,6 @@ doesn't stop it. Its progress display goes to our standard error.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -26,7 +25,7 @@ from cli.ports import LOOPBACK, free_ports
 from cli.terminal.keys import keys_kept
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError
-from common.healthcheck import is_ready
+from common.healthcheck import http_ready
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -35,7 +34,7 @@ STOP_SECONDS = 60.0
 
 def server_answers(url: str) -> bool:
     """Whether a ready server is at `url`."""
-    return asyncio.run(is_ready(f"{url.rstrip('/')}/readyz"))
+    return http_ready(f"{url.rstrip('/')}/readyz")
 
 
 class LocalServer:

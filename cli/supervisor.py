@@ -70,8 +70,8 @@ class Supervisor:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start again what ends until `stopping` is set. Raises ServiceDiedError with `exit_on_failure`."""
-        tasks = [asyncio.create_task(self._keep(service)) for service in self._services]
-        tasks.append(asyncio.create_task(_until_set(stopping)))
+        tasks: list[asyncio.Task[object]] = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks.append(asyncio.create_task(stopping.wait()))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -134,10 +134,6 @@ class Supervisor:
                 self._on_line("serve", f"{death}; restarting it {f'in {delay:g} s' if delay else 'now'}")
                 await asyncio.sleep(delay)
             is_ready, since = await self._spawn(service), loop.time()
-
-
-async def _until_set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 async def _until_ready(target: str) -> None:

@@ -9,8 +9,9 @@ from common.cluster_token import check_cluster_token
 from common.config import check_not_negative, check_positive, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
+from router.cluster.policy import POLICIES
 
-POLICIES = ("cost", "round-robin", "random", "power-of-two", "session-sticky")
+ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RouterConfig:
     models: str = setting(
         "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
     )
-    policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
+    policy: str = setting("cost", "how workers are chosen", choices=tuple(POLICIES))
     ttft_objective_ms: float = setting(
         0.0, "time to first token to keep: with this or --itl-objective-ms any worker may compute and decode; 0: none"
     )
@@ -66,7 +67,7 @@ class RouterConfig:
         if self.models and (self.model or self.served_model_name):
             raise ConfigError("--models names all models: leave --model and --served-model-name out")
         self.named_models()
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")

@@ -9,11 +9,11 @@ from collections.abc import Collection
 from common.metrics import MetricSet, export_start_time
 from kvstore.pool.index import IndexState
 from router.cluster.model_workers import ModelWorkers
+from router.config import ROLES
 from router.journal import Journal
 
 FINISHED_REASONS = ("stop", "length", "abort", "refused", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
-ROLES = ("prefill", "decode")
 REFUSED_STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
 PLACEMENTS = ("disaggregated", "local", "kept")
 

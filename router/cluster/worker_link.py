@@ -110,7 +110,7 @@ class WorkerLink:
         self._legs[leg.leg_id] = leg
         self._backlog.add(leg)
         pairs = num_pairs(num_prompt_tokens - pending_tokens, pending_tokens)
-        self.rates.submitted(pending_tokens, now, pairs)
+        self.rates.submitted(pending_tokens, pairs, now)
         if next_link is not None:
             next_link._backlog.expect(leg)
         self._connection.send(self._opening(message))

@@ -19,11 +19,10 @@ from protos import types_pb2 as pb
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.worker_connection import WorkerConnection
 from router.cluster.worker_link import WorkerLink
-from router.config import RouterConfig
+from router.config import ROLES, RouterConfig
 
 logger = logging.getLogger(__name__)
 RESOLVE_INTERVAL_SECONDS = 3.0
-ROLES = ("prefill", "decode")
 
 
 class WorkerTable:

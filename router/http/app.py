@@ -23,6 +23,7 @@ from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from protos import types_pb2 as pb
 from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.config import ROLES
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
@@ -208,4 +209,4 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
 def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
     """Number of workers of each role."""
     roles = Counter(info.role for info in infos)
-    return {role: roles[role] for role in ("prefill", "decode")}
+    return {role: roles[role] for role in ROLES}

@@ -100,7 +100,7 @@ class Worker:
     def compute(self, request: Request) -> None:
         request.computed = 0
         self.prompts.append(request)
-        self.rates.submitted(request.num_prompt, self._simulation.now, num_pairs(0, request.num_prompt))
+        self.rates.submitted(request.num_prompt, num_pairs(0, request.num_prompt), self._simulation.now)
         self.wake()
 
     def wake(self) -> None:
