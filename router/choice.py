@@ -255,7 +255,7 @@ class Choice:
             leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
-        """Error attribution: the error that a leg's failure is for the choice, and the worker to avoid for it."""
+        """Turn a leg's failure into the choice's error; avoid the worker from now on where another may do better."""
         if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode can compute the prompt, too
             lost = WorkerLostError(f"prefill failed: {error}")
             lost.__cause__ = error

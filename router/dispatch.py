@@ -29,7 +29,7 @@ from router.metrics import RouterMetrics
 if TYPE_CHECKING:
     from router.choice import Choice
 
-LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does not tell
+LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
 MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
@@ -82,8 +82,7 @@ class Dispatcher:
             draw=self._random.random(),
             turn=self._turn,
         )
-        # With tokens to replay, the KV of prompt and output is computed where decoding goes on; so it is when no
-        # prefill worker is left that has not failed already.
+        # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         decision = choose(
             self.config.policy,

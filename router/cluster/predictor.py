@@ -24,9 +24,9 @@ from router.cluster.views import (
 )
 
 MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
-HARM = 3.0  # of a delay that makes gaps as long as the objective, beside a wait for a first token
-FEW_GAPS = 100  # of them a 99th percentile is the longest
-FEW = 0.01  # share of disturbed steps that a 99th percentile does not see
+HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
+FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
+FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 
 
 class Predictor:

@@ -19,29 +19,33 @@ KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker cost
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """The policy's view of one worker. Rates of 0 are not measured yet."""
+    """The policy's view of one worker."""
 
     worker_id: WorkerId
+    # What it has to do. Rows, contexts, pairs and what is deferred count under objectives only.
     num_running: int = 0
     num_waiting: int = 0
+    num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
+    context_tokens: int = 0  # of these requests
     queued_prefill_tokens: int = 0
+    queued_prefill_pairs: float = 0.0  # of these tokens: each with every token before it
+    deferred_prefill_tokens: int = 0  # of these tokens: those behind a new request that is in time
+    deferred_prefill_pairs: float = 0.0
+    # What it has room for.
+    max_num_seqs: int = 64
+    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
+    kv_used_share: float = 0.0
+    # How fast it is; 0: not measured yet.
     prefill_tokens_per_second: float = 0.0
     pull_tokens_per_second: float = 0.0
     step_seconds: float = 0.0
     token_seconds: float = 0.0  # what a step takes, seen from an answer
-    kv_used_share: float = 0.0
-    max_num_seqs: int = 64
-    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
-    num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
-    context_tokens: int = 0  # of these requests
-    queued_prefill_pairs: float = 0.0  # of those prompt tokens, each with every token before it
-    deferred_prefill_tokens: int = 0  # of those, behind a new request that is in time
-    deferred_prefill_pairs: float = 0.0
-    step: StepCost = UNMEASURED
-    prompt_tokens_per_second: float = 0.0  # that come here to be computed, lately
+    step: StepCost = UNMEASURED  # what steps take by what is in them, for predictions under objectives
+    is_forgotten: bool = False  # its rates are old, and it has nothing to do
+    # Prompts that come to it lately, under objectives.
+    prompt_tokens_per_second: float = 0.0
     prompt_pairs_per_second: float = 0.0
     prompts_per_second: float = 0.0  # 0: not known
-    is_forgotten: bool = False  # its rates are old, and it has nothing to do
 
     @property
     def load(self) -> int:
