@@ -43,13 +43,7 @@ def run(argv: Sequence[str]) -> int:
         display = StartDisplay([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
         for line in placement_lines(config):
             display.tell(line)
-        supervisor = Supervisor(
-            specs,
-            display.line,
-            display.state,
-            exit_on_failure=config.serve.exit_on_failure,
-            on_status=display.status,
-        )
+        supervisor = Supervisor(specs, display, config.serve.exit_on_failure)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
 
