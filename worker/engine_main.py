@@ -36,7 +36,7 @@ logger = logging.getLogger("engine")
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the process; the front passes the descriptor of its socket."""
-    parser = argparse.ArgumentParser(prog="worker.engine_process")
+    parser = argparse.ArgumentParser(prog="worker.engine_main")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--heartbeat-fd", type=int, required=True)
     args = parser.parse_args(argv)
