@@ -29,19 +29,15 @@ class KvExporter(Protocol):
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
         """Digests of complete blocks, for each rank's pool."""
-        ...
 
     def stage(self, lease: Lease, first: int) -> list[BlockId] | None:
         """Rows of the shared memory that hold the lease's blocks from position `first` on; None without room."""
-        ...
 
     def end_export(self, lease: Lease) -> None:
         """Give up the references and rows of a lease that has ended."""
-        ...
 
     def fence(self) -> None:
         """Mark that blocks are about to be given to loads, behind the steps launched so far."""
-        ...
 
 
 class DirectExporter:

@@ -45,13 +45,19 @@ def sample_process(pid: int) -> Threads:
 
 
 def _sample_thread(folder: str) -> ThreadSample:
-    with open(f"{folder}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
-    run_seconds, wait_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND, 0.0
+    state, run_seconds = _read_stat(folder)
+    wait_seconds = 0.0
     with contextlib.suppress(OSError), open(f"{folder}/schedstat") as file:  # finer than ticks, where it is counted
         run_nanos, wait_nanos, _ = file.read().split()
         run_seconds, wait_seconds = int(run_nanos) / 1e9, int(wait_nanos) / 1e9
-    return ThreadSample(fields[0], run_seconds, wait_seconds)
+    return ThreadSample(state, run_seconds, wait_seconds)
+
+
+def _read_stat(folder: str) -> tuple[str, float]:
+    """State and time on a core, of the thread or process in a folder of /proc."""
+    with open(f"{folder}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 class ProgressWatch:
@@ -113,10 +119,8 @@ def sample_work(pid: int) -> Work:
     """Add up the work of a process and its descendants. Those that have ended no longer count."""
     run_seconds, num_bytes, is_runnable = 0.0, 0, False
     with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        run_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        is_runnable = fields[0] == "R"
+        state, run_seconds = _read_stat(f"/proc/{pid}")
+        is_runnable = state == "R"
         with open(f"/proc/{pid}/io") as file:
             num_bytes = sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
         for thread in os.listdir(f"/proc/{pid}/task"):
