@@ -77,24 +77,16 @@ class Conversation:
         return f"saved {len(self.turns)} messages to {path}"
 
 
+@dataclass
 class Chat:
     """Reads lines, streams answers. Interactive or not differs only in console, line reader and view of an answer."""
 
-    def __init__(
-        self,
-        client: ApiClient,
-        model: str,
-        conversation: Conversation,
-        console: Console,
-        params: dict[str, Any],
-        open_view: Callable[[], AnswerView] = PlainAnswer,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._conversation = conversation
-        self._console = console
-        self._params = params
-        self._open_view = open_view
+    client: ApiClient
+    model: str
+    conversation: Conversation
+    console: Console
+    params: dict[str, Any]
+    open_view: Callable[[], AnswerView] = PlainAnswer
 
     def run(self, read_line: ReadLine) -> int:
         """Converse until /exit or the end of the input. Exit code 1 when the last answer failed."""
@@ -110,26 +102,26 @@ class Chat:
                 continue
             try:
                 if line.startswith("/"):
-                    told = self._conversation.command(line)
+                    told = self.conversation.command(line)
                     if told is None:
                         return int(failed)
-                    self._console.print(told, style="dim", highlight=False, markup=False)
+                    self.console.print(told, style="dim", highlight=False, markup=False)
                 else:
                     self._answer(line)
                 failed = False
             except MiniInferError as error:
                 failed = True
-                self._console.print(f"error: {error}", style="red", highlight=False, markup=False)
+                self.console.print(f"error: {error}", style="red", highlight=False, markup=False)
 
     def _answer(self, question: str) -> None:
-        turns = self._conversation.turns
+        turns = self.conversation.turns
         turns.append({"role": "user", "content": question})
         pieces: list[str] = []
         record = RequestRecord()
-        stream = self._client.stream_chat(self._model, self._conversation.messages, record, **self._params)
+        stream = self.client.stream_chat(self.model, self.conversation.messages, record, **self.params)
         stopped = False
         try:
-            with interrupted_once(), self._open_view() as view, contextlib.closing(stream):
+            with interrupted_once(), self.open_view() as view, contextlib.closing(stream):
                 for piece in stream:
                     pieces.append(piece)
                     view.write(piece)
@@ -139,10 +131,10 @@ class Chat:
             turns.pop()
             raise
         if stopped:
-            self._console.print("(stopped)", style="dim")
+            self.console.print("(stopped)", style="dim")
         turns.append({"role": "assistant", "content": "".join(pieces)})
         if record.num_output_tokens:
-            self._console.print(describe(record), style="dim", highlight=False)
+            self.console.print(describe(record), style="dim", highlight=False)
 
 
 def build_parser() -> SettingsParser:
