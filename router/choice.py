@@ -236,7 +236,9 @@ class Choice:
                 self._dispatcher.watch_kept(self)
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
-        self._dispatcher.explain.first_delta(self.journal, leg, now)
+        self.journal.note(now, f"first output of {leg.link.role}")
+        assert self._decision is not None  # a leg is open
+        self._dispatcher.leg_began(self.journal, leg, self._decision.chosen)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take the worker's last delta: update measurements, and keep what the next leg needs."""

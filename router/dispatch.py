@@ -15,11 +15,12 @@ from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
+from router.cluster.leg import Leg
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.moves import KeptRequest, choose_moves
 from router.cluster.objectives import Objectives
 from router.cluster.policy import Decision, choose
-from router.cluster.views import RequestView
+from router.cluster.views import Candidate, RequestView
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
@@ -36,12 +37,10 @@ MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
-    def __init__(
-        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, explain: ExplainLog
-    ) -> None:
+    def __init__(self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics) -> None:
         self.config = config
         self.metrics = metrics
-        self.explain = explain
+        self.explain = ExplainLog()
         self.objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
         self.answers = AnswerLength()
         self.open_choices: set[Journal] = set()
@@ -176,6 +175,16 @@ class Dispatcher:
         self.num_waiting -= 1
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
+
+    def leg_began(self, journal: Journal, leg: Leg, chosen: Candidate) -> None:
+        """Log what the worker measured up to the first delta; compare its cache hit with the expected one."""
+        assert leg.times is not None
+        expected = None
+        if leg.link.role == "prefill" or chosen.prefill is None:  # the leg computes the prompt
+            expected = chosen.cached_tokens
+            self.metrics.expected_tokens.inc(expected)
+            self.metrics.regret_tokens.inc(max(0, expected - leg.times.num_cached_tokens))
+        self.explain.first_delta(journal, leg, leg.times, expected)
 
     def closed(self, journal: Journal) -> None:
         if not journal.has_started:
