@@ -82,7 +82,6 @@ class Gateway:
         model.metrics.refused(status)
 
     def _model_for(self, http: Request, name: str | None) -> ServedModel:
-        model: ServedModel
         model = http.scope[SERVED_MODEL] = self.model(name)
         return model
 
