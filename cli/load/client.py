@@ -25,7 +25,7 @@ from common.errors import ConfigError
 MAX_REFUSAL_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Target:
     """The server under load and how it is asked. `url` is its root, without /v1."""
 
