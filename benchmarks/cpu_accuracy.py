@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.agreement import Answer, follow, num_blocks, open_plain
 from benchmarks.harness import default_weights, report
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.loader.load import LoadedModel, load_model
 from engine.models.families import family_of

@@ -32,7 +32,7 @@ from benchmarks.harness import int_list, random_prompt, report
 from common.config import add_arguments, from_namespace
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.agreement import Answer, answer, num_blocks, open_plain, read
 from benchmarks.harness import report
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.layers.linear import Linear, LinearLayer

@@ -24,7 +24,7 @@ from functools import partial
 from benchmarks import harness
 from common.config import add_arguments, from_namespace
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine

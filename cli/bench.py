@@ -39,7 +39,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class TargetConfig:
+class TargetConfig(Target):
     """Load an OpenAI-compatible server and measure it."""
 
     url: str = setting("http://127.0.0.1:8000", "the server's root")
@@ -108,19 +108,13 @@ def run(argv: Sequence[str]) -> int:
     namespace = build_parser().parse_args(argv)
     # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
     env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
-    target_config = from_namespace(TargetConfig, namespace, env)
+    target = from_namespace(TargetConfig, namespace, env)
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
-    target = Target(
-        url=server_root(target_config.url),
-        model=target_config.model or first_model(target_config.url, target_config.api_key),
-        api_key=target_config.api_key,
-        endpoint=target_config.endpoint,
-        exact_output=target_config.exact_output,
-        temperature=target_config.temperature,
-    )
+    model = target.model or first_model(target.url, target.api_key)
+    target = dataclasses.replace(target, url=server_root(target.url), model=model)
     objectives = Objectives(report.slo_ttft_ms, report.slo_itl_ms)
-    records, is_interrupted = uvloop.run(drive(target, workload, target_config.timeout_seconds))
+    records, is_interrupted = uvloop.run(drive(target, workload))
     begin = min((record.sent for record in records), default=0.0)
     duration = max((record.end for record in records), default=0.0) - begin
     summary = {
@@ -154,9 +148,9 @@ def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
     return len(requests), requests
 
 
-async def drive(target: Target, workload: WorkloadConfig, timeout_seconds: float) -> tuple[list[RequestRecord], bool]:
+async def drive(target: TargetConfig, workload: WorkloadConfig) -> tuple[list[RequestRecord], bool]:
     """Warm up, then send the workload, showing progress; what has ended, and whether Ctrl-C stopped the rest."""
-    client = Client(target, timeout_seconds)
+    client = Client(target, target.timeout_seconds)
     total, requests = plan(workload)
     rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
     warmup = random_workload(

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from cli.api_client import ApiClient, Message, describe
 from cli.load.results import RequestRecord
-from cli.local_server import add_server_arguments, parse_with_serve_flags, server_for
+from cli.local_server import add_server_arguments, client_for, parse_with_serve_flags
 from cli.terminal.answer import AnswerView, PlainAnswer, view_of_stdout
 from cli.terminal.keys import interrupted_once, keys_kept
 from common.config import SettingsParser
@@ -77,24 +77,16 @@ class Conversation:
         return f"saved {len(self.turns)} messages to {path}"
 
 
+@dataclass
 class Chat:
     """Reads lines, streams answers. Interactive or not differs only in console, line reader and view of an answer."""
 
-    def __init__(
-        self,
-        client: ApiClient,
-        model: str,
-        conversation: Conversation,
-        console: Console,
-        params: dict[str, Any],
-        open_view: Callable[[], AnswerView] = PlainAnswer,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._conversation = conversation
-        self._console = console
-        self._params = params
-        self._open_view = open_view
+    client: ApiClient
+    model: str
+    conversation: Conversation
+    console: Console
+    params: dict[str, Any]
+    open_view: Callable[[], AnswerView] = PlainAnswer
 
     def run(self, read_line: ReadLine) -> int:
         """Converse until /exit or the end of the input. Exit code 1 when the last answer failed."""
@@ -110,26 +102,26 @@ class Chat:
                 continue
             try:
                 if line.startswith("/"):
-                    told = self._conversation.command(line)
+                    told = self.conversation.command(line)
                     if told is None:
                         return int(failed)
-                    self._console.print(told, style="dim", highlight=False, markup=False)
+                    self.console.print(told, style="dim", highlight=False, markup=False)
                 else:
                     self._answer(line)
                 failed = False
             except MiniInferError as error:
                 failed = True
-                self._console.print(f"error: {error}", style="red", highlight=False, markup=False)
+                self.console.print(f"error: {error}", style="red", highlight=False, markup=False)
 
     def _answer(self, question: str) -> None:
-        turns = self._conversation.turns
+        turns = self.conversation.turns
         turns.append({"role": "user", "content": question})
         pieces: list[str] = []
         record = RequestRecord()
-        stream = self._client.stream_chat(self._model, self._conversation.messages, record, **self._params)
+        stream = self.client.stream_chat(self.model, self.conversation.messages, record, **self.params)
         stopped = False
         try:
-            with interrupted_once(), self._open_view() as view, contextlib.closing(stream):
+            with interrupted_once(), self.open_view() as view, contextlib.closing(stream):
                 for piece in stream:
                     pieces.append(piece)
                     view.write(piece)
@@ -139,10 +131,10 @@ class Chat:
             turns.pop()
             raise
         if stopped:
-            self._console.print("(stopped)", style="dim")
+            self.console.print("(stopped)", style="dim")
         turns.append({"role": "assistant", "content": "".join(pieces)})
         if record.num_output_tokens:
-            self._console.print(describe(record), style="dim", highlight=False)
+            self.console.print(describe(record), style="dim", highlight=False)
 
 
 def build_parser() -> SettingsParser:
@@ -165,28 +157,14 @@ def run(argv: Sequence[str]) -> int:
     params = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     if arguments.seed is not None:
         params["seed"] = arguments.seed
-    with (
-        server_for(arguments, serve_flags, interactive) as (url, is_ours),
-        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
-    ):
-        model = client.choose_model("" if is_ours else arguments.model)
+    with client_for(arguments, serve_flags, interactive) as (client, model):
         console = Console(stderr=not interactive)
         chat = Chat(client, model, Conversation(arguments.system), console, params, view_of_stdout)
         if not interactive:
-            return chat.run(_lines_of_stdin())
-        console.print(f"{model} on {url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
+            return chat.run(input)
+        console.print(f"{model} on {client.url}. /help lists commands, Ctrl-D leaves.", style="dim", highlight=False)
         with keys_kept(sys.stdin.fileno()):
             return chat.run(_prompt_reader())
-
-
-def _lines_of_stdin() -> ReadLine:
-    def read() -> str:
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
-
-    return read
 
 
 def _prompt_reader() -> ReadLine:

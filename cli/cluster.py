@@ -78,6 +78,7 @@ class ClusterConfig:
     prefill_ports: tuple[int, ...]
     decode_ports: tuple[int, ...]
     gpus: tuple[str, ...] = ()  # that workers take in turn
+    why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
 
     @property
     def url(self) -> str:
@@ -86,10 +87,10 @@ class ClusterConfig:
         return f"http://{host}:{self.router.port}"
 
     @property
-    def placements(self) -> list[Placement]:
-        """Placements of all workers; empty on a CPU."""
+    def placements(self) -> Sequence[Placement | None]:
+        """Placements of all workers; None on a CPU."""
         if not self.gpus:
-            return []
+            return [None] * len(self.workers)
         degrees = [(self.engine.pp, self.tp_of(role)) for role, _, _ in self.workers]
         for pp, tp in degrees:
             if pp * tp > len(self.gpus):
@@ -121,68 +122,95 @@ class ClusterConfig:
         return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
+def workers_of(config: ClusterConfig) -> str:
+    """Number of workers by role."""
+    return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
+
+
 def addresses(ports: Sequence[int]) -> str:
     """Loopback addresses as a router's flag lists them."""
     return ",".join(f"{LOOPBACK}:{port}" for port in ports)
 
 
-def plan_cluster(
-    config: ClusterConfig,
-    run_dir: Path,
-    env: Mapping[str, str],
-    token: str,
-) -> list[ServiceSpec]:
-    """The services of the cluster. `token` is the secret that they will share, unless the settings have one.
-
-    Workers of one GPU share `--gpu-memory-fraction` equally.
-    """
+def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
+    """The services of the cluster. `token` is the secret that they will share, unless the settings have one."""
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
-    agent_socket = str(run_dir / "agent.sock") if config.has_agent else ""
-    metrics_ports = config.metrics_ports
-    services = []
+    plan = _Plan(config, run_dir, env, secrets)
+    agent = [plan.agent()] if config.has_agent else []
+    workers = [
+        plan.worker(*each, placement) for each, placement in zip(config.workers, config.placements, strict=True)
+    ]
+    return [*agent, *workers, plan.router()]
 
-    def add(name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any) -> None:
-        argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
-        own = {VISIBLE: visible} if visible else {}
-        child_env = _child_env(env, settings, secrets) | own
-        services.append(ServiceSpec(name, child_command(module, argv), health, env=child_env, **stages))
 
-    if config.has_agent:
+@dataclass(frozen=True)
+class _Plan:
+    """The node agent starts first and stops last, the router stops first."""
+
+    config: ClusterConfig
+    run_dir: Path
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+
+    def agent(self) -> ServiceSpec:
+        port, metrics_port = self.config.agent_port, self.config.metrics_ports.get("agent", 0)
         agent = dataclasses.replace(
-            config.agent,
-            host=LOOPBACK,
-            port=config.agent_port,
-            socket=agent_socket,
-            metrics_port=metrics_ports.get("agent", 0),
+            self.config.agent, host=LOOPBACK, port=port, socket=self._agent_socket, metrics_port=metrics_port
         )
-        add("agent", "kvstore", [agent], f"{LOOPBACK}:{config.agent_port}", stage=0, stop_stage=2)
-    grace = config.worker.drain_grace_seconds + 5.0
-    placements = config.placements
-    for index, (role, name, port) in enumerate(config.workers):
-        gpu, visible = config.gpu, ""
-        if placements:
-            fraction = round(gpu.gpu_memory_fraction / placements[index].num_sharing, 4)
-            gpu, visible = dataclasses.replace(gpu, gpu_memory_fraction=fraction), placements[index].visible
+        return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stage=0, stop_stage=2)
+
+    def worker(self, role: str, name: str, port: int, placement: Placement | None) -> ServiceSpec:
+        """Workers of one GPU share `--gpu-memory-fraction` equally."""
+        config, gpu = self.config, self.config.gpu
+        if placement is not None:
+            fraction = round(gpu.gpu_memory_fraction / placement.num_sharing, 4)
+            gpu = dataclasses.replace(gpu, gpu_memory_fraction=fraction)
         worker = dataclasses.replace(
             config.worker,
             host=LOOPBACK,
             port=port,
             worker_id=name,
-            run_dir=str(run_dir),
-            agent_socket=agent_socket,
-            metrics_port=metrics_ports.get(name, 0),
+            run_dir=str(self.run_dir),
+            agent_socket=self._agent_socket if config.has_agent else "",
+            metrics_port=config.metrics_ports.get(name, 0),
         )
         engine = dataclasses.replace(config.engine, tp=config.tp_of(role))
         if engine.expert_load_file:  # each worker's own
             engine = dataclasses.replace(engine, expert_load_file=f"{engine.expert_load_file}.{name}")
-        settings = [worker, engine, gpu]
-        stages = {"stage": 1, "stop_stage": 1, "grace_seconds": grace}
-        status_socket = str(run_dir / f"{name}.status")
-        add(name, f"{role}_service", settings, f"{LOOPBACK}:{port}", visible, status_socket=status_socket, **stages)
-    router = dataclasses.replace(config.router, metrics_port=metrics_ports.get("router", 0))
-    health = f"{config.url}/readyz"
-    add("router", "router", [router, config.http], health, stage=1, stop_stage=0, grace_seconds=grace)
-    return services
+        return self._spec(
+            name,
+            f"{role}_service",
+            [worker, engine, gpu],
+            f"{LOOPBACK}:{port}",
+            visible=placement.visible if placement else "",
+            status_socket=str(self.run_dir / f"{name}.status"),
+            stage=1,
+            stop_stage=1,
+            grace_seconds=self._grace_seconds,
+        )
+
+    def router(self) -> ServiceSpec:
+        config = self.config
+        router = dataclasses.replace(config.router, metrics_port=config.metrics_ports.get("router", 0))
+        settings, health = [router, config.http], f"{config.url}/readyz"
+        return self._spec(
+            "router", "router", settings, health, stage=1, stop_stage=0, grace_seconds=self._grace_seconds
+        )
+
+    @property
+    def _agent_socket(self) -> str:
+        return str(self.run_dir / "agent.sock")
+
+    @property
+    def _grace_seconds(self) -> float:
+        return self.config.worker.drain_grace_seconds + 5.0
+
+    def _spec(
+        self, name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
+    ) -> ServiceSpec:
+        argv = tuple(flag for part in settings for flag in to_argv(_without_secrets(part)))
+        env = _child_env(self.env, settings, self.secrets) | ({VISIBLE: visible} if visible else {})
+        return ServiceSpec(name, child_command(module, argv), health, env=env, **stages)
 
 
 def _without_secrets(settings: Any) -> Any:

@@ -6,7 +6,6 @@ One answer; eight at once; the same long prefix twice; a cancelled answer. Calls
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import uuid
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from cli.api_client import ApiClient, Message, describe, speed_of
 from cli.load.results import RequestRecord
-from cli.local_server import add_server_arguments, parse_with_serve_flags, server_for
+from cli.local_server import add_server_arguments, client_for, parse_with_serve_flags
 from cli.terminal.answer import view_of_stdout
 from common.config import SettingsParser
 
@@ -116,11 +115,7 @@ def build_parser() -> SettingsParser:
 def run(argv: Sequence[str]) -> int:
     """The command."""
     arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
-    with (
-        server_for(arguments, serve_flags, sys.stdin.isatty()) as (url, is_ours),
-        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
-    ):
-        model = client.choose_model("" if is_ours else arguments.model)
+    with client_for(arguments, serve_flags, sys.stdin.isatty()) as (client, model):
         console = Console(highlight=False)
         console.print(tour(client, model, console))
     return 0

@@ -7,7 +7,6 @@ doesn't stop it. Its progress display goes to our standard error.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import subprocess
@@ -17,15 +16,16 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from cli.api_client import server_root
+from cli.api_client import ApiClient, server_root
 from cli.child import child_command, child_environment
+from cli.cluster import workers_of
+from cli.flags import build_parser, parse_config
 from cli.gpus import uses_gpu
 from cli.ports import LOOPBACK, free_ports
-from cli.serve import build_parser, parse_config, workers_of
 from cli.terminal.keys import keys_kept
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError
-from common.healthcheck import is_ready
+from common.healthcheck import http_ready
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -34,7 +34,7 @@ STOP_SECONDS = 60.0
 
 def server_answers(url: str) -> bool:
     """Whether a ready server is at `url`."""
-    return asyncio.run(is_ready(f"{url.rstrip('/')}/readyz"))
+    return http_ready(f"{url.rstrip('/')}/readyz")
 
 
 class LocalServer:
@@ -137,6 +137,18 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
     keyboard = keys_kept(sys.stdin.fileno()) if sys.stdin.isatty() else contextlib.nullcontext()
     with keyboard, server as started:
         yield started.url, True
+
+
+@contextlib.contextmanager
+def client_for(
+    arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool
+) -> Iterator[tuple[ApiClient, str]]:
+    """A client of that server, and the model to ask for."""
+    with (
+        server_for(arguments, serve_flags, may_ask) as (url, is_ours),
+        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
+    ):
+        yield client, client.choose_model("" if is_ours else arguments.model)
 
 
 def describe_cluster(serve_flags: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import socket
 from collections import deque
 
 from common.errors import ConfigError
+from common.hosts import socket_family
 
 LOOPBACK = "127.0.0.1"
 MAX_RESERVED = 128
@@ -17,8 +18,7 @@ _reserved: deque[int] = deque()  # descriptors, open as long as this process liv
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
     """Raise ConfigError when the port cannot be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(socket_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -13,6 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.startup import NOTIFY_SOCKET
 
@@ -21,8 +22,18 @@ NOT_STARTED = 126  # a shell's exit code for a command that it can't start
 MAX_LINE_BYTES = 1 << 16
 MAX_STATUS_LEN = 200
 
-LineSink = Callable[[str, str], None]  # (service, line)
-StatusSink = Callable[[str, str], None]  # (service, what it is doing)
+
+class Display(Protocol):
+    """Where people see what services do; `name` is the service's."""
+
+    def line(self, name: str, text: str) -> None:
+        """Show a line that it wrote."""
+
+    def state(self, name: str, state: str) -> None:
+        """Show that it is starting, ready, failed or stopped."""
+
+    def status(self, name: str, text: str) -> None:
+        """Show what it says that it is doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +48,6 @@ class ServiceSpec:
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
     status_socket: str = ""  # path where it may say what it does, see `common.startup.report_status`
-
-
-def ignore_status(name: str, text: str) -> None:
-    """A StatusSink for those who do not show it."""
 
 
 class _StatusReader(asyncio.DatagramProtocol):
@@ -59,12 +66,11 @@ class _StatusReader(asyncio.DatagramProtocol):
 class Service:
     """One running service: its process, its output line by line, and what it says that it is doing."""
 
-    def __init__(self, spec: ServiceSpec, on_line: LineSink, on_status: StatusSink = ignore_status) -> None:
+    def __init__(self, spec: ServiceSpec, display: Display) -> None:
         self.spec = spec
-        self._on_status = on_status
+        self._display = display
         self._status: asyncio.DatagramTransport | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_swept = False  # whether all of its session is gone
@@ -89,7 +95,7 @@ class Service:
         env = dict(self.spec.env)
         if self.spec.status_socket and self._status is None:
             self._status, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-                lambda: _StatusReader(lambda text: self._on_status(self.spec.name, text)),
+                lambda: _StatusReader(lambda text: self._display.status(self.spec.name, text)),
                 local_addr=self.spec.status_socket,
                 family=socket.AF_UNIX,
             )
@@ -142,7 +148,7 @@ class Service:
         try:
             await asyncio.wait_for(self.wait(), grace_seconds)
         except TimeoutError:
-            self._on_line(self.spec.name, f"still running {grace_seconds:.0f} s after SIGTERM: killed")
+            self._display.line(self.spec.name, f"still running {grace_seconds:.0f} s after SIGTERM: killed")
             self.kill()
             await self.wait()
 
@@ -172,4 +178,4 @@ class Service:
     def _emit(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         self.tail.append(text)
-        self._on_line(self.spec.name, text)
+        self._display.line(self.spec.name, text)

@@ -11,16 +11,13 @@ import signal
 from collections.abc import Callable, Sequence
 
 from cli.restart import RestartPolicy
-from cli.service import LineSink, Service, ServiceSpec, StatusSink, ignore_status
+from cli.service import Display, Service, ServiceSpec
 from common.errors import MiniInferError
 from common.healthcheck import is_ready
 from common.logging import message_of
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
-
-# (service, state): starting, ready, failed or stopped
-StateSink = Callable[[str, str], None]
 
 
 class StartError(MiniInferError):
@@ -45,15 +42,12 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ServiceSpec],
-        on_line: LineSink,
-        on_state: StateSink,
-        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        display: Display,
         exit_on_failure: bool = False,
-        on_status: StatusSink = ignore_status,
+        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
-        self._services = [Service(spec, on_line, on_status) for spec in specs]
-        self._on_line = on_line
-        self._on_state = on_state
+        self._services = [Service(spec, display) for spec in specs]
+        self._display = display
         self._new_policy = new_policy
         self._exit_on_failure = exit_on_failure
 
@@ -70,8 +64,8 @@ class Supervisor:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start again what ends until `stopping` is set. Raises ServiceDiedError with `exit_on_failure`."""
-        tasks = [asyncio.create_task(self._keep(service)) for service in self._services]
-        tasks.append(asyncio.create_task(_until_set(stopping)))
+        tasks: list[asyncio.Task[object]] = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks.append(asyncio.create_task(stopping.wait()))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -94,9 +88,9 @@ class Supervisor:
 
     async def _start_one(self, service: Service) -> None:
         name = service.spec.name
-        self._on_state(name, "starting")
+        self._display.state(name, "starting")
         if not await self._spawn(service):
-            self._on_state(name, "failed")
+            self._display.state(name, "failed")
             raise StartError(_death(service, await service.wait(), was_ready=False), name, service.tail)
 
     async def _spawn(self, service: Service) -> bool:
@@ -108,7 +102,7 @@ class Supervisor:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 return False
-            self._on_state(service.spec.name, "ready")
+            self._display.state(service.spec.name, "ready")
             return True
         finally:
             ready.cancel()
@@ -116,7 +110,7 @@ class Supervisor:
 
     async def _stop_one(self, service: Service, max_grace_seconds: float) -> None:
         await service.stop(min(service.spec.grace_seconds, max_grace_seconds))
-        self._on_state(service.spec.name, "stopped")
+        self._display.state(service.spec.name, "stopped")
 
     async def _keep(self, service: Service) -> None:
         policy = self._new_policy()
@@ -125,19 +119,15 @@ class Supervisor:
         while True:
             code = await service.wait()
             if is_ready and code == 0:  # it was asked to end: a drained worker has finished its requests
-                self._on_line("serve", f"{service.spec.name} ended normally: replacing it now")
+                self._display.line("serve", f"{service.spec.name} ended normally: replacing it now")
             else:
                 death = _death(service, code, is_ready)
                 if self._exit_on_failure:
                     raise ServiceDiedError(death)
                 delay = policy.next_delay(loop.time() - since if is_ready else 0.0)
-                self._on_line("serve", f"{death}; restarting it {f'in {delay:g} s' if delay else 'now'}")
+                self._display.line("serve", f"{death}; restarting it {f'in {delay:g} s' if delay else 'now'}")
                 await asyncio.sleep(delay)
             is_ready, since = await self._spawn(service), loop.time()
-
-
-async def _until_set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 async def _until_ready(target: str) -> None:

@@ -1,7 +1,7 @@
 """Settings: one frozen dataclass per program; flags, environment variables and help come from its fields.
 
-A field is declared with `setting(default, help)`. `from_args` reads, in rising priority: the default,
-`MINI_INFER_<FIELD>`, the flag `--field-name`. A bool gets `--flag` and `--no-flag`. Nothing here knows
+A field is a bool, int, float or str, declared with `setting(default, help)`. `from_args` reads, in rising priority:
+the default, `MINI_INFER_<FIELD>`, the flag `--field-name`. A bool gets `--flag` and `--no-flag`. Nothing here knows
 what any setting means; a settings class checks its own values in `__post_init__` with ConfigError.
 """
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
             continue
         names = ["--" + field.name.replace("_", "-"), *field.metadata.get("flags", ())]
         text = f"{field.metadata.get('help', '')} (default: {_shown(field.default)})"
-        kind = _plain_type(hints[field.name])
+        kind = hints[field.name]
         if kind is bool:
             parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
@@ -124,7 +124,7 @@ def from_namespace(
         elif hasattr(namespace, field.name):
             values[field.name] = getattr(namespace, field.name)
         elif variable in env:
-            values[field.name] = _parse(env[variable], _plain_type(hints[field.name]), variable)
+            values[field.name] = _parse(env[variable], hints[field.name], variable)
             choices = field.metadata.get("choices")
             if choices and values[field.name] not in choices:
                 raise ConfigError(f"{variable}={env[variable]!r}: choose one of {', '.join(choices)}")
@@ -136,6 +136,13 @@ def check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise ConfigError for the first of these settings that is not above zero."""
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive")
 
 
 def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
@@ -158,12 +165,6 @@ def to_argv(config: Any) -> list[str]:
         else:
             argv.append(f"--{flag}={value}")
     return argv
-
-
-def _plain_type(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    return hint
 
 
 def _parse(text: str, kind: Any, name: str) -> Any:

@@ -42,15 +42,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-def setup_logging(program: str, level: str = "info", log_format: str = "text") -> logging.Logger:
-    """Send this process's log to stderr and return the program's logger."""
+def setup_logging(program: str, level: str, log_format: str) -> None:
+    """Send this process's log to stderr, as that of `program`."""
     logging.basicConfig(level=level.upper(), format=_TEXT, datefmt="%H:%M:%S", stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    logger = logging.getLogger(program)
     if log_format == "json":
         logging.getLogger().handlers[0].setFormatter(JsonFormatter(program))
         sys.excepthook = _log_uncaught
-    return logger
 
 
 def current_format() -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from common.errors import ConfigError
 from common.version import VERSION
 
+M = TypeVar("M", bound=Gauge | Counter | Histogram)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `render`
 
 _LATENCY = (
@@ -191,25 +192,19 @@ class MetricSet:
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         """The gauge `name`; `labels` must be those of its spec."""
-        metric = self._child(name, "gauge", labels)
-        assert isinstance(metric, Gauge)
-        return metric
+        return self._child(Gauge, name, labels)
 
     def counter(self, name: str, **labels: str) -> Counter:
-        metric = self._child(name, "counter", labels)
-        assert isinstance(metric, Counter)
-        return metric
+        return self._child(Counter, name, labels)
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        metric = self._child(name, "histogram", labels)
-        assert isinstance(metric, Histogram)
-        return metric
+        return self._child(Histogram, name, labels)
 
     def step_histogram(self, name: str) -> StepHistogram:
         """The histogram `name` for observations per token. To be asked for once."""
-        spec = _BY_NAME.get(name)
-        if spec is None or spec.kind != "histogram" or spec.labels or name in self._made:
-            raise ConfigError(f"metric {name} is not a histogram without labels: see common/metrics.py")
+        spec = _spec_of(name, "histogram", ())
+        if name in self._made:
+            raise ConfigError(f"metric {name} is a histogram of prometheus_client's already")
         if name not in self._step_families:
             self._step_families[name] = _StepFamily(spec)
             self._registry.register(self._step_families[name])
@@ -219,20 +214,22 @@ class MetricSet:
         """All metrics asked for so far, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _child(self, name: str, kind: str, labels: Mapping[str, str]) -> Gauge | Counter | Histogram:
-        spec = _BY_NAME.get(name)
-        if spec is None or spec.kind != kind or set(labels) != set(spec.labels):
-            raise ConfigError(f"metric {name} is not a {kind} with labels {sorted(labels)}: see common/metrics.py")
-        if name not in self._made:
+    def _child(self, kind: type[M], name: str, labels: Mapping[str, str]) -> M:
+        spec = _spec_of(name, kind.__name__.lower(), labels)
+        metric = self._made.get(name)
+        if metric is None:
             names = (*self._labels, *spec.labels)
-            if kind == "gauge":
-                self._made[name] = Gauge(name, spec.help, names, registry=self._registry)
-            elif kind == "counter":
-                self._made[name] = Counter(name, spec.help, names, registry=self._registry)
-            else:
-                self._made[name] = Histogram(name, spec.help, names, registry=self._registry, buckets=spec.buckets)
-        metric = self._made[name]
+            buckets: dict[str, Any] = {"buckets": spec.buckets} if spec.buckets else {}
+            metric = self._made[name] = kind(name, spec.help, names, registry=self._registry, **buckets)
+        assert isinstance(metric, kind)
         return metric.labels(**self._labels, **labels) if self._labels or labels else metric
+
+
+def _spec_of(name: str, kind: str, labels: Collection[str]) -> MetricSpec:
+    spec = _BY_NAME.get(name)
+    if spec is None or spec.kind != kind or set(labels) != set(spec.labels):
+        raise ConfigError(f"metric {name} is not a {kind} with labels {sorted(labels)}: see common/metrics.py")
+    return spec
 
 
 def export_start_time(metrics: MetricSet) -> None:

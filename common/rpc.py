@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ConfigError, MiniInferError, mapping_for, public_message
+from common.hosts import is_loopback
 from common.rpc_health import HealthService
 
 TOKEN_KEY = "mini-infer-token"
@@ -66,17 +66,11 @@ def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 def check_bind(host: str, token: str) -> None:
     """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
-    if host == "localhost" or token:
-        return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
-        "every service, or bind to 127.0.0.1"
-    )
+    if not (token or is_loopback(host)):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
+            "every service, or bind to 127.0.0.1"
+        )
 
 
 class TokenInterceptor(Interceptor):
@@ -160,9 +154,6 @@ class RpcServer:
         while True:
             self._last_beat = time.monotonic()
             await asyncio.sleep(BEAT_SECONDS)
-
-    async def wait(self) -> None:
-        await self._server.wait_for_termination()
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

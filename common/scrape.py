@@ -8,7 +8,6 @@ other names than in the documentation.
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -16,11 +15,57 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from common.errors import ConfigError
+from common.hosts import socket_family
 from common.metrics import CONTENT_TYPE
 
 IDLE_SECONDS = 10.0  # a connection that asks for nothing is closed
 
 logger = logging.getLogger(__name__)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = IDLE_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        is_ready = self.server.is_ready
+        match self.path.partition("?")[0]:
+            case "/metrics" | "/":
+                try:
+                    self._answer(HTTPStatus.OK, self.server.render_metrics())
+                except TimeoutError:
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too busy\n")
+            case "/readyz" if is_ready is not None:
+                if is_ready():
+                    self._answer(HTTPStatus.OK, b"ready\n")
+                else:
+                    self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
+            case _:
+                self._answer(HTTPStatus.NOT_FOUND, b"not here\n")
+
+    def _answer(self, status: HTTPStatus, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not worth a line each."""
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(
+        self, host: str, port: int, render_metrics: Callable[[], bytes], is_ready: Callable[[], bool] | None
+    ) -> None:
+        self.address_family = socket_family(host)
+        self.render_metrics = render_metrics
+        self.is_ready = is_ready
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer
+            logger.exception("a scrape failed")
 
 
 def serve_scrapes(
@@ -30,43 +75,8 @@ def serve_scrapes(
 
     With `is_ready` also /readyz. Returns what ends it. Raises ConfigError when the port is taken.
     """
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = IDLE_SECONDS
-
-        def do_GET(self) -> None:
-            match self.path.partition("?")[0]:
-                case "/metrics" | "/":
-                    try:
-                        self._answer(HTTPStatus.OK, render())
-                    except TimeoutError:
-                        self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"too busy\n")
-                case "/readyz" if is_ready is not None:
-                    ready = is_ready()
-                    status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
-                    self._answer(status, b"ready\n" if ready else b"not ready\n")
-                case _:
-                    self._answer(HTTPStatus.NOT_FOUND, b"not here\n")
-
-        def _answer(self, status: HTTPStatus, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Scrapes are not worth a line each."""
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer
-                logger.exception("a scrape failed")
-
     try:
-        server = Server((host, port), Handler)
+        server = _Server(host, port, render, is_ready)
     except OSError as error:
         raise ConfigError(f"port {port} is taken or not allowed: choose another with --metrics-port") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)

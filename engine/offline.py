@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import setting_names
 from common.errors import ConfigError, InvalidRequestError
+from common.text.load import load_tokenizer
 from common.text.stop_strings import StopStringMatcher
-from common.text.tokenizer import Tokenizer, load_tokenizer
+from common.text.tokenizer import Tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -107,7 +108,7 @@ class TextStream:
     @property
     def stop_string(self) -> str | None:
         """The one that ended it."""
-        return None if self._matcher is None or self._matcher.match is None else self._matcher.match.stop
+        return None if self._matcher is None else self._matcher.match
 
     def push(self, output: RequestOutput) -> str:
         """Text that is certain now; empty while a character is incomplete, or what may become a stop string."""

@@ -25,7 +25,7 @@ from router.cluster.failures import WorkerLostError
 from router.cluster.leg import Leg
 from router.cluster.moves import KeptRequest
 from router.cluster.policy import Decision
-from router.cluster.prediction import EXPECTED_TOKENS, Candidate
+from router.cluster.views import Candidate
 from router.cluster.worker_link import WorkerLink
 from router.dispatch import Dispatcher
 from router.journal import Journal
@@ -85,24 +85,33 @@ class Choice:
     # -- what is next ------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
+        """Open the next leg, on another worker while those chosen refuse, or wait for a worker, or fail."""
         try:
-            self._open_next_leg()
+            while True:
+                try:
+                    self._open_next_leg()
+                    return
+                except RETRYABLE as error:
+                    self._allow_retry(error)
         except Exception as error:  # noqa: BLE001 - bugs too: callers are callbacks, which would swallow them
             self._fail(error)
 
     def _open_next_leg(self) -> None:
-        """Submit to the worker that is next, or wait for one. Raises what ends the choice."""
-        while True:
-            try:
-                if not self._dispatcher.has_decode_worker():
-                    self._wait()
-                elif self._decision is None:
-                    self._begin()
-                else:
-                    self._decode(self._decision)
+        """Submit to the worker that is next, or wait for one. Raises one of RETRYABLE, or what ends the choice."""
+        dispatcher = self._dispatcher
+        if not dispatcher.has_decode_worker():
+            self._wait()
+            return
+        if self._decision is None:
+            self._decision = dispatcher.decide(self.journal, self._lost)
+            chosen = self._decision.chosen
+            if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
+                dispatcher.metrics.placements[chosen.kind].inc()
+            if chosen.prefill is not None:
+                self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
                 return
-            except RETRYABLE as error:
-                self._prepare_retry(error)
+        chosen = self._decision.chosen
+        self._open(State.DECODE, chosen, dispatcher.decode_link(chosen.decode, self._lost))
 
     def _wait(self) -> None:
         self._drop_prepared()
@@ -116,25 +125,8 @@ class Choice:
         if self.state is State.WAITING:
             self._go_on()
 
-    def _begin(self) -> None:
-        """Decide on workers, and open the first leg there."""
-        decision = self._decision = self._dispatcher.decide(self.journal, self._lost)
-        chosen = decision.chosen
-        if chosen.prefill is not None:
-            self._dispatcher.metrics.placed(chosen.kind)
-            self._open(State.PREFILL, self._dispatcher.link(chosen.prefill), self._dispatcher.link(chosen.decode))
-            return
-        if self.journal.kv_handle is None:
-            self._dispatcher.metrics.placed(chosen.kind)
-        self._decode(decision)
-
-    def _decode(self, decision: Decision) -> None:
-        self._open(State.DECODE, self._dispatcher.decode_link(decision.chosen.decode, self._lost))
-
-    def _open(self, state: State, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
+    def _open(self, state: State, chosen: Candidate, link: WorkerLink, next_link: WorkerLink | None = None) -> None:
         now = time.monotonic()
-        assert self._decision is not None
-        chosen = self._decision.chosen
         is_computed = self.journal.kv_handle is not None
         pending_tokens = 0 if is_computed else max(self.journal.num_tokens - chosen.cached_tokens, 0)
         submit = self.journal.next_submit(now)
@@ -142,7 +134,9 @@ class Choice:
             submit.request_id, self._prepared = self._prepared[1], None
         self._drop_prepared()
         submit.keep = state is State.DECODE
-        submit.due_seconds = self._dispatcher.due_seconds(self.journal, chosen, now)
+        submit.due_seconds = self._dispatcher.objectives.due_seconds(
+            chosen, now - self.journal.arrival, self.journal.has_started
+        )
         submit.is_late = chosen.is_late and not self.journal.has_started
         self._leg = link.submit(submit, pending_tokens, self, next_link)
         self.state = state
@@ -163,9 +157,7 @@ class Choice:
             return None
         if leg.times is None or leg.next_link is not None:
             return None
-        left = self._dispatcher.answers.left(
-            journal.sampling.max_tokens, len(journal.output_token_ids), EXPECTED_TOKENS
-        )
+        left = self._dispatcher.answers.left(journal.sampling.max_tokens, len(journal.output_token_ids))
         return leg.link, KeptRequest(journal.choice_id, journal.num_tokens, left, now - leg.first_time)
 
     def move(self, chosen: Candidate) -> None:
@@ -218,7 +210,7 @@ class Choice:
         try:
             if self._leg is not None:
                 error = self._attribute_error(self._leg, error)
-            self._prepare_retry(error)
+            self._allow_retry(error)
         except Exception as fatal:  # noqa: BLE001 - bugs, too
             self._fail(fatal)
         else:
@@ -244,7 +236,9 @@ class Choice:
                 self._dispatcher.watch_kept(self)
         if self.journal.first_times is None:
             self.journal.first_times = leg.times
-        self._dispatcher.explain.first_delta(self.journal, leg, now)
+        self.journal.note(now, f"first output of {leg.link.role}")
+        assert self._decision is not None  # a leg is open
+        self._dispatcher.leg_began(self.journal, leg, self._decision.chosen)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
         """Take the worker's last delta: update measurements, and keep what the next leg needs."""
@@ -263,7 +257,7 @@ class Choice:
             leg.link.rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
-        """Error attribution: the error that a leg's failure is for the choice, and the worker to avoid for it."""
+        """Turn a leg's failure into the choice's error; avoid the worker from now on where another may do better."""
         if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode can compute the prompt, too
             lost = WorkerLostError(f"prefill failed: {error}")
             lost.__cause__ = error
@@ -272,7 +266,7 @@ class Choice:
             self._lost.add(leg.link.worker_id)
         return error
 
-    def _prepare_retry(self, error: MiniInferError) -> None:
+    def _allow_retry(self, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""
         journal, max_retries = self.journal, self._dispatcher.config.max_retries
         if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 
 from common.cluster_token import check_cluster_token
-from common.config import setting
+from common.config import check_not_negative, check_positive, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
+from router.cluster.policy import POLICIES
 
-POLICIES = ("cost", "round-robin", "random", "power-of-two", "session-sticky")
+ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RouterConfig:
     models: str = setting(
         "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
     )
-    policy: str = setting("cost", "how workers are chosen", choices=POLICIES)
+    policy: str = setting("cost", "how workers are chosen", choices=tuple(POLICIES))
     ttft_objective_ms: float = setting(
         0.0, "time to first token to keep: with this or --itl-objective-ms any worker may compute and decode; 0: none"
     )
@@ -55,22 +56,18 @@ class RouterConfig:
             raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
         if not 0 <= self.metrics_port < 1 << 16 or self.metrics_port == self.port != 0:
             raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, not --port (0: none)")
-        if self.ttft_objective_ms < 0 or self.itl_objective_ms < 0:
-            raise ConfigError("--ttft-objective-ms and --itl-objective-ms must not be negative")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
-        if min(self.max_retries, self.worker_wait_seconds, self.local_prefill_tokens, self.drain_grace_seconds) < 0:
-            raise ConfigError(
-                "--max-retries, --worker-wait-seconds, --local-prefill-tokens, --drain-grace-seconds "
-                "must not be negative"
-            )
+        check_not_negative(
+            self, "ttft_objective_ms", "itl_objective_ms", "max_retries", "worker_wait_seconds",
+            "local_prefill_tokens", "drain_grace_seconds",
+        )  # fmt: skip
         check_cluster_token(self.cluster_token)
-        if min(self.max_wait_seconds, self.request_timeout_seconds, self.worker_timeout_seconds) <= 0:
-            raise ConfigError("--max-wait-, --request-timeout- and --worker-timeout-seconds must be positive")
+        check_positive(self, "max_wait_seconds", "request_timeout_seconds", "worker_timeout_seconds")
         if self.models and (self.model or self.served_model_name):
             raise ConfigError("--models names all models: leave --model and --served-model-name out")
         self.named_models()
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")
@@ -119,8 +116,7 @@ class HttpConfig:
     def __post_init__(self) -> None:
         if self.max_connections < 1:
             raise ConfigError("--max-connections must be at least 1")
-        if self.reserved_per_address < 0:
-            raise ConfigError("--reserved-per-address must not be negative")
+        check_not_negative(self, "reserved_per_address")
         if self.idle_connection_seconds < 1 or self.stalled_client_seconds < 1:
             raise ConfigError("--idle-connection-seconds and --stalled-client-seconds must be at least 1")
         if self.max_body_memory_mb < 16:

@@ -9,18 +9,18 @@ import asyncio
 import random
 import time
 from collections.abc import Set
-from math import inf
 from typing import TYPE_CHECKING
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.failures import WorkerLostError
+from router.cluster.leg import Leg
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.moves import KeptRequest, choose_moves
+from router.cluster.objectives import Objectives
 from router.cluster.policy import Decision, choose
-from router.cluster.prediction import EXPECTED_TOKENS, Candidate, RequestView
-from router.cluster.predictor import LATE, TTFT_MARGIN, Objectives
+from router.cluster.views import Candidate, RequestView
 from router.cluster.worker_link import WorkerLink
 from router.config import RouterConfig
 from router.explain import ExplainLog
@@ -30,33 +30,33 @@ from router.metrics import RouterMetrics
 if TYPE_CHECKING:
     from router.choice import Choice
 
-LOOK_SECONDS = 0.25  # between looks for a worker: one that ends draining does not tell
-MIN_DUE_SECONDS = 1e-3
+LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
 MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
 
 
 class Dispatcher:
     """Dispatch of one model's choices. Belongs to the running event loop."""
 
-    def __init__(
-        self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, explain: ExplainLog
-    ) -> None:
+    def __init__(self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics) -> None:
         self.config = config
         self.metrics = metrics
-        self.explain = explain
+        self.explain = ExplainLog()
+        self.objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
         self.answers = AnswerLength()
-        self.num_waiting = 0  # admitted, first token not seen yet
-        self.num_running = 0
         self.open_choices: set[Journal] = set()
+        self.num_waiting = 0  # of these, without a first token
         self._workers = workers
         self._random = random.Random()
         self._turn = 0
         self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
-        self._objectives = Objectives(config.ttft_objective_ms / 1e3, config.itl_objective_ms / 1e3)
         self._kept: dict[str, Choice] = {}
         self._move_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.open_choices) - self.num_waiting
 
     def admit(self) -> None:
         """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
@@ -76,13 +76,12 @@ class Dispatcher:
         request = RequestView(
             num_tokens=journal.num_tokens,
             cached_tokens=self._workers.cached_tokens(journal.packed_prompt, journal.adapter, journal.cache_salt),
-            expected_tokens=self.answers.expected(journal.sampling.max_tokens, EXPECTED_TOKENS),
+            expected_tokens=self.answers.expected(journal.sampling.max_tokens),
             session=journal.session,
             draw=self._random.random(),
             turn=self._turn,
         )
-        # With tokens to replay, the KV of prompt and output is computed where decoding goes on; so it is when no
-        # prefill worker is left that has not failed already.
+        # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         decision = choose(
             self.config.policy,
@@ -90,7 +89,7 @@ class Dispatcher:
             [link.view() for link in prefill if link.worker_id not in lost],
             [link.view() for link in self._workers.usable("decode", lost)],
             self.config.local_prefill_tokens,
-            self._objectives,
+            self.objectives,
         )
         if not journal.num_legs:
             check_in_time(decision.chosen, journal.deadline - time.monotonic(), self.config.max_wait_seconds)
@@ -112,21 +111,6 @@ class Dispatcher:
             raise WorkerLostError(f"worker {worker} has gone")
         return link
 
-    def due_seconds(self, journal: Journal, chosen: Candidate, now: float) -> float:
-        """Seconds until the next token is due; 0: no objective.
-
-        A first token is due in twice the time that was predicted for it, if the objective allows so much. One that
-        comes too late anyway lets those go first that come in time, but not for ever.
-        """
-        if not self._objectives:
-            return 0.0
-        if journal.has_started:
-            return MIN_DUE_SECONDS
-        if chosen.is_late:
-            return max(LATE * self._objectives.ttft - (now - journal.arrival), MIN_DUE_SECONDS)
-        left = TTFT_MARGIN * (self._objectives.ttft or inf) - (now - journal.arrival)
-        return max(min(2 * chosen.ttft_seconds, left), MIN_DUE_SECONDS)
-
     # -- requests that prefill workers keep ----------------------------------------------------------------------
 
     def watch_kept(self, choice: Choice) -> None:
@@ -147,7 +131,7 @@ class Dispatcher:
                 self.watch_kept(choice)
         for link, kept in by_link.items():
             targets = [target.view() for target in self._workers.usable("decode")]
-            for move in choose_moves(link.view(), kept, targets, self._objectives, must_leave=link.load.draining):
+            for move in choose_moves(link.view(), kept, targets, self.objectives, must_leave=link.load.draining):
                 choices[move.choice_id].move(move.chosen)
 
     # -- waiting for a worker ----------------------------------------------------------------------------------
@@ -189,14 +173,21 @@ class Dispatcher:
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
-        self.num_running += 1
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
+    def leg_began(self, journal: Journal, leg: Leg, chosen: Candidate) -> None:
+        """Log what the worker measured up to the first delta; compare its cache hit with the expected one."""
+        assert leg.times is not None
+        expected = None
+        if leg.link.role == "prefill" or chosen.prefill is None:  # the leg computes the prompt
+            expected = chosen.cached_tokens
+            self.metrics.expected_tokens.inc(expected)
+            self.metrics.regret_tokens.inc(max(0, expected - leg.times.num_cached_tokens))
+        self.explain.first_delta(journal, leg, leg.times, expected)
+
     def closed(self, journal: Journal) -> None:
-        if journal.has_started:
-            self.num_running -= 1
-        else:
+        if not journal.has_started:
             self.num_waiting -= 1
         if journal.kv_handle is not None:  # the end came before a decode worker has read it
             link = self._workers.find(journal.kv_handle.worker_id)

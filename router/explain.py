@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from protos import types_pb2 as pb
 from router.cluster.leg import Leg
 from router.cluster.policy import Decision
-from router.cluster.prediction import Candidate
+from router.cluster.views import Candidate
 from router.journal import Journal
-from router.metrics import RouterMetrics
 
 MAX_ENTRIES = 1_024
 MAX_CANDIDATES_SHOWN = 16
@@ -33,8 +33,7 @@ class _Choice:
 class ExplainLog:
     """The newest requests; older ones are forgotten."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self) -> None:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
 
     def decided(self, journal: Journal, decision: Decision) -> None:
@@ -45,30 +44,23 @@ class ExplainLog:
                 self._choices.popitem(last=False)
         choice.decisions.append(decision)
 
-    def first_delta(self, journal: Journal, leg: Leg, now: float) -> None:
-        """Keep what the worker measured, and compare its cache hit with the expected one."""
+    def first_delta(
+        self, journal: Journal, leg: Leg, times: pb.RequestTimes, expected_cached_tokens: int | None
+    ) -> None:
+        """Keep what a leg's worker measured. expected_cached_tokens: None where the prompt was computed before."""
         choice = self._choices.get(journal.choice_id)
-        times, phase = leg.times, leg.link.role
-        if choice is None or times is None:
+        if choice is None:
             return
-        decision = choice.decisions[-1]
-        computes_prompt = phase == "prefill" or decision.chosen.prefill is None
-        if computes_prompt:
-            if not choice.first_deltas:
-                journal.num_cached_tokens = min(times.num_cached_tokens, len(journal.prompt_token_ids))
-            self._metrics.expected_tokens.inc(decision.chosen.cached_tokens)
-            self._metrics.regret_tokens.inc(max(0, decision.chosen.cached_tokens - times.num_cached_tokens))
-        journal.note(now, f"first output of {phase}")
         choice.first_deltas.append(
             {
-                "phase": phase,
+                "phase": leg.link.role,
                 "worker": leg.link.worker_id,
                 "queue_seconds": round(times.queue_seconds, 6),
                 "prefill_seconds": round(times.prefill_seconds, 6),
                 "kv_pull_seconds": round(times.kv_pull_seconds, 6),
                 "transport": times.transport or None,
                 "kv_pull_failed": times.kv_pull_failed,
-                "expected_cached_tokens": decision.chosen.cached_tokens if computes_prompt else None,
+                "expected_cached_tokens": expected_cached_tokens,
                 "cached_tokens": times.num_cached_tokens,
                 "pulled_tokens": times.num_pulled_tokens,
                 "prefetched_tokens": times.num_prefetched_tokens,

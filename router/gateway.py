@@ -16,6 +16,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError
 from router.api.chat_renderer import ChatRenderer
 from router.api.completion_renderer import CompletionRenderer
+from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import checked_ids, for_choice, sampling_params
@@ -25,7 +26,6 @@ from router.api.schemas import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    parse_body,
 )
 from router.api.text import ChoiceText, StopRules
 from router.choice import Choice
@@ -46,7 +46,7 @@ MAX_LABEL_CHARS = 128
 
 
 class Gateway:
-    """One router's state. `start` and `stop` belong to the event loop that serves."""
+    """One router's state. Its workers are started and stopped by the event loop that serves."""
 
     def __init__(self, config: RouterConfig, models: Sequence[ServedModel], http: HttpConfig | None = None) -> None:
         """The first of `models` is the default one. An adapter comes with its base."""
@@ -59,12 +59,6 @@ class Gateway:
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self._by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self._by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
-
-    async def start(self) -> None:
-        await self.workers.start()
-
-    async def stop(self) -> None:
-        await self.workers.stop()
 
     # -- models ------------------------------------------------------------------------------------------------
 
@@ -88,7 +82,6 @@ class Gateway:
         model.metrics.refused(status)
 
     def _model_for(self, http: Request, name: str | None) -> ServedModel:
-        model: ServedModel
         model = http.scope[SERVED_MODEL] = self.model(name)
         return model
 
@@ -192,10 +185,7 @@ class Gateway:
     ) -> Response:
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()
-        headers = [
-            (b"x-request-id", (label if is_shown else request.request_id).encode()),
-            (b"x-mini-infer-id", request.request_id.encode()),
-        ]
+        headers = {"x-request-id": label if is_shown else request.request_id, "x-mini-infer-id": request.request_id}
         return GenerationResponse(request, renderer, headers, bool(body.stream))
 
     def _echo_texts(self, model: ServedModel, body: CompletionBody, prompts: Sequence[list[int]]) -> list[str]:

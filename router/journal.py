@@ -29,7 +29,6 @@ class Journal:
 
     output_token_ids: list[int] = field(default_factory=list)
     kv_handle: pb.KvHandle | None = None  # where the prompt's KV waits for a decode worker that has not come yet
-    num_cached_tokens: int = 0  # prompt tokens that a cache gave on the first leg
     num_legs: int = 0
     num_migrations: int = 0
     num_moves: int = 0
@@ -50,6 +49,11 @@ class Journal:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that a cache gave where the prompt was computed first."""
+        return 0 if self.first_times is None else min(self.first_times.num_cached_tokens, len(self.prompt_token_ids))
 
     @property
     def has_started(self) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Collection
 from common.metrics import MetricSet, export_start_time
 from kvstore.pool.index import IndexState
 from router.cluster.model_workers import ModelWorkers
+from router.config import ROLES
 from router.journal import Journal
 
 FINISHED_REASONS = ("stop", "length", "abort", "refused", "error")
 WORKER_STATES = ("ready", "connecting", "draining", "refused", "not_serving", "suspended")
-ROLES = ("prefill", "decode")
 REFUSED_STATUSES = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503, 504)
 PLACEMENTS = ("disaggregated", "local", "kept")
 
@@ -33,8 +33,10 @@ class RouterMetrics:
         self.time_to_first_token = metrics.histogram("vllm:time_to_first_token_seconds")
         self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
+        self.longest_output = metrics.histogram("vllm:request_max_num_generation_tokens")  # of a request's choices
         self.migrations = metrics.counter("mini_infer_migrations")
         self.moves = metrics.counter("mini_infer_moves")
+        self.placements = {kind: metrics.counter("mini_infer_placements", placement=kind) for kind in PLACEMENTS}
         self.expected_tokens = metrics.counter("mini_infer_index_expected_tokens")
         self.regret_tokens = metrics.counter("mini_infer_index_regret_tokens")
         self._generation_tokens = metrics.counter("vllm:generation_tokens")
@@ -47,11 +49,9 @@ class RouterMetrics:
         self._inference_time = metrics.histogram("vllm:request_inference_time_seconds")
         self._prompt_length = metrics.histogram("vllm:request_prompt_tokens")
         self._output_length = metrics.histogram("vllm:request_generation_tokens")
-        self._longest_output = metrics.histogram("vllm:request_max_num_generation_tokens")
         self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
         for status in REFUSED_STATUSES:  # at 0: a rate begins with the first one
             metrics.counter("mini_infer_requests_refused", status=str(status))
-        self._placements = {kind: metrics.counter("mini_infer_placements", placement=kind) for kind in PLACEMENTS}
 
     def choice_ended(self, journal: Journal, now: float) -> None:
         """Observe everything that is known at the end of a choice."""
@@ -71,14 +71,6 @@ class RouterMetrics:
             self._queue_time.observe(times.queue_seconds)
             self._prefill_time.observe(times.prefill_seconds)
             self._inference_time.observe(times.prefill_seconds + decode_seconds)
-
-    def request_ended(self, longest_output: int) -> None:
-        """Observe what is known at the end of a request. `longest_output`: tokens of its longest choice."""
-        self._longest_output.observe(longest_output)
-
-    def placed(self, kind: str) -> None:
-        """Count the placement of a prompt: disaggregated, local or kept."""
-        self._placements[kind].inc()
 
     def refused(self, status: int) -> None:
         """Count a request that is answered with an error before it becomes a choice."""

@@ -48,7 +48,8 @@ class GenerationRequest:
         """Cancel what is still open, and let go of everything: these objects hold each other."""
         self._cancel()
         if self.choices:
-            self._metrics.request_ended(max(len(choice.journal.output_token_ids) for choice in self.choices))
+            longest = max(len(choice.journal.output_token_ids) for choice in self.choices)
+            self._metrics.longest_output.observe(longest)
         self.choices.clear()
         del self._sink
 

@@ -64,6 +64,6 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
         taken |= names
         workers = ModelWorkers(name, item.own_name, item.tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
-        dispatcher = Dispatcher(config, workers, metrics, ExplainLog(metrics))
+        dispatcher = Dispatcher(config, workers, metrics)
         models.append(ServedModel(name, (item.own_name,), item.tokenizer, workers, dispatcher))
     return models

@@ -17,10 +17,11 @@ import uvloop
 
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
+from common.hosts import socket_family, with_port
 from common.logging import RateLimit, report_end, setup_logging, write_line
 from common.model_files import resolve_model
 from common.scrape import serve_scrapes
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
-            write_line(f"router ready on http://{f'[{host}]' if ':' in host else host}:{port}", sys.stdout)
+            write_line(f"router ready on http://{with_port(host, port)}", sys.stdout)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TRIM_TICKS == 0:
@@ -156,22 +157,23 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
 
 def _share_one_heap() -> None:
     """Let the few threads of this process allocate from one heap: several fragment separately."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    if set_option is not None:
-        set_option(M_ARENA_MAX, 1)
+    _call_libc("mallopt", M_ARENA_MAX, 1)
 
 
 def _trim_heap() -> None:
     """Give free pages inside of the heap back: requests of all sizes fragment it, and it would grow for hours."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
+    _call_libc("malloc_trim", 0)
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None)  # glibc has both
+    if function is not None:
+        function(*arguments)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError with what to do when there is none to have."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket_family(host), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit these

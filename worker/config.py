@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.cluster_token import check_cluster_token
-from common.config import setting
-from common.errors import ConfigError
+from common.config import check_not_negative, check_positive, setting
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 
 
@@ -46,9 +45,5 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_cluster_token(self.cluster_token)
-        if self.kv_lease_seconds <= 0 or self.drain_grace_seconds < 0:
-            raise ConfigError("--kv-lease-seconds must be positive, --drain-grace-seconds not negative")
-        if self.stall_seconds <= 0 or self.start_stall_seconds <= 0:
-            raise ConfigError("--stall-seconds and --start-stall-seconds must be positive")
-        if self.kv_staging_gb <= 0:
-            raise ConfigError("--kv-staging-gb must be positive")
+        check_not_negative(self, "drain_grace_seconds")
+        check_positive(self, "kv_lease_seconds", "stall_seconds", "start_stall_seconds", "kv_staging_gb")

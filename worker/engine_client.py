@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, TransferError, UnavailableError
@@ -27,22 +28,15 @@ START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
 SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
 
 
+@dataclass(eq=False)
 class EngineClient:
     """One child process with an engine. `start`, then `reports` until it ends."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        heartbeat: Heartbeat,
-        ready: Ready,
-    ):
-        self._process = process
-        self.heartbeat = heartbeat
-        self._reader = reader
-        self._writer = writer
-        self.ready = ready
+    ready: Ready
+    heartbeat: Heartbeat
+    _process: asyncio.subprocess.Process
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
 
     @classmethod
     async def start(cls, start: Start) -> EngineClient:
@@ -69,7 +63,7 @@ class EngineClient:
         except BaseException:
             writer.close()
             raise
-        return cls(process, reader, writer, heartbeat, first)
+        return cls(first, heartbeat, process, reader, writer)
 
     @property
     def pid(self) -> int:

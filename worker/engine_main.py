@@ -23,11 +23,11 @@ from worker.cores import SharedCores
 from worker.engine_process import EngineProcess
 from worker.frames import FrameSocket
 from worker.heartbeat import BeatingAttention, Heartbeat
-from worker.kv_exporter import KvLeases
-from worker.kv_exports import KvExports
+from worker.kv_leases import KvLeases
 from worker.kv_loads import KvLoads
 from worker.kv_puller import KvPuller
 from worker.messages import EngineInfo, Failed, Ready, Start
+from worker.prompt_leases import PromptLeases
 from worker.shared_pool import SharedPoolMemory
 from worker.start_reports import StartReports
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("engine")
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the process; the front passes the descriptor of its socket."""
-    parser = argparse.ArgumentParser(prog="worker.engine_process")
+    parser = argparse.ArgumentParser(prog="worker.engine_main")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--heartbeat-fd", type=int, required=True)
     args = parser.parse_args(argv)
@@ -88,10 +88,10 @@ def _start(link: FrameSocket, start: Start, heartbeat: Heartbeat) -> EngineProce
     handles = HandleWriter(worker.worker_id, memory.shards(start.kv_address), worker.kv_lease_seconds)
     leases = KvLeases(memory.epoch, exporter, handles, worker.kv_lease_seconds)
     memory.send_leases(leases)
-    exports = KvExports(scheduler, leases, worker.progressive_pull)
+    prompt_leases = PromptLeases(scheduler, leases, worker.progressive_pull)
     loads = KvLoads(scheduler, puller, exporter, parts.geometry.block_size, can_read=not config.stage_address)
     link.send(Ready(_engine_info(parts, memory), memory.socket_paths, memory.needs_staging, memory.nixl_memory))
-    return EngineProcess(link, parts, leases, exports, loads, heartbeat, cores)
+    return EngineProcess(link, parts, leases, prompt_leases, loads, heartbeat, cores)
 
 
 def _end_process(reason: str) -> None:

@@ -14,19 +14,17 @@ from common.errors import DeadlineExceededError, EngineError, MiniInferError
 from common.logging import RateLimit
 from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
-from engine.engine import StepStats
 from engine.request import FinishReason, RequestId, RequestOutput
 from worker.cores import SharedCores
+from worker.engine_figures import add_figures
 from worker.frames import FrameSocket
 from worker.heartbeat import Heartbeat
-from worker.kv_exporter import KvLeases
-from worker.kv_exports import KvExports
+from worker.kv_leases import KvLeases
 from worker.kv_loads import KvLoads
 from worker.messages import (
     Abandon,
     Cancel,
     Delta,
-    EngineLoad,
     Failure,
     HandOver,
     Prefetch,
@@ -40,6 +38,7 @@ from worker.messages import (
     ToEngine,
 )  # fmt: skip
 from worker.open_request import OpenRequest
+from worker.prompt_leases import PromptLeases
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
@@ -56,17 +55,17 @@ class EngineProcess:
         link: FrameSocket,
         parts: EngineParts,
         leases: KvLeases,
-        exports: KvExports,
+        prompt_leases: PromptLeases,
         loads: KvLoads,
         heartbeat: Heartbeat,
         cores: SharedCores | None = None,
     ):
         self._link = link
+        self._parts = parts
         self._engine = parts.engine
         self._pool = parts.engine.scheduler.kv.pool
-        self._expert_loads, self._rebalancer = parts.expert_loads, parts.rebalancer
         self._leases = leases
-        self._exports = exports
+        self._prompt_leases = prompt_leases
         self._loads = loads
         self._heartbeat = heartbeat
         self._cores = cores
@@ -87,27 +86,31 @@ class EngineProcess:
             for message in self._link.receive(wait):
                 self._receive(message)
             self._heartbeat.beat()
-            began = time.monotonic()
-            self._report.pulls += self._loads.finish(self._open, began)
-            self._report.prefetches += self._loads.finish_prefetches()
-            self._expire(began)
-            if self._cores is not None:
-                self._cores.adjust(self._engine.has_work())
             num_steps, num_ended = self._engine.num_steps, self._engine.num_ended
-            outputs = self._engine.step()
-            self._heartbeat.beat()
-            self._loads.start(self._open, began)
-            for new in self._engine.last_plan.new:
-                open_request = self._open.get(new.request_id)
-                if open_request is not None and not open_request.started:
-                    open_request.started = began
-            for output in outputs:
-                self._add_output(output)
-            for request_id, exported in self._exports.lease_parts(self._open, time.monotonic()):
-                self._report.granted.append(exported.lease)
-                self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
+            self._step()
             self._send_report(has_ended=self._engine.num_ended != num_ended)
             wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
+
+    def _step(self) -> None:
+        """Step the engine: before it what peers have sent becomes usable, behind it new loads get their blocks."""
+        now = time.monotonic()
+        self._report.pulls += self._loads.finish(self._open, now)
+        self._report.prefetches += self._loads.finish_prefetches()
+        self._expire(now)
+        if self._cores is not None:
+            self._cores.adjust(self._engine.has_work())
+        outputs = self._engine.step()
+        self._heartbeat.beat()
+        self._loads.start(self._open, now)
+        for new in self._engine.last_plan.new:
+            entry = self._open.get(new.request_id)
+            if entry is not None and not entry.started:
+                entry.started = now
+        for output in outputs:
+            self._add_output(output)
+        for request_id, exported in self._prompt_leases.lease_parts(self._open, time.monotonic()):
+            self._report.granted.append(exported.lease)
+            self._report.deltas.append(Delta(request_id, [], handle=exported.handle))
 
     def _next_wait(self, stepped: bool) -> float:
         if stepped:
@@ -155,7 +158,7 @@ class EngineProcess:
     def _submit(self, submit: Submit) -> None:
         now = time.monotonic()
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
-        lease = None if submit.handle is None else self._loads.accept(submit.handle, num_tokens)
+        lease = self._loads.accept(submit.handle, num_tokens)
         try:
             request = self._engine.add_request(
                 unpack_ids(submit.prompt_token_ids),
@@ -168,7 +171,7 @@ class EngineProcess:
                 prefill_only=submit.prefill_only,
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
-                due=now + submit.due_seconds if submit.due_seconds > 0 else inf,
+                due=_after(now, submit.due_seconds),
                 is_late=submit.is_late,
                 is_prepared=submit.is_prepared,
             )
@@ -176,8 +179,7 @@ class EngineProcess:
             self._report.failures.append(Failure.of(submit.request_id, error))
             self._loads.abandon(lease)
             return
-        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
-        self._open[submit.request_id] = OpenRequest(request, now, deadline)
+        self._open[submit.request_id] = OpenRequest(request, now, _after(now, submit.deadline_seconds))
 
     def _proceed(self, proceed: Proceed) -> None:
         entry = self._open.get(proceed.request_id)
@@ -185,7 +187,7 @@ class EngineProcess:
             return
         request, now = entry.request, time.monotonic()
         num_tokens = request.num_prompt_tokens + len(proceed.output_token_ids) - 1
-        lease = None if proceed.handle is None else self._loads.accept(proceed.handle, num_tokens)
+        lease = self._loads.accept(proceed.handle, num_tokens)
         entry.arrived = now
         try:
             self._engine.proceed(
@@ -193,7 +195,7 @@ class EngineProcess:
                 output_token_ids=proceed.output_token_ids,
                 kv_source=lease,
                 num_source_tokens=0 if lease is None else lease.num_tokens,
-                due=now + proceed.due_seconds if proceed.due_seconds > 0 else inf,
+                due=_after(now, proceed.due_seconds),
                 is_late=proceed.is_late,
             )
         except MiniInferError as error:
@@ -231,7 +233,7 @@ class EngineProcess:
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
-            exported = self._exports.lease_prompt(entry, now)
+            exported = self._prompt_leases.lease_prompt(entry, now)
             self._report.granted.append(exported.lease)
             handle = exported.handle
         delta = Delta(
@@ -247,41 +249,11 @@ class EngineProcess:
         if not (has_ended or report.has_news) and now < self._next_report_time:
             return
         self._next_report_time = now + IDLE_WAIT_SECONDS
-        report.load = self._load(has_ended)
-        report.step_predicted_seconds = self._engine.last_step.predicted_seconds if has_ended else 0.0
-        scheduler = self._engine.scheduler
-        report.preemptions = scheduler.num_preemptions
-        report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
-        stats = scheduler.kv.stats
-        report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
-        report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
-        if self._expert_loads is not None:
-            report.expert_rank_tokens = self._expert_loads.rank_tokens
-            report.expert_balancedness = self._expert_loads.balancedness
-        if self._rebalancer is not None:
-            report.expert_placements = self._rebalancer.num_changes
+        add_figures(report, self._parts, len(self._leases), has_ended)
         self._link.send(report)
         self._report = StepReport()
 
-    def _load(self, has_ended: bool) -> EngineLoad:
-        load, last = self._engine.scheduler.load(), self._engine.last_step if has_ended else StepStats()
-        return EngineLoad(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_swapped=load.num_swapped,
-            num_loading=load.num_loading,
-            num_leases=len(self._leases),
-            kv_blocks_total=self._pool.num_blocks,
-            kv_blocks_free=self._pool.num_free,
-            kv_blocks_cached=self._pool.num_cached,
-            waiting_prefill_tokens=load.waiting_prefill_tokens,
-            num_steps=self._engine.num_steps,
-            step_seconds=last.seconds,
-            step_prefill_tokens=last.num_prefill_tokens,
-            step_decode_tokens=last.num_decode_tokens,
-            step_context_tokens=last.num_context_tokens,
-            step_prompt_pairs=last.num_prompt_pairs,
-            waiting_prefill_pairs=load.waiting_prefill_pairs,
-            context_tokens=load.context_tokens,
-            num_prepared=load.num_prepared,
-        )
+
+def _after(now: float, seconds: float) -> float:
+    """The time when so many seconds have passed; 0: never."""
+    return now + seconds if seconds > 0 else inf

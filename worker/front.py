@@ -30,7 +30,6 @@ from worker.sessions import Session, kv_handles
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
-ReportListener = Callable[[StepReport], None]
 
 
 class WorkerFront:
@@ -54,15 +53,11 @@ class WorkerFront:
         self._sessions: set[Session] = set()
         self._owner: dict[RequestId, tuple[Session, str]] = {}  # the engine's id -> (session, router's id)
         self._names = itertools.count()
-        self._listeners: list[ReportListener] = []
+        self.on_report: Callable[[StepReport], None] = lambda report: None  # called with each of the engine process
 
     @property
     def num_open_requests(self) -> int:
         return len(self._owner)
-
-    def add_listener(self, listener: ReportListener) -> None:
-        """Call `listener` with each report of the engine process (metrics)."""
-        self._listeners.append(listener)
 
     # -- the router's side -----------------------------------------------------------------------------------
 
@@ -85,21 +80,22 @@ class WorkerFront:
 
     async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command], prefill_only: bool) -> None:
         async for command in commands:
-            if command.HasField("submit"):
-                self._submit(session, command.submit, prefill_only)
-            elif command.HasField("prepare"):
-                self._submit(session, command.prepare, prefill_only, is_prepared=True)
-            elif command.HasField("proceed"):
-                self._proceed(session, command.proceed)
-            elif command.HasField("cancel"):
-                self._cancel(session, command.cancel.request_id)
-            elif command.HasField("hand_over"):
-                self._hand_over(session, command.hand_over.request_id)
-            elif command.HasField("release"):
-                self._release([command.release])
-            elif command.HasField("prefetch"):
-                handle = handle_of(command.prefetch.kv_handle)
-                self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
+            match command.WhichOneof("kind"):
+                case "submit":
+                    self._submit(session, command.submit, prefill_only)
+                case "prepare":
+                    self._submit(session, command.prepare, prefill_only, is_prepared=True)
+                case "proceed":
+                    self._proceed(session, command.proceed)
+                case "cancel":
+                    self._cancel(session, command.cancel.request_id)
+                case "hand_over":
+                    self._hand_over(session, command.hand_over.request_id)
+                case "release":
+                    self._release([command.release])
+                case "prefetch":
+                    handle = handle_of(command.prefetch.kv_handle)
+                    self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
         session.close("")  # the router has said goodbye
 
     def _submit(self, session: Session, submit: pb.Submit, prefill_only: bool, is_prepared: bool = False) -> None:
@@ -217,8 +213,7 @@ class WorkerFront:
                 self._forget(failure.request_id)
         events = self._events.append(report.stored, report.removed)
         self._send(reports, [to_proto(event) for event in events], time.monotonic())
-        for listener in self._listeners:
-            listener(report)
+        self.on_report(report)
 
     def _mirror_leases(self, report: StepReport) -> None:
         for lease in report.granted:

@@ -42,9 +42,9 @@ class KvLoads:
     def num_open(self) -> int:
         return self._puller.num_open
 
-    def accept(self, handle: KvHandle, num_tokens: int) -> PeerLease | None:
+    def accept(self, handle: KvHandle | None, num_tokens: int) -> PeerLease | None:
         """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
-        lease = self._open(handle)
+        lease = None if handle is None else self._open(handle)
         if lease is None:
             return None
         if lease.num_tokens != num_tokens or lease.num_blocks != self._kv.num_blocks_to_load(num_tokens):

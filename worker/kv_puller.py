@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from common.errors import MiniInferError, TransferError
 from engine.request import RequestId
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # one copies while another waits for a peer
 PREFETCH_SECONDS = 5.0  # a request may wait for the end of a prefetch, and then needs a load
 RENEW_INTERVAL_SECONDS = 1.0
+T = TypeVar("T")
 
 
 class KvPuller:
@@ -69,19 +71,17 @@ class KvPuller:
         self._executor.submit(self._let_go, lease.lease_id)
 
     def take_results(self) -> list[Pull]:
-        results = []
-        while self._results:
-            results.append(self._results.popleft())
-        self.num_open -= len(results)
-        return results
+        """Loads that have ended."""
+        return self._take(self._results)
 
     def take_prefetched(self) -> list[tuple[PrefetchJob, Pull]]:
         """Prefetches that have ended. Their `Pull` names no request."""
-        results = []
-        while self._prefetched:
-            results.append(self._prefetched.popleft())
-        self.num_open -= len(results)
-        return results
+        return self._take(self._prefetched)
+
+    def _take(self, ended: deque[T]) -> list[T]:
+        taken = [ended.popleft() for _ in range(len(ended))]
+        self.num_open -= len(taken)
+        return taken
 
     def close(self) -> None:
         self._closed.set()

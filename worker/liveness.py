@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 STOPPED_SECONDS = 1.0
 BLOCKED_SECONDS = 3.0
@@ -32,31 +32,32 @@ class ThreadSample:
     wait_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSample:
-    """All threads of a process by id. None at all: it is gone, or /proc cannot be read."""
-
-    threads: dict[str, ThreadSample] = field(default_factory=dict)
+Threads = dict[str, ThreadSample]  # of a process, by id; none at all: it is gone, or /proc cannot be read
 
 
-def sample_process(pid: int) -> ProcessSample:
-    """Sample the threads of a process."""
-    threads: dict[str, ThreadSample] = {}
+def sample_process(pid: int) -> Threads:
+    threads: Threads = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
                 threads[thread] = _sample_thread(f"/proc/{pid}/task/{thread}")
-    return ProcessSample(threads)
+    return threads
 
 
 def _sample_thread(folder: str) -> ThreadSample:
-    with open(f"{folder}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
-    run_seconds, wait_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND, 0.0
+    state, run_seconds = _read_stat(folder)
+    wait_seconds = 0.0
     with contextlib.suppress(OSError), open(f"{folder}/schedstat") as file:  # finer than ticks, where it is counted
         run_nanos, wait_nanos, _ = file.read().split()
         run_seconds, wait_seconds = int(run_nanos) / 1e9, int(wait_nanos) / 1e9
-    return ThreadSample(fields[0], run_seconds, wait_seconds)
+    return ThreadSample(state, run_seconds, wait_seconds)
+
+
+def _read_stat(folder: str) -> tuple[str, float]:
+    """State and time on a core, of the thread or process in a folder of /proc."""
+    with open(f"{folder}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 class ProgressWatch:
@@ -65,7 +66,7 @@ class ProgressWatch:
     def __init__(self, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
         self._heartbeat = -1
-        self._before: ProcessSample | None = None  # at the last call, if the heartbeat has not moved since
+        self._before: Threads | None = None  # at the last call, if the heartbeat has not moved since
         self._spent = 0.0  # share of the time limit of a silent process; 1: all of it
         self._reason: str | None = None
 
@@ -77,7 +78,7 @@ class ProgressWatch:
         self._before, self._spent, self._reason = None, 0.0, None
         return True
 
-    def observe(self, sample: ProcessSample, elapsed_seconds: float) -> str | None:
+    def observe(self, sample: Threads, elapsed_seconds: float) -> str | None:
         """The heartbeat stands still, and this is what the process does. `elapsed_seconds` since the last call."""
         before, self._before = self._before, sample
         if before is not None:
@@ -87,14 +88,14 @@ class ProgressWatch:
                 self._reason = reason
         return self._reason
 
-    def _judge(self, before: ProcessSample, now: ProcessSample, elapsed: float) -> tuple[float, str]:
+    def _judge(self, before: Threads, now: Threads, elapsed: float) -> tuple[float, str]:
         """Share of the time limit that this interval uses up, and the reason to report."""
-        states = {thread.state for thread in now.threads.values()}
+        states = {thread.state for thread in now.values()}
         if states and states <= {"T", "t"}:
             return elapsed / STOPPED_SECONDS, "the engine process is stopped"
         ran = waited = 0.0
-        for name, thread in now.threads.items():
-            last = before.threads.get(name)
+        for name, thread in now.items():
+            last = before.get(name)
             if last is not None:
                 ran = max(ran, thread.run_seconds - last.run_seconds)
                 waited = max(waited, thread.wait_seconds - last.wait_seconds)
@@ -118,10 +119,8 @@ def sample_work(pid: int) -> Work:
     """Add up the work of a process and its descendants. Those that have ended no longer count."""
     run_seconds, num_bytes, is_runnable = 0.0, 0, False
     with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        run_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        is_runnable = fields[0] == "R"
+        state, run_seconds = _read_stat(f"/proc/{pid}")
+        is_runnable = state == "R"
         with open(f"/proc/{pid}/io") as file:
             num_bytes = sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -14,7 +14,7 @@ NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
 
 
 class WorkerMetrics:
-    """Listens to a front's engine process. `serve` opens the port."""
+    """Observes the reports that a front gets of its engine process. `serve` opens the port."""
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
@@ -61,7 +61,7 @@ class WorkerMetrics:
             metrics.histogram("mini_infer_kv_transfer_seconds", transport=transport)
         for transport in (*info.transports, NO_TRANSPORT):
             metrics.counter("mini_infer_kv_transfer_failures", transport=transport)
-        front.add_listener(self.observe)
+        front.on_report = self.observe
 
     def observe(self, report: StepReport) -> None:
         for name, counter in self._counters.items():

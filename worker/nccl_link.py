@@ -23,7 +23,6 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Whether all before it has arrived, or been sent."""
-        ...
 
 
 class DeviceLink(Link, Protocol):
@@ -37,15 +36,12 @@ class DeviceLink(Link, Protocol):
 
     def after(self, event: torch.cuda.Event | None) -> None:
         """Let what comes now wait for the event."""
-        ...
 
     def check(self) -> None:
         """Raise TransferError when the communicator has failed."""
-        ...
 
     def abort(self, *kept: Tensor) -> None:
         """See Link. kept: memory that may be written until it has ended."""
-        ...
 
 
 class Connector(Protocol):

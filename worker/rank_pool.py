@@ -43,15 +43,12 @@ class RankPool(Protocol):
 
     def address(self, kv_address: str) -> ShardAddress:
         """Address at which peers can read it; `kv_address` is the front's."""
-        ...
 
     def client(self, token: str, transports: Sequence[str], nixl: NixlAgent | None) -> KvClient:
         """A reader of peers' blocks into this pool, by those of `transports` (best first) that it has."""
-        ...
 
     def serve(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
-        ...
 
     def close(self) -> None: ...
 

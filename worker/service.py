@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-import shutil
 import signal
 import tempfile
 import time
@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.logging import report_end, setup_logging
 from common.model_files import resolve_model
 from common.rpc import RpcServer
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from common.version import VERSION
 from engine.config import EngineConfig
 from engine.gpu.config import GpuConfig
@@ -62,53 +62,53 @@ def run_worker(role: str, argv: list[str] | None = None) -> int:
                 "--stage-address: KV of the other host's layers cannot be handed over: use a decode worker"
             )
         setup_logging(role, settings.worker.log_level, settings.worker.log_format)
-        return asyncio.run(_serve(role, settings))
+        with _run_directory(settings.worker.run_dir) as run_dir:
+            return asyncio.run(_serve(role, settings, run_dir))
     except ConfigError as error:
         report_end(role, error)
         return 1
 
 
-async def _serve(role: str, settings: Start) -> int:
+def _run_directory(given: str) -> contextlib.AbstractContextManager[str]:
+    """The directory that is shared with other workers, or a private one, which goes with this worker."""
+    if given:
+        return contextlib.nullcontext(given)
+    return tempfile.TemporaryDirectory(prefix="mini-infer-", ignore_cleanup_errors=True)
+
+
+async def _serve(role: str, settings: Start, run_dir: str) -> int:
     logger = logging.getLogger(role)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     given = settings.worker
     server = RpcServer(given.host, given.port, given.cluster_token)
-    worker = dataclasses.replace(
-        given,
-        worker_id=given.worker_id or f"{role}-{server.port}",
-        run_dir=given.run_dir or tempfile.mkdtemp(prefix="mini-infer-"),
-    )
+    worker = dataclasses.replace(given, worker_id=given.worker_id or f"{role}-{server.port}", run_dir=run_dir)
     began = time.monotonic()
+    address = f"{worker.advertise_host or worker.host}:{server.port}"
+    engine = await _start_engine(replace(settings, worker=worker, kv_address=address), stopping)
+    if engine is None:
+        logger.info("stopped while loading")
+        return 0
     try:
-        address = f"{worker.advertise_host or worker.host}:{server.port}"
-        engine = await _start_engine(replace(settings, worker=worker, kv_address=address), stopping)
-        if engine is None:
-            logger.info("stopped while loading")
-            return 0
-        try:
-            files = await asyncio.to_thread(resolve_model, settings.engine.model, False)
-            tokenizer = await asyncio.to_thread(load_tokenizer, files)
-            info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
-            leases, staging, sender = add_kv_service(server, engine, worker)
-            front = WorkerFront(engine, leases, info, staging)
-            metrics = WorkerMetrics(front)
-            if worker.metrics_port:
-                metrics.serve(worker.host, worker.metrics_port, server.is_ready)
-            register(role, server, front)
-            await server.start()
-            await server.set_serving(True)
-            logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
-            status = await _watch(server, front, engine, worker, stopping, logger)
-            sender.close()
-        finally:
-            await engine.stop()
-        await server.stop(1.0)
-        return status
+        files = await asyncio.to_thread(resolve_model, settings.engine.model, False)
+        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        info = worker_info(role, worker.worker_id, address, engine.ready.info, tokenizer.tokenizer_hash())
+        leases, staging, sender = add_kv_service(server, engine, worker)
+        front = WorkerFront(engine, leases, info, staging)
+        metrics = WorkerMetrics(front)
+        if worker.metrics_port:
+            metrics.serve(worker.host, worker.metrics_port, server.is_ready)
+        register(role, server, front)
+        await server.start()
+        await server.set_serving(True)
+        logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
+        status = await _watch(server, front, engine, worker, stopping, logger)
+        sender.close()
     finally:
-        if not given.run_dir:
-            shutil.rmtree(worker.run_dir, ignore_errors=True)
+        await engine.stop()
+    await server.stop(1.0)
+    return status
 
 
 async def _start_engine(message: Start, stopping: asyncio.Event) -> EngineClient | None:

@@ -25,7 +25,7 @@ from common.errors import ConfigError
 MAX_REFUSAL_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Target:
     """The server under load and how it is asked. `url` is its root, without /v1."""
 
@@ -185,10 +185,8 @@ class Client:
                 connection = await self._connect()
                 try:
                     await connection.ask(self._target.head(len(body)), body, record, begin)
-                except (
-                    BaseException
-                ):  # a timeout or the end of the program: its answer must not meet the next question
-                    connection.close()
+                except BaseException:  # a timeout, or the end of the program
+                    connection.close()  # its answer must not meet the next question
                     raise
         except TimeoutError:  # before OSError, which is its base
             record.error = "timeout"

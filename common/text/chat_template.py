@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import InvalidRequestError, UnsupportedModelError
 
 _PRIVATE_USE_START, _PRIVATE_USE_COUNT = 0xF0000, 0xFFFE
+NO_TEXT = "(?!)"  # a pattern that matches nothing
 _END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
 
 
@@ -131,14 +132,14 @@ class _MarkupGuard:
 
     def __init__(self, special_texts: Sequence[str]) -> None:
         ordered = sorted(special_texts, key=len, reverse=True)
-        self._whole = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._whole = re.compile("|".join(map(re.escape, ordered)) or NO_TEXT)
         self._heads = tuple({text[:cut] for text in ordered for cut in range(1, len(text))})
         self._tails = tuple({text[cut:] for text in ordered for cut in range(1, len(text))})
 
     def apply(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
         """Copies with breaks, and the break character; the values themselves when nothing needs one."""
         strings = list(_strings(values))
-        if self._whole is None or not any(self._needs_break(text) for text in strings):
+        if not any(map(self._needs_break, strings)):
             return values, ""
         breaker = ""
         while not breaker or any(breaker in text for text in strings):
@@ -146,25 +147,21 @@ class _MarkupGuard:
         return tuple(self._broken(value, breaker) for value in values), breaker
 
     def _needs_break(self, text: str) -> bool:
-        assert self._whole is not None
         return text.endswith(self._heads) or text.startswith(self._tails) or bool(self._whole.search(text))
 
     def _broken(self, value: Any, breaker: str) -> Any:
         if isinstance(value, str):
-            assert self._whole is not None
-            text = self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
             head = breaker if value.startswith(self._tails) else ""
             tail = breaker if value.endswith(self._heads) else ""
-            return head + text + tail
+            return head + self._broken_inside(value, breaker) + tail
         if isinstance(value, Mapping):
-            assert self._whole is not None
-            return {
-                self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], key): self._broken(item, breaker)
-                for key, item in value.items()
-            }
+            return {self._broken_inside(key, breaker): self._broken(item, breaker) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._broken(item, breaker) for item in value]
         return value
+
+    def _broken_inside(self, text: str, breaker: str) -> str:
+        return self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], text)
 
 
 def _strings(value: Any) -> Any:

@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """The stop string that ended the text."""
-
-    stop: str
-    index: int  # in the list of stop strings
 
 
 class StopStringMatcher:
@@ -26,7 +17,7 @@ class StopStringMatcher:
         self._stops = tuple(stops)
         self._include = include_in_output
         self._held = ""
-        self.match: StopMatch | None = None
+        self.match: str | None = None  # the stop string that has ended the text
 
     def push(self, text: str) -> str:
         """Take more text, return what may be shown now. After a match everything else is dropped."""
@@ -35,8 +26,8 @@ class StopStringMatcher:
         text = self._held + text
         found = self._earliest(text)
         if found is not None:
-            start, end, index = found
-            self.match = StopMatch(self._stops[index], index)
+            start, end = found
+            self.match = text[start:end]
             self._held = ""
             return text[: end if self._include else start]
         keep = self._num_held(text)
@@ -53,16 +44,13 @@ class StopStringMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _earliest(self, text: str) -> tuple[int, int, int] | None:
-        best: tuple[int, int, int] | None = None
-        for index, stop in enumerate(self._stops):
-            start = text.find(stop)
-            if start < 0:
-                continue
-            end = start + len(stop)
-            if best is None or end < best[1] or (end == best[1] and start < best[0]):
-                best = (start, end, index)
-        return best
+    def _earliest(self, text: str) -> tuple[int, int] | None:
+        """Begin and end of the match that counts."""
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        end, start = min(found)
+        return start, end
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that is a proper beginning of a stop string."""

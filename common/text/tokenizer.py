@@ -1,40 +1,23 @@
 """One tokenizer for every service: encode, decode, chat template, token bytes, and a hash to compare.
 
-Built from a Hugging Face directory, a GGUF file, or nothing (`dry-run`: one token per byte), over the
-`tokenizers` package. Special tokens come out of text only where the caller says that the text is its own
-(`allow_special`) or where a chat template put them. Calls chat_template for rendering.
+Special tokens come out of text only where the caller says that the text is its own (`allow_special`) or where a chat
+template put them. Over the `tokenizers` package; `load` makes one of a model's files.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
+from tokenizers import decoders
 
 from common.errors import InvalidRequestError, UnsupportedModelError
-from common.gguf_header import read_gguf_header
-from common.model_files import ModelFiles
-from common.text.chat_template import ChatTemplate
+from common.text.chat_template import NO_TEXT, ChatTemplate
 from common.text.detokenizer import Detokenizer, TokenTable
-from common.text.gguf_tokenizer import backend_from_metadata
-
-MAX_FILE_BYTES = 256 << 20
-DRY_RUN_VOCAB_SIZE = 320
-_DRY_RUN_SPECIAL = ("<bos>", "<eos>", "<user>", "<assistant>")  # ids 256 to 259
-_DRY_RUN_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<assistant>' if message['role'] == 'assistant' else '<user>' }}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
 
 
 class Tokenizer:
@@ -63,7 +46,7 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self._special_id_of = {text: token_id for token_id, text in special.items()}
         longest_first = sorted(special.values(), key=len, reverse=True)
-        self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if special else None
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or NO_TEXT})")
         names = dict(named_tokens or {})
         names.setdefault("bos_token", self.token_text(bos_id) if bos_id is not None else "")
         names.setdefault("eos_token", self.token_text(eos_token_ids[0]) if eos_token_ids else "")
@@ -77,7 +60,7 @@ class Tokenizer:
         add_special_tokens: what the model wants around a text (often a beginning-of-sequence token).
         allow_special: special tokens' texts become those tokens; else they are text like any other.
         """
-        safe = allow_special or self._special_pattern is None or not self._special_pattern.search(text)
+        safe = allow_special or not self._special_pattern.search(text)
         backend = self._backend if safe else self._without_special()
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -108,7 +91,6 @@ class Tokenizer:
         text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
         if not breaker:
             return self.encode(text, allow_special=True)
-        assert self._special_pattern is not None  # nothing is broken up where nothing is special
         plain = self._without_special()
         token_ids: list[int] = []
         for index, piece in enumerate(self._special_pattern.split(text)):
@@ -187,105 +169,3 @@ def byte_level_alphabet() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a model. Raises UnsupportedModelError when there is none that is known here."""
-    if files.kind == "dry-run":
-        return _dry_run_tokenizer()
-    if files.kind == "gguf":
-        return _from_gguf(files.path)
-    return _from_directory(files.path)
-
-
-def _dry_run_tokenizer() -> Tokenizer:
-    alphabet = byte_level_alphabet()
-    backend = Backend(BPE(alphabet, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _DRY_RUN_SPECIAL])
-    return Tokenizer(
-        backend,
-        bos_id=256,
-        eos_token_ids=[257],
-        templates={"default": _DRY_RUN_TEMPLATE},
-        vocab_size=DRY_RUN_VOCAB_SIZE,
-    )
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_header(path).metadata
-    backend = backend_from_metadata(metadata)
-    eos_ids = [
-        metadata[key]
-        for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-        if isinstance(metadata.get(key), int)
-    ]
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=eos_ids,
-        templates={"default": template} if isinstance(template, str) else {},
-    )
-
-
-def _from_directory(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UnsupportedModelError(f"{folder.name} has no tokenizer.json")
-    try:
-        backend = Backend.from_str(_read_text(path))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file it cannot parse
-        raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}") from None
-    config = _read_json(folder / "tokenizer_config.json")
-    generation = _read_json(folder / "generation_config.json")
-    named = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            named[key] = text
-    eos_ids = generation.get("eos_token_id", [])
-    eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids or [])
-    eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    if eos is not None:
-        eos_ids = [eos, *eos_ids]
-    return Tokenizer(
-        backend,
-        bos_id=backend.token_to_id(named["bos_token"]) if "bos_token" in named else None,
-        eos_token_ids=eos_ids,
-        templates=_directory_templates(folder, config),
-        named_tokens=named,
-    )
-
-
-def _directory_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files of a directory that may hold templates, in rising priority."""
-    templates: dict[str, str] = {}
-    declared = config.get("chat_template")
-    if isinstance(declared, str):
-        templates["default"] = declared
-    elif isinstance(declared, list):
-        templates |= {item["name"]: item["template"] for item in declared}
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = _read_text(path)
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = _read_text(folder / "chat_template.jinja")
-    return templates
-
-
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise UnsupportedModelError(f"{path.name} is larger than {MAX_FILE_BYTES >> 20} MB")
-    return path.read_text(encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
-        raise UnsupportedModelError(f"{path} is not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}

@@ -25,9 +25,6 @@ class CompletionRenderer(Renderer):
         self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
 
-    def start(self, index: int, usage: Usage) -> bytes:
-        return b""
-
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
             return self._plain.render(index, update.text)

@@ -88,12 +88,9 @@ def _template_message(message: Message) -> dict[str, Any]:
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
     if message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -71,9 +71,9 @@ class Renderer(ABC):
             "id": options.request_id, "object": kind, "created": options.created, "model": options.model,
         }  # fmt: skip
 
-    @abstractmethod
     def start(self, index: int, usage: Usage) -> bytes:
         """Render what precedes the first text of a choice."""
+        return b""
 
     @abstractmethod
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:

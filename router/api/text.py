@@ -128,4 +128,4 @@ class ChoiceText:
         del update.token_ids[num_tokens:]
         update.logprobs = update.logprobs[:num_tokens]
         update.finish_reason = "stop"
-        update.stop_reason = matcher.match.stop
+        update.stop_reason = matcher.match

@@ -7,7 +7,7 @@ to those who are still waiting.
 from __future__ import annotations
 
 from common.errors import OverloadedError
-from router.cluster.prediction import Candidate
+from router.cluster.views import EXPECTED_TOKENS, Candidate
 
 MARGIN = 0.9  # of the time left: predictions err, and most of what is admitted must be in time
 WEIGHT = 0.05  # of the newest answer in the mean length
@@ -22,13 +22,13 @@ class AnswerLength:
     def observe(self, num_tokens: int) -> None:
         self.mean = num_tokens if self.mean == 0 else self.mean + WEIGHT * (num_tokens - self.mean)
 
-    def expected(self, max_tokens: int, default: float) -> float:
+    def expected(self, max_tokens: int) -> float:
         """Expected length of an answer that may have `max_tokens`."""
-        return min(self.mean or default, max_tokens)
+        return min(self.mean or EXPECTED_TOKENS, max_tokens)
 
-    def left(self, max_tokens: int, num_tokens: int, default: float) -> float:
+    def left(self, max_tokens: int, num_tokens: int) -> float:
         """Expected tokens of an answer after its first `num_tokens`: a quarter of the mean when it is longer."""
-        mean = self.mean or default
+        mean = self.mean or EXPECTED_TOKENS
         return min(max(mean - num_tokens, mean / 4), max_tokens - num_tokens)
 
 

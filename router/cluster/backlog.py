@@ -36,7 +36,7 @@ class Backlog:
     def deferred(self, now: float) -> tuple[int, float]:
         """Prompt tokens, and their pairs, that wait behind a new request which is in time.
 
-        Late prompts are begun when no others are left: what has been computed beyond those is of the first of them.
+        A late prompt is begun when no others are left; then it waits behind nobody, and does not count.
         """
         waiting = [leg for leg in self._late if leg.late_until > now]
         num_tokens = sum(leg.pending_tokens for leg in waiting)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from kvstore.types import WorkerId
-from router.cluster.prediction import Candidate, RequestView, WorkerView
-from router.cluster.predictor import Objectives, Predictor
+from router.cluster.objectives import Objectives
+from router.cluster.predictor import Predictor
+from router.cluster.views import Candidate, RequestView, WorkerView
 
 MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
 MIN_TOKENS_LEFT = 8  # a request about to end is not worth a pull

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.cluster.prediction import Candidate, RequestView, WorkerView
-from router.cluster.predictor import Objectives, Predictor
+from router.cluster.objectives import Objectives
+from router.cluster.predictor import Predictor
+from router.cluster.views import Candidate, RequestView, WorkerView
 
 SAME_VIOLATION = 0.05  # differences below are noise
 MOST_BESIDE = 0.65  # share of a prefill worker's time that its prompts may take beside rows, or its queue grows
@@ -36,12 +37,12 @@ def placements_for(
     """
     predict = Predictor(request, [*prefill, *decode], objectives, local_prefill_tokens, is_late)
     candidates = [predict.disaggregated(first, second) for second in decode for first in prefill]
-    candidates += [predict.whole(worker, is_kept=False) for worker in decode]
+    candidates += [predict.on_one_worker(worker, is_kept=False) for worker in decode]
     fewest = min(worker.num_rows for worker in decode)
     for worker in prefill:
         is_idle = predict.queue_seconds(worker) < SHORT_QUEUE and predict.share_beside_rows(worker) < MOST_BESIDE
         if worker.num_rows < fewest and is_idle:
-            candidates.append(predict.whole(worker, is_kept=True))
+            candidates.append(predict.on_one_worker(worker, is_kept=True))
     return candidates
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import UnavailableError
+from router.cluster.costs import candidates_for
+from router.cluster.objectives import Objectives
 from router.cluster.placement import admissible, placements_for
-from router.cluster.prediction import Candidate, RequestView, WorkerView, candidates_for
-from router.cluster.predictor import Objectives
+from router.cluster.views import Candidate, RequestView, WorkerView
 
 NEAR = 1.1  # costs within 10% are equal: measured step times of equal workers differ by that much
 

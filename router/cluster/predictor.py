@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from common.step_times import StepCost, num_pairs, work_bounds
-from router.cluster.prediction import (
+from router.cluster.objectives import TTFT_MARGIN, Objectives
+from router.cluster.views import (
     DEFAULT_PREFILL_TOKENS_PER_SECOND,
     DEFAULT_PULL_TOKENS_PER_SECOND,
     DEFAULT_STEP_SECONDS,
@@ -23,29 +23,10 @@ from router.cluster.prediction import (
     WorkerView,
 )
 
-TTFT_MARGIN = 0.5  # share of the objective that predictions may use: they miss what arrives later
 MAX_CHUNK_TOKENS = 8192  # of a step without decode rows; what a worker really takes matters little
-ROUNDING = 1e-6
-HARM = 3.0  # of a delay that makes gaps as long as the objective, beside a wait for a first token
-LATE = 2.0  # TTFT objectives, for which a request that misses one lets others go first
-FEW_GAPS = 100  # of them a 99th percentile is the longest
-FEW = 0.01  # share of disturbed steps that a 99th percentile does not see
-
-
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """Seconds; 0: none."""
-
-    ttft: float = 0.0
-    itl: float = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self.ttft or self.itl)
-
-    def violation(self, ttft: float, itl: float) -> float:
-        """By how much predictions miss the objectives, as a share of them; 0: both are kept."""
-        late = max(ttft / (TTFT_MARGIN * self.ttft) - 1.0, 0.0) if self.ttft else 0.0
-        return late + (max(itl / self.itl - 1.0 - ROUNDING, 0.0) if self.itl else 0.0)
+HARM = 3.0  # weight of a delay that makes gaps as long as the objective; a wait for a first token has 1
+FEW_GAPS = 100  # up to which the 99th percentile of an answer's gaps is the longest one
+FEW = 0.01  # share of steps beside prompts that a 99th percentile does not see
 
 
 class Predictor:
@@ -67,20 +48,19 @@ class Predictor:
         pulls = [worker.pull_tokens_per_second for worker in workers if worker.pull_tokens_per_second]
         self._pull_rate = sum(pulls) / len(pulls) if pulls else DEFAULT_PULL_TOKENS_PER_SECOND
 
-    def disaggregated(self, first: WorkerView, second: WorkerView) -> Candidate:
-        """Prompt on `first`, decode on `second`."""
+    def disaggregated(self, prefill: WorkerView, decode: WorkerView) -> Candidate:
         request = self._request
-        cached = request.cached_on(first)
-        terms = self._first_token(first, request.num_tokens - cached)
+        cached = request.cached_on(prefill)
+        terms = self._first_token(prefill, request.num_tokens - cached)
         ttft = sum(terms.values())
-        terms["pull"] = self.pull_seconds(second, request.num_tokens - request.cached_on(second))
-        terms |= self._decode_terms(second)
-        itl = self.gap_seconds(second)
+        terms["pull"] = self.pull_seconds(decode, request.num_tokens - request.cached_on(decode))
+        terms |= self._decode_terms(decode)
+        itl = self.gap_seconds(decode)
         if request.expected_tokens <= FEW_GAPS:
-            itl = max(itl, self._hand_over_seconds(second) + terms["slot"])  # its first token has come by then
-        return self._candidate(second, first, False, terms, cached, ttft, itl)
+            itl = max(itl, self._hand_over_seconds(decode) + terms["slot"])  # its first token has come by then
+        return self._candidate(decode, prefill, False, terms, cached, ttft, itl)
 
-    def whole(self, worker: WorkerView, is_kept: bool) -> Candidate:
+    def on_one_worker(self, worker: WorkerView, is_kept: bool) -> Candidate:
         """Prompt and decode on one worker, the prompt in as small chunks as TTFT allows."""
         cached = self._request.cached_on(worker)
         cost = self._costs[worker.worker_id]
@@ -91,12 +71,12 @@ class Predictor:
             ttft = prompt["queue"] + prompt["compute"] + decode["slot"]
             if ttft <= TTFT_MARGIN * (self._objectives.ttft or math.inf):
                 break
-        num_felt = max(num_new - self._free_tokens, 0)
-        felt = cost.work(num_felt, num_pairs(cached, num_felt))
-        beside = min(chunk, self._queued_work(worker) + felt) if worker.num_rows else 0.0
+        num_delaying = max(num_new - self._free_tokens, 0)  # prompt tokens that rows here wait for
+        work = cost.work(num_delaying, num_pairs(cached, num_delaying))
+        beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
         gap = self._decode_step(worker, 0) + (cost.prompt + beside if beside else 0.0)
-        steps_seconds = felt + math.ceil(felt / chunk) * cost.prompt if num_felt else 0.0
-        terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * steps_seconds}
+        delay_seconds = work + math.ceil(work / chunk) * cost.prompt if num_delaying else 0.0
+        terms = prompt | decode | {"disturbance": self._harm(gap) * worker.num_rows * delay_seconds}
         if is_kept:
             terms["disturbance"] += self._request.expected_tokens * self.interruption_seconds(worker)
         itl = max(cost.spread * gap, self.gap_seconds(worker))

@@ -68,7 +68,7 @@ class WorkerRates:
             load.step_prompt_pairs,
         )
 
-    def submitted(self, num_prompt_tokens: int, now: float, pairs: float = 0.0) -> None:
+    def submitted(self, num_prompt_tokens: int, pairs: float, now: float) -> None:
         """Count prompt tokens that go to the worker to be computed."""
         kept = self._kept_since(now)
         self._arrived = self._arrived * kept + num_prompt_tokens

@@ -66,19 +66,18 @@ class WorkerConnection:
 
     async def drain(self, grace_seconds: float) -> int:
         """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
-        request = pb.DrainRequest(grace_seconds=grace_seconds)
-        try:
-            reply = await self._stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"worker {self._link.worker_id} refuses to drain: {error.code().name}") from None
+        reply = await self._ask("Drain", pb.DrainRequest(grace_seconds=grace_seconds), "refuses to drain")
         return int(reply.num_open_requests)
 
     async def undrain(self) -> None:
         """Ask a draining worker to take requests again. Raises UnavailableError."""
+        await self._ask("Undrain", pb.UndrainRequest(), "is stopping")
+
+    async def _ask(self, method: str, request: Any, refusal: str) -> Any:
         try:
-            await self._stub.Undrain(pb.UndrainRequest(), timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
+            return await getattr(self._stub, method)(request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"worker {self._link.worker_id} is stopping: {error.code().name}") from None
+            raise UnavailableError(f"worker {self._link.worker_id} {refusal}: {error.code().name}") from None
 
     # -- the stream -------------------------------------------------------------------------------------------
 

@@ -21,15 +21,15 @@ from router.cluster.breaker import Breaker
 from router.cluster.failures import WorkerLostError, error_of
 from router.cluster.index_feed import IndexFeed
 from router.cluster.leg import Leg, LegListener
-from router.cluster.prediction import WorkerView
 from router.cluster.rates import WorkerRates
+from router.cluster.views import WorkerView
+from router.cluster.worker_view import worker_view
 
 if TYPE_CHECKING:
     from router.cluster.model_workers import ModelWorkers
     from router.cluster.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
-KV_BOUND_SHARE = 0.9  # of the KV blocks in use while requests wait: the batch cannot grow
 
 
 class WorkerLink:
@@ -82,38 +82,12 @@ class WorkerLink:
         return "suspended" if self.breaker.is_open(now) else "ready"
 
     def view(self) -> WorkerView:
-        load, backlog = self.load, self._backlog
-        now = time.monotonic()
-        arrived_tokens, arrived_pairs, num_arrived = self.rates.arrivals(now)
-        deferred_tokens, deferred_pairs = backlog.deferred(now)
-        decoding, context = (load.num_running, load.context_tokens) if self.role == "decode" else (0, 0)
-        used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached
-        kv_used_share = used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+        """The worker as the policy sees it."""
         max_num_seqs = self.info.max_num_seqs if self.info else 1
-        is_kv_bound = kv_used_share > KV_BOUND_SHARE and load.num_waiting + load.num_swapped > 0
-        return WorkerView(
-            worker_id=self.worker_id,
-            num_running=max(load.num_running, len(self._legs) - load.num_waiting),
-            num_waiting=load.num_waiting + load.num_loading + load.num_swapped + backlog.num_expected,
-            queued_prefill_tokens=max(load.waiting_prefill_tokens, backlog.prompt_tokens),
-            prefill_tokens_per_second=self.rates.prefill_tokens_per_second,
-            pull_tokens_per_second=self.rates.pull_tokens_per_second,
-            step_seconds=self.rates.step_seconds,
-            token_seconds=self.rates.token_seconds,
-            kv_used_share=kv_used_share,
-            max_num_seqs=max_num_seqs,
-            num_slots=min(max(load.num_running, 1), max_num_seqs) if is_kv_bound else max_num_seqs,
-            num_rows=max(decoding, backlog.num_rows) + backlog.num_expected,
-            context_tokens=max(context, backlog.context_tokens) + backlog.expected_tokens,
-            queued_prefill_pairs=max(load.waiting_prefill_pairs, backlog.prompt_pairs),
-            step=self.rates.step_times.cost,
-            deferred_prefill_tokens=deferred_tokens,
-            deferred_prefill_pairs=deferred_pairs,
-            prompt_tokens_per_second=arrived_tokens,
-            prompt_pairs_per_second=arrived_pairs,
-            prompts_per_second=num_arrived,
-            is_forgotten=not self._legs and self.rates.are_old(now),
-        )
+        return worker_view(
+            self.worker_id, self.role, max_num_seqs, self.load, self.rates, self._backlog, len(self._legs),
+            time.monotonic(),
+        )  # fmt: skip
 
     def submit(
         self, message: pb.Submit, pending_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
@@ -122,16 +96,21 @@ class WorkerLink:
         if self._connection is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         num_prompt_tokens = num_ids(message.prompt_token_ids)
-        decodes = self.role == "decode" or message.keep
         now = time.monotonic()
-        late_until = now + message.due_seconds if message.is_late else 0.0
         leg = Leg(
-            message.request_id, self, listener, num_prompt_tokens, pending_tokens, next_link, decodes, late_until
+            leg_id=message.request_id,
+            link=self,
+            listener=listener,
+            num_prompt_tokens=num_prompt_tokens,
+            pending_tokens=pending_tokens,
+            next_link=next_link,
+            decodes=self.role == "decode" or message.keep,
+            late_until=now + message.due_seconds if message.is_late else 0.0,
         )
         self._legs[leg.leg_id] = leg
         self._backlog.add(leg)
         pairs = num_pairs(num_prompt_tokens - pending_tokens, pending_tokens)
-        self.rates.submitted(pending_tokens, now, pairs)
+        self.rates.submitted(pending_tokens, pairs, now)
         if next_link is not None:
             next_link._backlog.expect(leg)
         self._connection.send(self._opening(message))

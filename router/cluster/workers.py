@@ -7,7 +7,6 @@ seconds. Owns the connections; chooses nothing.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import time
@@ -15,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import HandshakeError
+from common.hosts import with_port
 from protos import types_pb2 as pb
 from router.cluster.model_workers import ModelWorkers
 from router.cluster.worker_connection import WorkerConnection
 from router.cluster.worker_link import WorkerLink
-from router.config import RouterConfig
+from router.config import ROLES, RouterConfig
 
 logger = logging.getLogger(__name__)
 RESOLVE_INTERVAL_SECONDS = 3.0
-ROLES = ("prefill", "decode")
 
 
 class WorkerTable:
@@ -121,11 +120,6 @@ class WorkerTable:
 async def _addresses(host: str, port: int) -> list[str]:
     """`host:port` for each address of `host`; empty when the name does not resolve now."""
     try:
-        ipaddress.ip_address(host)
-        return [_joined(host, port)]
-    except ValueError:
-        pass
-    try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         logger.debug("cannot resolve %s: %s", host, error)
@@ -133,11 +127,7 @@ async def _addresses(host: str, port: int) -> list[str]:
     hosts = {str(item[4][0]) for item in found}
     if host == "localhost":  # one machine, however many addresses
         hosts = {"127.0.0.1"} if "127.0.0.1" in hosts else hosts
-    return [_joined(item, port) for item in sorted(hosts)]
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return [with_port(item, port) for item in sorted(hosts)]
 
 
 _SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")

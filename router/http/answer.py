@@ -16,8 +16,7 @@ from router.api.render import Renderer
 from router.api.results import ChoiceResult
 from router.api.text import Update
 from router.http.chunk_writer import CHUNK_WRITER
-from router.http.errors import log_if_internal
-from router.http.middleware import send_error, send_whole
+from router.http.errors import error_response, log_if_internal
 from router.http.sse import EventStream, Headers
 from router.request import GenerationRequest
 
@@ -41,10 +40,10 @@ class GenerationResponse(Response):
         watcher = asyncio.create_task(self._watch(receive, task))
         try:
             self._request.start(sink)
-            await sink.send(scope, send)
+            await sink.respond(scope, receive, send)
         except MiniInferError as error:  # before anything was sent
             log_if_internal(scope, error)
-            await send_error(send, error, *self._extra_headers)
+            await error_response(error, self._extra_headers)(scope, receive, send)
         except asyncio.CancelledError:
             if not self._client_left or task.uncancel():
                 raise
@@ -82,10 +81,10 @@ class WholeAnswer:
         self._error = error
         self._is_complete.set()
 
-    async def send(self, _: Scope, send: Send) -> None:
+    async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return when the answer has been sent. Raises the request's error."""
         await self._is_complete.wait()
         if self._error is not None:
             raise self._error
         body = self._renderer.answer(self._results, self._request.usage())
-        await send_whole(send, 200, body, (b"content-type", b"application/json"), *self._headers)
+        await Response(body, headers=self._headers, media_type="application/json")(scope, receive, send)

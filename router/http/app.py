@@ -23,9 +23,10 @@ from common.model_files import DRY_RUN_MODEL_NAME
 from common.version import VERSION
 from protos import types_pb2 as pb
 from router.api.schemas import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.config import ROLES
 from router.gateway import Gateway
 from router.http.api_docs import Operation, openapi, page
-from router.http.errors import HttpError, error_body, error_headers, log_if_internal, status_of
+from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.held_bodies import HeldBody
 from router.http.middleware import Guard
 from router.http.operator_routes import Handler, add_operator_routes, json_response
@@ -59,11 +60,11 @@ def create_app(gateway: Gateway) -> Any:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await gateway.start()
+        await gateway.workers.start()
         try:
             yield
         finally:
-            await gateway.stop()
+            await gateway.workers.stop()
 
     routes = Routes()
     _add_model_routes(routes, gateway)
@@ -87,12 +88,9 @@ def create_app(gateway: Gateway) -> Any:
 
 def _error_handlers(gateway: Gateway, paths: list[str]) -> dict[Any, Any]:
     async def known(request: Request, error: Exception) -> Response:
-        status = status_of(error)
-        gateway.refused(request.scope, status)
-        headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-        if logged_id := log_if_internal(request.scope, error):
-            headers["x-request-id"] = logged_id
-        return Response(error_body(error), status, headers=headers)
+        gateway.refused(request.scope, status_of(error))
+        logged_id = log_if_internal(request.scope, error)
+        return error_response(error, {"x-request-id": logged_id} if logged_id else None)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -211,4 +209,4 @@ def _add_health_routes(routes: Routes, gateway: Gateway) -> None:
 def _roles(infos: Sequence[pb.WorkerInfo]) -> dict[str, int]:
     """Number of workers of each role."""
     roles = Counter(info.role for info in infos)
-    return {role: roles[role] for role in ("prefill", "decode")}
+    return {role: roles[role] for role in ROLES}

@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
         self._end_answers()  # this is the answer; the application need not make one
         body = error_body(error)
         head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
-        for name, value in error_headers(error):
-            head += name + b": " + value + b"\r\n"
+        for name, value in error_headers(error).items():
+            head += f"{name}: {value}\r\n".encode()
         self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
         self._linger()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from common.errors import (
     InvalidRequestError,
@@ -64,19 +65,24 @@ def error_object(error: BaseException) -> dict[str, Any]:
     }
 
 
-def error_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
-    headers = [(b"content-type", b"application/json")]
+def error_headers(error: BaseException) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
     if isinstance(error, OverloadedError):
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_seconds))).encode()))
+        headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
     elif status_of(error) == 503:
-        headers.append((b"retry-after", b"1"))
+        headers["retry-after"] = "1"
     elif isinstance(error, UnauthenticatedError):
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["www-authenticate"] = "Bearer"
     return headers
 
 
 def error_body(error: BaseException) -> bytes:
     return orjson.dumps(error_object(error))
+
+
+def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole answer that consists of an error, with further `headers`."""
+    return Response(error_body(error), status_of(error), headers={**error_headers(error), **(headers or {})})
 
 
 def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> str:

@@ -10,7 +10,7 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import MiniInferError, UnauthenticatedError
-from router.http.errors import error_body, error_headers, log_if_internal, status_of
+from router.http.errors import error_response, log_if_internal
 
 OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez"})
 
@@ -29,7 +29,7 @@ class Guard:
         try:
             self._check(scope)
         except MiniInferError as error:
-            await send_error(send, error)
+            await error_response(error)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)
@@ -43,15 +43,3 @@ class Guard:
         scheme, _, key = sent.partition(b" ")
         if not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)):
             raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer ...'")
-
-
-async def send_error(send: Send, error: BaseException, *headers: tuple[bytes, bytes]) -> None:
-    """A whole answer that consists of an error."""
-    await send_whole(send, status_of(error), error_body(error), *error_headers(error), *headers)
-
-
-async def send_whole(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    """An answer in one piece."""
-    with_length = [*headers, (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": with_length})
-    await send({"type": "http.response.body", "body": body})

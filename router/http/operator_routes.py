@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
+from common.hosts import is_loopback
 from router.cluster.worker_link import WorkerLink
 from router.gateway import Gateway
 from router.http.errors import HttpError
@@ -90,7 +90,7 @@ def _check_operator(request: Request, gateway: Gateway) -> None:
     if gateway.config.api_key:
         return
     host = request.client.host if request.client else ""
-    if not _is_loopback(host) or "origin" in request.headers:
+    if not is_loopback(host) or "origin" in request.headers:
         raise UnauthenticatedError(
             "draining from another machine or a page needs an API key on the router (--api-key)"
         )
@@ -111,10 +111,3 @@ def _has_flag(request: Request, name: str) -> bool:
     if text not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"{name} must be true or false", name)
     return text in ("true", "1")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,7 +2,7 @@
 
 Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request behind it)
 counts against one bound. What is refused is refused with an error in JSON, and the connection closes. Who gets a
-connection at all is in `connections`.
+connection at all is in `connection_slots`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.errors import MiniInferError, UnavailableError
 from router.config import HttpConfig
 from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.connection import Connection
-from router.http.connections import ConnectionSlots
+from router.http.connection_slots import ConnectionSlots
 from router.http.errors import HttpError
 from router.http.middleware import OPEN_PATHS
 from router.http.rules import (

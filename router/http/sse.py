@@ -2,14 +2,14 @@
 
 While the client keeps up, an update goes from the worker's report to the socket in one call (`on_update`). What comes
 before the headers are out, or while the client is behind by the transport's buffer, is kept: at most the rest of the
-answer. The task in `send` sends it, in one event per choice, and the end.
+answer. The task in `respond` sends it, in one event per choice, and the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from starlette.types import Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from router.api.render import Renderer, event
 from router.api.results import ChoiceResult
@@ -21,12 +21,12 @@ from router.request import GenerationRequest
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
 KEEP_ALIVE_SECONDS = 5.0
-Headers = list[tuple[bytes, bytes]]
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+Headers = dict[str, str]
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class EventStream:
@@ -36,7 +36,7 @@ class EventStream:
         self._request = request
         self._renderer = renderer
         self._writer = writer
-        self._headers = [*_HEADERS, *headers]
+        self._headers = [(name.encode(), value.encode()) for name, value in (_HEADERS | headers).items()]
         self._has_begun = False  # the headers are out
         self._is_caught_up = False  # all that was kept has been taken by the transport
         self._shown: set[int] = set()  # choices of which something has been rendered
@@ -66,7 +66,7 @@ class EventStream:
 
     # -- through the task: beginning, end, and what a slow client could not take -----------------------------------
 
-    async def send(self, scope: Scope, send: Send) -> None:
+    async def respond(self, scope: Scope, _: Receive, send: Send) -> None:
         """Return when everything has been sent. Raises the request's error when nothing has been."""
         try:
             last = await self._send_kept(send)

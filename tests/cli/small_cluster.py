@@ -5,6 +5,7 @@ import os
 import sys
 
 from cli.child import child_command
+from cli.progress import StartDisplay
 from cli.run_directory import run_directory
 from cli.service import ServiceSpec
 from cli.supervisor import Supervisor
@@ -23,7 +24,7 @@ async def main() -> None:
             )
             for port in ports
         ]
-        supervisor = Supervisor(specs, lambda *_: None, lambda *_: None)
+        supervisor = Supervisor(specs, StartDisplay([spec.name for spec in specs], show_logs=False))
         await supervisor.start()
         print(f"ready {path}", flush=True)
         await supervisor.run(asyncio.Event())

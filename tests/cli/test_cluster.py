@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from cli.cluster import plan_cluster
+from cli.flags import GROUPS, INSTEAD_OF_VLLM, build_parser, parse_config
 from cli.gpus import Gpus, visible_gpus
 from cli.model_size import weight_bytes
 from cli.placement import Placement, Workers, choose_workers, place
 from cli.ports import free_ports
-from cli.serve import GROUPS, INSTEAD_OF_VLLM, build_parser, check_ports, parse_config, placement_lines, ready_message
+from cli.serve import check_ports, placement_lines, ready_message
 from common.config import misspelt_variables
 from common.errors import ConfigError
 from engine.config import EngineConfig
@@ -120,13 +121,12 @@ def test_defaults_follow_gpus_and_weights(num_gpus, weights, given, chosen):
 
 
 def test_serve_says_which_worker_takes_which_gpu():
-    notes = []
-    config = parse_config([], {}, lambda device: Gpus(("4", "7"), 141 * GB), notes)
+    config = parse_config([], {}, lambda device: Gpus(("4", "7"), 141 * GB))
     assert Workers(config.serve.prefill, config.serve.decode, config.engine.tp) == Workers(0, 2, 1)
-    first, second, why = placement_lines(config, notes)
+    first, second, why = placement_lines(config)
     assert (first, second) == ("decode-0 on GPU 4", "decode-1 on GPU 7")
     assert why.endswith("(--prefill, --decode and --tp override)")
-    assert placement_lines(parse_config([], {}), []) == []
+    assert placement_lines(parse_config([], {})) == []
 
 
 def test_weights_are_estimated_from_files(tmp_path):
@@ -205,7 +205,7 @@ def test_secrets_travel_by_environment_to_those_that_need_them():
 
 @pytest.fixture
 def fixed_ports(monkeypatch):
-    monkeypatch.setattr("cli.serve.free_ports", lambda count: list(range(50000, 50000 + count)))
+    monkeypatch.setattr("cli.flags.free_ports", lambda count: list(range(50000, 50000 + count)))
 
 
 # Flags of `serve` itself, whose effect is not in the plan: tests/cli/test_serve.py and test_supervisor.py see it.

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from cli import chat, demo
+from cli.flags import parse_config
 from cli.local_server import add_server_arguments, port_of, server_for
-from cli.serve import parse_config
 from common.errors import InvalidRequestError, UnavailableError
 
 

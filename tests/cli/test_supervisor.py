@@ -20,12 +20,22 @@ from cli.supervisor import ServiceDiedError, StartError, Supervisor
 
 
 class Cluster:
-    """Specs of stand-ins and what became of them."""
+    """Specs of stand-ins and what became of them, as a display is told."""
 
     def __init__(self, events: Path) -> None:
         self.events_path = events
         self.lines: list[tuple[str, str]] = []
         self.states: list[tuple[str, str]] = []
+        self.statuses: list[tuple[str, str]] = []
+
+    def line(self, name: str, text: str) -> None:
+        self.lines.append((name, text))
+
+    def state(self, name: str, state: str) -> None:
+        self.states.append((name, state))
+
+    def status(self, name: str, text: str) -> None:
+        self.statuses.append((name, text))
 
     def spec(self, name: str, mode: str = "well", **fields) -> ServiceSpec:
         (port,) = free_ports(1)
@@ -35,9 +45,7 @@ class Cluster:
         )
 
     def supervisor(self, *specs: ServiceSpec, **kwargs) -> Supervisor:
-        return Supervisor(
-            specs, lambda *line: self.lines.append(line), lambda *state: self.states.append(state), **kwargs
-        )
+        return Supervisor(specs, self, **kwargs)
 
     def events(self, kind: str) -> list[tuple[str, int]]:
         """(name, pid) in the order in which they happened."""
@@ -132,13 +140,11 @@ async def test_a_dead_service_is_started_again_with_its_old_command(cluster):
 
 
 async def test_what_a_service_says_of_itself_is_passed_on_after_a_restart_too(cluster, tmp_path):
-    told = []
     spec = cluster.spec("a", status_socket=str(tmp_path / "a.status"))
-    supervisor = cluster.supervisor(spec, new_policy=quick_restarts, on_status=lambda *status: told.append(status))
-    async with running(supervisor):
-        assert told == [("a", "loading weights: 41%")]
+    async with running(cluster.supervisor(spec, new_policy=quick_restarts)):
+        assert cluster.statuses == [("a", "loading weights: 41%")]
         os.kill(dict(cluster.events("start"))["a"], signal.SIGKILL)
-        await eventually(lambda: len(told) == 2)
+        await eventually(lambda: len(cluster.statuses) == 2)
 
 
 async def test_restarts_never_end(cluster):

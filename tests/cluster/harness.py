@@ -24,7 +24,7 @@ import openai
 
 from cli.ports import free_ports
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 
 if TYPE_CHECKING:
     from tests.engine.tiny_models import TinyModel

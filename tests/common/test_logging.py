@@ -73,8 +73,10 @@ def test_lines_of_other_programs_become_json_and_ours_stay() -> None:
 
 
 CHILD = """
+import logging
 from common.logging import setup_logging
-setup_logging("x", "info", "json").info("hello")
+setup_logging("x", "info", "json")
+logging.getLogger("x").info("hello")
 raise KeyError("the prompt")
 """
 

@@ -15,7 +15,7 @@ from benchmarks.model_folder import with_tokenizer
 from cli.load.workload import TraceRow
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 
 ROWS = [TraceRow(float(number), 100 * (number % 10 + 1), 10, (number,)) for number in range(1000)]
 

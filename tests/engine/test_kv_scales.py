@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.cpu.runner import ModelRunner

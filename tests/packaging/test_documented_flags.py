@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from cli import bench, chat, demo, serve
+from cli import bench, chat, demo, flags
 from cli.cluster import ServeConfig
 from common.config import ENV_PREFIX, add_arguments
 from router.http.app import create_app
@@ -69,7 +69,7 @@ def benchmark_parser(module: str, arguments: list[str]) -> argparse.ArgumentPars
             parser, rest = parsed.parser, parsed.rest
         else:
             pytest.fail(f"{module} parses nothing")
-    serve.build_parser().parse_args(rest)  # what a benchmark does not know is for `serve` or for the engine
+    flags.build_parser().parse_args(rest)  # what a benchmark does not know is for `serve` or for the engine
     return parser
 
 
@@ -86,8 +86,8 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
         _, program, *arguments = arguments
     arguments = [word for word in arguments if word != "--help"]
     if program.endswith("serve"):
-        serve.parse_config(arguments, {})  # with the checks that follow the parser's
-        return serve.build_parser()
+        flags.parse_config(arguments, {})  # with the checks that follow the parser's
+        return flags.build_parser()
     if program.startswith("benchmarks.") and "bench_NAME" not in program and not program.endswith("..."):
         return benchmark_parser(program, arguments)
     parsers = {"chat": chat.build_parser, "demo": demo.build_parser, "bench": bench.build_parser}
@@ -100,7 +100,7 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
 
 def parsers_for(path: Path) -> list[argparse.ArgumentParser]:
     """Those of the commands on the page, and those that every page may mean."""
-    found = [serve.build_parser(), bench.build_parser(), *map(service_parser, SETTINGS)]
+    found = [flags.build_parser(), bench.build_parser(), *map(service_parser, SETTINGS)]
     return found + [parser for command in page(path).commands if (parser := parser_of(command))]
 
 

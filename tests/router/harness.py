@@ -15,7 +15,8 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from common.model_files import resolve_model
-from common.text.tokenizer import Tokenizer, load_tokenizer
+from common.text.load import load_tokenizer
+from common.text.tokenizer import Tokenizer
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
 from router.http.app import create_app

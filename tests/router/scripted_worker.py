@@ -20,7 +20,7 @@ import uvloop
 
 from common.model_files import resolve_model
 from common.rpc import RpcServer
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from common.token_ids import num_ids, unpack_ids
 from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from protos import decode_pb2_grpc, prefill_pb2_grpc

@@ -19,7 +19,6 @@ from router.choice import Choice, State
 from router.cluster.model_workers import ModelWorkers
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.explain import ExplainLog
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
@@ -122,7 +121,7 @@ class Router:
         self.workers = ModelWorkers("dry-run", "dry-run", "")
         self.metrics = RouterMetrics("dry-run")
         self.num_requests = 0
-        self.dispatcher = Dispatcher(settings, self.workers, self.metrics, ExplainLog(self.metrics))
+        self.dispatcher = Dispatcher(settings, self.workers, self.metrics)
         self.prefill = [Worker(self.workers, "prefill", f"p{number}") for number in range(prefill)]
         self.decode = [Worker(self.workers, "decode", f"d{number}") for number in range(decode)]
 

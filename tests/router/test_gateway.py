@@ -200,7 +200,9 @@ async def test_best_of_returns_the_best_mean_logprob() -> None:
         assert best["usage"]["completion_tokens"] == 32
 
 
-async def test_usage_in_streams() -> None:
+@pytest.mark.parametrize("max_explained", [1024, 0])
+async def test_usage_in_streams(max_explained: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.explain.MAX_ENTRIES", max_explained)  # a log: what it forgets changes no answer
     async with cluster(script=Script(cached_tokens=3)) as c:
         events = await c.events(stream_options={"include_usage": True})
         assert all(event["usage"] is None for event in events[:-2])

@@ -8,7 +8,7 @@ from common.step_times import StepCost
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.choice import Choice, State
-from router.cluster.prediction import Candidate
+from router.cluster.views import Candidate
 from router.metrics import PLACEMENTS
 from tests.router.test_choice import HANDLE, Listener, Router, Worker
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from common.token_ids import pack_ids, unpack_ids
 from router.config import RouterConfig
 from router.served_model import LoadedModel, serve_models

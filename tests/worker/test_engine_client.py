@@ -51,7 +51,7 @@ async def test_an_engine_that_ends_later_is_heard() -> None:
     report = StepReport(load=EngineLoad(num_steps=1))
     reader.feed_data(pack(report) + pack(Failed("told to fail")))
     missing: Any = None
-    reports = EngineClient(missing, reader, missing, missing, missing).reports()
+    reports = EngineClient(missing, missing, missing, reader, missing).reports()
     assert await anext(reports) == report
     with pytest.raises(UnavailableError, match="told to fail"):
         await anext(reports)
@@ -64,4 +64,4 @@ async def test_an_engine_that_sends_nonsense_is_gone(data: bytes) -> None:
     reader.feed_eof()
     missing: Any = None
     with pytest.raises(UnavailableError, match="gone"):
-        await anext(EngineClient(missing, reader, missing, missing, missing).reports())
+        await anext(EngineClient(missing, missing, missing, reader, missing).reports())

@@ -26,6 +26,9 @@ class Peers:
     def expire(self, now: float) -> list[Any]:
         return []
 
+    def accept(self, handle: Any, num_tokens: int) -> None:
+        assert handle is None
+
     def finish(self, requests: Any, now: float) -> list[Any]:
         return []
 

@@ -25,7 +25,8 @@ from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
 from tests.kvstore.transport.test_head_split import geometry_of, running
 from worker.device_pool import AttachedPool, DevicePool
-from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows, KvLeases
+from worker.kv_exporter import DeviceExporter, DirectExporter, HostRows
+from worker.kv_leases import KvLeases
 from worker.pinned_staging import StagedTransport
 
 NUM_BLOCKS, NUM_ROWS = 6, 4

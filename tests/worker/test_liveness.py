@@ -16,9 +16,9 @@ import pytest
 from worker.liveness import (
     BLOCKED_SECONDS,
     STOPPED_SECONDS,
-    ProcessSample,
     ProgressWatch,
     StartWatch,
+    Threads,
     ThreadSample,
     Work,
     sample_process,
@@ -29,7 +29,7 @@ INTERVAL = 0.25
 STALL_SECONDS = 4.0
 
 
-def seconds_until_out(samples: Iterator[ProcessSample], limit: float = 20.0) -> float | None:
+def seconds_until_out(samples: Iterator[Threads], limit: float = 20.0) -> float | None:
     """How long a silent process stays in service; None: for ever."""
     watch = ProgressWatch(STALL_SECONDS)
     assert watch.has_beaten(1)
@@ -42,13 +42,13 @@ def seconds_until_out(samples: Iterator[ProcessSample], limit: float = 20.0) -> 
     return None
 
 
-def process(state: str, run_share: float = 0.0, wait_share: float = 0.0) -> Iterator[ProcessSample]:
+def process(state: str, run_share: float = 0.0, wait_share: float = 0.0) -> Iterator[Threads]:
     """An idle thread, and one with this state that runs and waits for so much of each second."""
     now = 0.0
     idle = "T" if state == "T" else "S"
     while True:
         busy = ThreadSample(state, now * run_share, now * wait_share)
-        yield ProcessSample({"1": busy, "2": ThreadSample(idle, 0.0, 0.0)})
+        yield {"1": busy, "2": ThreadSample(idle, 0.0, 0.0)}
         now += INTERVAL
 
 
@@ -64,7 +64,7 @@ def process(state: str, run_share: float = 0.0, wait_share: float = 0.0) -> Iter
         (process("S", wait_share=0.5), None),  # looked at between two turns
     ],
 )
-def test_what_a_silent_process_does_decides(samples: Iterator[ProcessSample], seconds: float | None) -> None:
+def test_what_a_silent_process_does_decides(samples: Iterator[Threads], seconds: float | None) -> None:
     found = seconds_until_out(samples)
     assert found == (None if seconds is None else pytest.approx(seconds, abs=2 * INTERVAL))
 
@@ -81,7 +81,7 @@ def test_a_heartbeat_forgives_everything() -> None:
 
 def test_a_vanished_process_is_no_starved_one() -> None:
     watch = ProgressWatch(STALL_SECONDS)
-    reasons = [watch.observe(ProcessSample(), INTERVAL) for _ in range(20)]
+    reasons = [watch.observe({}, INTERVAL) for _ in range(20)]
     assert reasons[-1] is not None
 
 
@@ -105,13 +105,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 def seconds_of(pid: int) -> float:
     """That it ran, or, on a busy machine, waited for a core."""
-    thread = sample_process(pid).threads[str(pid)]
+    thread = sample_process(pid)[str(pid)]
     return thread.run_seconds + thread.wait_seconds
 
 
 def test_real_processes_look_as_expected() -> None:
     with running("import time; print(flush=True); time.sleep(600)") as pid:
-        until(lambda: {thread.state for thread in sample_process(pid).threads.values()} == {"S"})
+        until(lambda: {thread.state for thread in sample_process(pid).values()} == {"S"})
         first = sample_process(pid)
         time.sleep(0.4)
         assert sample_process(pid) == first
@@ -119,8 +119,8 @@ def test_real_processes_look_as_expected() -> None:
         began = seconds_of(pid)
         until(lambda: seconds_of(pid) > began + 0.05)
         os.kill(pid, signal.SIGSTOP)
-        until(lambda: sample_process(pid).threads[str(pid)].state == "T")
-    assert sample_process(pid) == ProcessSample()
+        until(lambda: sample_process(pid)[str(pid)].state == "T")
+    assert sample_process(pid) == {}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.model_files import resolve_model
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from kvstore.transport.unix_socket import pack

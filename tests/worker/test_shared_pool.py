@@ -21,7 +21,8 @@ from tests.kvstore.helpers import GEOMETRY, Owner, wait_until, with_address
 from tests.kvstore.tier.test_agent import KEYS, Agent
 from tests.worker.fake_nccl import FakeNccl
 from worker.device_pool import DevicePool
-from worker.kv_exporter import HostRows, KvLeases
+from worker.kv_exporter import HostRows
+from worker.kv_leases import KvLeases
 from worker.nccl_pool import NcclPool
 from worker.rank_pool import device_client
 from worker.shared_pool import SharedPoolMemory

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.model_files import resolve_model
 from common.text.detokenizer import Detokenizer, TokenTable
-from common.text.tokenizer import load_tokenizer
+from common.text.load import load_tokenizer
 
 SMOL = load_tokenizer(resolve_model(""))
 

@@ -11,7 +11,8 @@ import pytest
 from common.errors import UnsupportedModelError
 from common.model_files import ModelFiles
 from common.text.gguf_tokenizer import backend_from_metadata
-from common.text.tokenizer import byte_level_alphabet, load_tokenizer
+from common.text.load import load_tokenizer
+from common.text.tokenizer import byte_level_alphabet
 
 LETTERS = sorted(byte_level_alphabet())
 

@@ -14,7 +14,7 @@ from common.text.stop_strings import StopStringMatcher
 def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
     matcher = StopStringMatcher(stops, include)
     shown = "".join(matcher.push(piece) for piece in pieces) + matcher.flush()
-    return shown, matcher.match.stop if matcher.match else None
+    return shown, matcher.match
 
 
 @given(

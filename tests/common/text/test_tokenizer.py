@@ -14,7 +14,8 @@ from tokenizers import pre_tokenizers
 
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
-from common.text.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer
+from common.text.load import load_tokenizer
+from common.text.tokenizer import Tokenizer, byte_level_alphabet
 
 SMOL = load_tokenizer(resolve_model(""))
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))

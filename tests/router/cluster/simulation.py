@@ -19,10 +19,10 @@ from engine.scheduling.prompt_budget import PromptBudget, WaitingPrompt
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength
 from router.cluster.moves import KeptRequest, choose_moves
+from router.cluster.objectives import Objectives
 from router.cluster.policy import choose
-from router.cluster.prediction import RequestView, WorkerView
-from router.cluster.predictor import LATE, TTFT_MARGIN, Objectives
 from router.cluster.rates import WorkerRates
+from router.cluster.views import RequestView, WorkerView
 
 TRUE_COST = StepCost(base=0.0043, row=3e-6, context=14e-9, prompt=0.0005, prompt_token=21.5e-6, prompt_context=0.9e-9)
 PULL_TOKENS_PER_SECOND = 200_000.0
@@ -100,7 +100,7 @@ class Worker:
     def compute(self, request: Request) -> None:
         request.computed = 0
         self.prompts.append(request)
-        self.rates.submitted(request.num_prompt, self._simulation.now, num_pairs(0, request.num_prompt))
+        self.rates.submitted(request.num_prompt, num_pairs(0, request.num_prompt), self._simulation.now)
         self.wake()
 
     def wake(self) -> None:
@@ -197,14 +197,13 @@ class Simulation:
 
     def arrive(self, request: Request) -> None:
         view = RequestView(
-            request.num_prompt, {}, self._answers.expected(request.num_output, 64.0), draw=self.random.random()
+            request.num_prompt, {}, self._answers.expected(request.num_output), draw=self.random.random()
         )
         chosen = choose("cost", view, self._views("prefill"), self._views("decode"), 64, self._objectives).chosen
         request.kind = chosen.kind
         if self._objectives.ttft:
-            request.due = self.now + min(2 * chosen.ttft_seconds, TTFT_MARGIN * self._objectives.ttft)
-        if chosen.is_late:
-            request.due, request.is_late = self.now + LATE * self._objectives.ttft, True
+            request.due = self.now + self._objectives.due_seconds(chosen, 0.0, has_started=False)
+        request.is_late = chosen.is_late
         if chosen.prefill is not None:
             request.next_worker = self.workers[chosen.decode]
             request.next_worker.expected.add(request)
@@ -237,7 +236,7 @@ class Simulation:
             described = [
                 KeptRequest(
                     name, r.num_prompt + len(r.times),
-                    self._answers.left(r.num_output, len(r.times), 64.0), self.now - r.began_here,
+                    self._answers.left(r.num_output, len(r.times)), self.now - r.began_here,
                 )
                 for name, r in kept.items()
             ]  # fmt: skip

@@ -10,7 +10,7 @@ from common.errors import OverloadedError
 from kvstore.types import WorkerId
 from router.cluster.admission import AnswerLength, check_in_time
 from router.cluster.policy import choose
-from router.cluster.prediction import Candidate, RequestView, WorkerView
+from router.cluster.views import Candidate, RequestView, WorkerView
 
 MAX_WAIT = 60.0
 
@@ -56,11 +56,11 @@ def test_nothing_is_refused_on_a_guess() -> None:
 
 def test_answers_are_as_long_as_the_ones_before() -> None:
     answers = AnswerLength()
-    assert answers.expected(1000, default=64) == 64
-    assert answers.expected(10, default=64) == 10
+    assert answers.expected(1000) == 64
+    assert answers.expected(10) == 10
     for _ in range(200):
         answers.observe(20)
-    assert answers.expected(1000, default=64) == pytest.approx(20)
+    assert answers.expected(1000) == pytest.approx(20)
 
 
 def overloaded(num_open: int, **fields: Any) -> Candidate:

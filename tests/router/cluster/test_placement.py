@@ -10,9 +10,9 @@ import pytest
 from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.cluster.moves import MAX_MOVES, KeptRequest, choose_moves
+from router.cluster.objectives import Objectives
 from router.cluster.policy import Decision, choose
-from router.cluster.prediction import RequestView, WorkerView
-from router.cluster.predictor import Objectives
+from router.cluster.views import RequestView, WorkerView
 
 P0, D0, D1 = (WorkerId(name) for name in ("p0", "d0", "d1"))
 COST = StepCost(base=0.0043, row=18e-6, prompt=0.0005, prompt_token=22e-6)

@@ -10,9 +10,8 @@ import pytest
 
 from common.errors import UnavailableError
 from kvstore.types import WorkerId
-from router import config
-from router.cluster.policy import POLICIES, choose
-from router.cluster.prediction import RequestView, WorkerView
+from router.cluster.policy import choose
+from router.cluster.views import RequestView, WorkerView
 
 P0, P1, D0, D1 = (WorkerId(name) for name in ("p0", "p1", "d0", "d1"))
 
@@ -122,7 +121,3 @@ def test_sessions_stick_and_move_only_with_their_worker() -> None:
     assert set(before.values()) == set(names)
     after = {session: owner(session, decode[1:]) for session in before}
     assert all(after[session] == worker for session, worker in before.items() if worker != names[0])
-
-
-def test_every_configured_policy_exists() -> None:
-    assert tuple(POLICIES) == config.POLICIES

@@ -30,7 +30,7 @@ def test_rates_follow_what_was_measured() -> None:
 def test_rates_are_old_when_no_request_has_come_for_a_while() -> None:
     rates = WorkerRates()
     assert not rates.are_old(now=1000.0)  # there are none
-    rates.submitted(100, now=1000.0)
+    rates.submitted(100, 0.0, now=1000.0)
     assert not rates.are_old(now=1009.0)
     assert rates.are_old(now=1011.0)
 

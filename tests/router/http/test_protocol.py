@@ -63,7 +63,7 @@ async def test_requests_beyond_the_limit_get_503_and_health_checks_an_answer(
 
 async def test_health_checks_are_answered_however_many_connections_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer takes the spare place of the oldest: silent connections cannot hold them all."""
-    monkeypatch.setattr("router.http.connections.NUM_SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("router.http.connection_slots.NUM_SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("router.http.protocol.SPARE_SECONDS", 60.0)
     async with cluster(http=HttpConfig(max_connections=1)) as c, AsyncExitStack() as stack:
         silent = [await connect(c, stack) for _ in range(6)]

@@ -84,6 +84,9 @@ class Client:
         await self._may_go_on.wait()
         self.sent.append(b"head\n" if message["type"] == "http.response.start" else message["body"])
 
+    async def receive(self) -> Any:
+        raise AssertionError("an answer reads nothing of the client")
+
     def stall(self) -> None:
         self.is_ready = False
         self._may_go_on.clear()
@@ -104,9 +107,9 @@ async def open_stream() -> AsyncIterator[tuple[EventStream, Client, asyncio.Task
     client = Client()
     renderer = CompletionRenderer(RenderOptions("r", "m", 0), DRY_RUN, 1, 1)
     request = GenerationRequest("r", [], RouterMetrics("m"))
-    stream = EventStream(request, renderer, [], client)  # type: ignore[arg-type]
+    stream = EventStream(request, renderer, {}, client)  # type: ignore[arg-type]
     stream._num_open = 1
-    task = asyncio.create_task(stream.send({"type": "http"}, client.send))
+    task = asyncio.create_task(stream.respond({"type": "http"}, client.receive, client.send))
     try:
         yield stream, client, task
     finally:

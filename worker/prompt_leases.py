@@ -1,4 +1,4 @@
-"""KV exports: leases on prompts that this worker computes for peers, whole or in parts while the rest is computed.
+"""Leases on prompts that this worker computes for peers: whole, or in parts while the rest is computed.
 
 A part is what each chunk but the last adds in full blocks, see docs/decisions/0170. Called from the engine process's
 loop only.
@@ -7,25 +7,15 @@ loop only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from engine.request import Request, RequestId, RequestStatus
+from engine.request import RequestId, RequestStatus
 from engine.scheduling.scheduler import Scheduler
-from kvstore.pool.leases import Lease
-from kvstore.transport.handle import KvHandle
-from worker.kv_exporter import KvLeases
+from worker.kv_leases import Exported, KvLeases
 from worker.open_request import OpenRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A lease, and the handle for its reader."""
-
-    lease: Lease
-    handle: KvHandle
-
-
-class KvExports:
+class PromptLeases:
     """Link between the scheduler, which computes prompts, and the leases on their blocks."""
 
     def __init__(self, scheduler: Scheduler, leases: KvLeases, in_parts: bool) -> None:
@@ -61,13 +51,13 @@ class KvExports:
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> Exported:
         """Lease all blocks of a request that ended with PREFILLED: the KV of all its tokens but the last."""
-        request: Request = entry.request
+        request = entry.request
         if request.num_preemptions or not self._scheduler.kv.leases_in_order:
             entry.part_digests = []
         block_ids = self._scheduler.detach_blocks(request)
         new_digests = self._leases.digests(block_ids[entry.num_leased_blocks :])
         digests = _appended(entry.part_digests, new_digests)
-        return Exported(*self._leases.grant(block_ids, digests, request.num_known_tokens - 1, now))
+        return self._leases.grant(block_ids, digests, request.num_known_tokens - 1, now)
 
 
 def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:

@@ -16,9 +16,10 @@ from kvstore.pool.leases import new_epoch
 from kvstore.transport.handle import HandleShard, HandleWriter, KvHandle, ShardAddress, open_handle
 from kvstore.types import BlockId
 from tests.engine.test_scheduler import BLOCK, assert_quiet, make_engine
-from worker.kv_exporter import DirectExporter, KvLeases
-from worker.kv_exports import KvExports
+from worker.kv_exporter import DirectExporter
+from worker.kv_leases import KvLeases
 from worker.open_request import OpenRequest
+from worker.prompt_leases import PromptLeases
 
 NUM_BLOCKS = 16
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), NUM_BLOCKS, BLOCK, "test")
@@ -46,7 +47,7 @@ class PrefillWorker:
         self.exporter = Exporter([self.blocks], self.scheduler.kv.pool)
         handles = HandleWriter("worker", [HandleShard(GEOMETRY, ShardAddress())], 10.0)
         self.leases = KvLeases(new_epoch(), self.exporter, handles, 10.0)
-        self.exports = KvExports(self.scheduler, self.leases, in_parts)
+        self.exports = PromptLeases(self.scheduler, self.leases, in_parts)
         self.open: dict[RequestId, OpenRequest] = {}
 
     def write_blocks(self, seed: int) -> None:

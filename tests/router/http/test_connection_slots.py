@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.http.connections import NUM_SPARE_CONNECTIONS, ConnectionSlots, network_of
+from router.http.connection_slots import NUM_SPARE_CONNECTIONS, ConnectionSlots, network_of
 
 
 def fill(slots: ConnectionSlots[str], count: int, host: str) -> list[str]:

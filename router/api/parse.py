@@ -1,0 +1,89 @@
+"""Validate the fields of a request body, and say in a client's words what is wrong with them.
+
+A field is honoured, listed as harmless, or refused with a message that names it; none is ignored silently.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from common.errors import InvalidRequestError
+from router.api.message_schemas import Body, Message
+
+B = TypeVar("B", bound=Body)
+
+# Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
+    **dict.fromkeys(("structured_outputs", "audio", "prediction", "web_search_options", "verbosity"), (None,)),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None, "none"),
+    "suffix": (None, ""),
+    "chat_template_kwargs": (None, {}),
+    # vLLM's own.
+    **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), (None,)),
+    **dict.fromkeys(("documents", "logits_processors"), (None, [])),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning"), (None, True)),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "mm_processor_kwargs": (None, {}),
+}
+# Descriptions of functions ask for nothing once the client forbids to call them.
+_FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
+# Fields that change nothing here: labels, hints, and defaults that some clients always send.
+_IGNORED = frozenset(
+    {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+
+
+def parse_body(kind: type[B], fields: dict[str, Any]) -> B:
+    """Validate `fields`. Raises InvalidRequestError that names the field."""
+    kept = {}
+    for name, value in fields.items():
+        if name in _IGNORED:
+            continue
+        if name in _NOT_SUPPORTED and name not in kind.model_fields:
+            if fields.get(_FORBIDDEN_BY.get(name, "")) == "none":
+                continue
+            if value not in _NOT_SUPPORTED[name]:
+                message = f"{name} is not supported by this server yet"
+                raise InvalidRequestError(message, name, "unsupported_parameter")
+            continue
+        kept[name] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _first_error(kind, error) from None
+
+
+def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    loc = first["loc"]
+    if rule := _rule_of_union(kind, loc, first["type"]):
+        return rule
+    param = ".".join(str(part) for part in loc) or None
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
+    if first["type"] == "model_type":  # pydantic's own text names our classes
+        return InvalidRequestError(f"{param} must be an object", param)
+    return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
+
+
+def _rule_of_union(kind: type[Body], loc: tuple[int | str, ...], error_type: str) -> InvalidRequestError | None:
+    """Pydantic says of each alternative why it was not meant; what may be sent at all is what helps. A field that
+    needs this has a description."""
+    is_content = loc[:1] == ("messages",) and loc[2:3] == ("content",)
+    model, path = (Message, loc[:3]) if is_content else (kind, loc[:1])
+    field = model.model_fields.get(str(path[-1])) if path else None
+    if field is None or field.description is None or (error_type == "missing" and loc == path):
+        return None
+    param = ".".join(str(part) for part in path)
+    return InvalidRequestError(f"{param} must be {field.description}", param)

@@ -1,0 +1,112 @@
+"""The policy's view of workers and of one request, and the candidates that it chooses among. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.step_times import StepCost
+from kvstore.types import WorkerId
+
+EXPECTED_TOKENS = 64  # of an answer, before any was measured
+# Of a worker, before any was measured.
+DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
+DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
+DEFAULT_STEP_SECONDS = 0.02
+UNMEASURED = StepCost()
+KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """The policy's view of one worker."""
+
+    worker_id: WorkerId
+    # What it has to do. Rows, contexts, pairs and what is deferred count under objectives only.
+    num_running: int = 0
+    num_waiting: int = 0
+    num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
+    context_tokens: int = 0  # of these requests
+    queued_prefill_tokens: int = 0
+    queued_prefill_pairs: float = 0.0  # of these tokens: each with every token before it
+    deferred_prefill_tokens: int = 0  # of these tokens: those behind a new request that is in time
+    deferred_prefill_pairs: float = 0.0
+    # What it has room for.
+    max_num_seqs: int = 64
+    num_slots: int = 64  # requests that it can run at once: fewer than max_num_seqs when KV blocks are the limit
+    kv_used_share: float = 0.0
+    # How fast it is; 0: not measured yet.
+    prefill_tokens_per_second: float = 0.0
+    pull_tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0  # what a step takes, seen from an answer
+    step: StepCost = UNMEASURED  # what steps take by what is in them, for predictions under objectives
+    is_forgotten: bool = False  # its rates are old, and it has nothing to do
+    # Prompts that come to it lately, under objectives.
+    prompt_tokens_per_second: float = 0.0
+    prompt_pairs_per_second: float = 0.0
+    prompts_per_second: float = 0.0  # 0: not known
+
+    @property
+    def load(self) -> int:
+        return self.num_running + self.num_waiting
+
+    @property
+    def kv_pressure(self) -> float:
+        """0 while KV blocks are plenty, 1 when all are in use."""
+        return max(0.0, self.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
+
+    def slot_seconds(self, expected_tokens: float, step_seconds: float) -> float:
+        """Wait of one more request for a slot: each of those ahead ends before it starts, `num_slots` at a time."""
+        slots = max(self.num_slots, 1)
+        ahead = max(0, self.load + 1 - slots)
+        return ahead * expected_tokens * max(self.token_seconds, step_seconds) / slots
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """The policy's view of one request. `draw` is uniform in [0, 1); `turn` counts decisions."""
+
+    num_tokens: int
+    cached_tokens: Mapping[WorkerId, int]  # by the prefix index
+    expected_tokens: float = EXPECTED_TOKENS  # of its answer
+    session: str = ""
+    draw: float = 0.0
+    turn: int = 0
+
+    def cached_on(self, worker: WorkerView) -> int:
+        """Tokens that a worker's cache gives. The last one is always computed: sampling needs its logits."""
+        return min(self.cached_tokens.get(worker.worker_id, 0), self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to serve a request. `prefill` None: the decode worker computes the prompt."""
+
+    decode: WorkerId
+    prefill: WorkerId | None
+    cost: float
+    terms: Mapping[str, float]  # seconds
+    cached_tokens: int
+    load: int
+    is_measured: bool  # whether the terms come from measured rates
+    is_kept: bool = False  # `decode` is a prefill worker
+    ttft_seconds: float = 0.0  # predicted; this and the next two only with objectives
+    itl_seconds: float = 0.0
+    violation: float = 0.0  # by how much objectives would be missed, as a share of them
+    is_late: bool = False  # wherever it is computed, its first token comes too late: those in time go first
+
+    @property
+    def kind(self) -> str:
+        """The placement, for metrics and /explain."""
+        return "disaggregated" if self.prefill is not None else "kept" if self.is_kept else "local"
+
+    @property
+    def wait_seconds(self) -> float:
+        """Predicted time until decoding begins."""
+        return sum(self.terms.get(name, 0.0) for name in ("queue", "compute", "pull", "slot"))
+
+    @property
+    def service_seconds(self) -> float:
+        """Predicted time from then to the end."""
+        return self.terms["decode"]

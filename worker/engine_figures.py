@@ -1,0 +1,49 @@
+"""What a report of the engine process says of its engine: load, the step that ended, totals since the start."""
+
+from __future__ import annotations
+
+from engine.assembly import EngineParts
+from engine.engine import Engine, StepStats
+from worker.messages import EngineLoad, StepReport
+
+
+def add_figures(report: StepReport, parts: EngineParts, num_leases: int, has_ended: bool) -> None:
+    """Fill in the engine's figures. has_ended: whether a step has, since the last report."""
+    engine = parts.engine
+    scheduler, stats = engine.scheduler, engine.scheduler.kv.stats
+    step = engine.last_step if has_ended else StepStats()
+    report.load = _load(engine, step, num_leases)
+    report.step_predicted_seconds = step.predicted_seconds
+    report.preemptions = scheduler.num_preemptions
+    report.draft_tokens, report.accepted_tokens = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+    report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
+    report.host_hit_tokens, report.host_stored_blocks = stats.host_hit_tokens, stats.host_stored_blocks
+    if parts.expert_loads is not None:
+        report.expert_rank_tokens = parts.expert_loads.rank_tokens
+        report.expert_balancedness = parts.expert_loads.balancedness
+    if parts.rebalancer is not None:
+        report.expert_placements = parts.rebalancer.num_changes
+
+
+def _load(engine: Engine, step: StepStats, num_leases: int) -> EngineLoad:
+    load, pool = engine.scheduler.load(), engine.scheduler.kv.pool
+    return EngineLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_swapped=load.num_swapped,
+        num_loading=load.num_loading,
+        num_prepared=load.num_prepared,
+        num_leases=num_leases,
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_free=pool.num_free,
+        kv_blocks_cached=pool.num_cached,
+        waiting_prefill_tokens=load.waiting_prefill_tokens,
+        waiting_prefill_pairs=load.waiting_prefill_pairs,
+        context_tokens=load.context_tokens,
+        num_steps=engine.num_steps,
+        step_seconds=step.seconds,
+        step_prefill_tokens=step.num_prefill_tokens,
+        step_decode_tokens=step.num_decode_tokens,
+        step_context_tokens=step.num_context_tokens,
+        step_prompt_pairs=step.num_prompt_pairs,
+    )
