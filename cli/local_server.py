@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
+import httpx
 from rich.console import Console
 
 from cli.api_client import ApiClient, server_root
@@ -25,16 +26,19 @@ from cli.ports import LOOPBACK, free_ports
 from cli.terminal.keys import keys_kept
 from common.config import SettingsParser
 from common.errors import ConfigError, InvalidRequestError, UnavailableError
-from common.healthcheck import http_ready
 from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 STOP_SECONDS = 60.0
+PROBE_SECONDS = 2.0
 
 
 def server_answers(url: str) -> bool:
-    """Whether a ready server is at `url`."""
-    return http_ready(f"{url.rstrip('/')}/readyz")
+    """Whether a server at `url` takes requests. One that knows no /readyz, somebody else's, takes them."""
+    try:
+        return httpx.get(f"{url}/readyz", timeout=PROBE_SECONDS).status_code < 500
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
 
 
 class LocalServer:

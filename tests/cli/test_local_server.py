@@ -1,12 +1,15 @@
 import argparse
 import functools
 import os
+import queue
+import socket
+import threading
 
 import pytest
 
 from cli import chat, demo
 from cli.flags import parse_config
-from cli.local_server import add_server_arguments, port_of, server_for
+from cli.local_server import add_server_arguments, port_of, server_answers, server_for
 from common.errors import InvalidRequestError, UnavailableError
 
 
@@ -38,6 +41,42 @@ def no_server(monkeypatch):
     log = []
     monkeypatch.setattr("cli.local_server.LocalServer", functools.partial(FakeServer, log))
     return log
+
+
+def answering(reply):
+    """Answers one connection; returns its port, and what it is sent first."""
+    listener, received = socket.create_server(("127.0.0.1", 0)), queue.SimpleQueue()
+
+    def answer():
+        with listener, listener.accept()[0] as connection:
+            received.put(connection.recv(1 << 16))
+            connection.sendall(reply)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return listener.getsockname()[1], received
+
+
+@pytest.mark.parametrize(("status", "answers"), [("200 OK", True), ("404 Not Found", True), ("503 Busy", False)])
+def test_a_server_answers_unless_it_has_to_be_waited_for(monkeypatch, status, answers):
+    """Also one of others, which has no /readyz."""
+    monkeypatch.setattr("cli.local_server.PROBE_SECONDS", 60.0)
+    port, received = answering(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+    assert server_answers(f"http://127.0.0.1:{port}") == answers
+    assert received.get(timeout=60).startswith(b"GET /readyz ")
+
+
+def test_https_is_spoken_to_https(monkeypatch):
+    monkeypatch.setattr("cli.local_server.PROBE_SECONDS", 60.0)
+    port, received = answering(b"no TLS")
+    assert not server_answers(f"https://127.0.0.1:{port}")
+    assert received.get(timeout=60).startswith(b"\x16\x03")
+
+
+def test_no_server_answers_where_none_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert not server_answers(f"http://127.0.0.1:{port}")
+    assert not server_answers("http://127.0.0.1:99999")
 
 
 def test_a_running_server_is_used_and_takes_no_flags(monkeypatch):
