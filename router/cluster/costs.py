@@ -103,12 +103,5 @@ def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | N
             worker.pull_tokens_per_second or rates.pull
         )
     terms |= _decode_terms(request, worker, rates)
-    return Candidate(
-        decode=worker.worker_id,
-        prefill=prefill.worker_id if prefill else None,
-        cost=sum(terms.values()),
-        terms=terms,
-        cached_tokens=cached,
-        load=worker.load + (prefill.load if prefill else 0),
-        is_measured=bool(computing.prefill_tokens_per_second and worker.step_seconds),
-    )
+    is_measured = bool(computing.prefill_tokens_per_second and worker.step_seconds)
+    return Candidate.between(worker, prefill, terms, cached, is_measured)

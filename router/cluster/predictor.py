@@ -206,14 +206,13 @@ class Predictor:
         itl: float,
     ) -> Candidate:
         computing = prefill or decode
-        return Candidate(
-            decode=decode.worker_id,
-            prefill=prefill.worker_id if prefill else None,
-            cost=sum(terms.values()),
-            terms=terms,
-            cached_tokens=cached,
-            load=decode.load + (prefill.load if prefill else 0),
-            is_measured=bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token)),
+        is_measured = bool(computing.step.prompt_token and (decode.step.base or decode.step.prompt_token))
+        return Candidate.between(
+            decode,
+            prefill,
+            terms,
+            cached,
+            is_measured,
             is_kept=is_kept,
             ttft_seconds=ttft,
             itl_seconds=itl,

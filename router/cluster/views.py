@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from common.step_times import StepCost
 from kvstore.types import WorkerId
@@ -95,6 +96,23 @@ class Candidate:
     itl_seconds: float = 0.0
     violation: float = 0.0  # by how much objectives would be missed, as a share of them
     is_late: bool = False  # wherever it is computed, its first token comes too late: those in time go first
+
+    @classmethod
+    def between(
+        cls, decode: WorkerView, prefill: WorkerView | None, terms: Mapping[str, float], cached_tokens: int,
+        is_measured: bool, **predicted: Any,
+    ) -> Candidate:  # fmt: skip
+        """Combine two workers, or one that does both. predicted: the fields that need objectives."""
+        return cls(
+            decode=decode.worker_id,
+            prefill=prefill.worker_id if prefill else None,
+            cost=sum(terms.values()),
+            terms=terms,
+            cached_tokens=cached_tokens,
+            load=decode.load + (prefill.load if prefill else 0),
+            is_measured=is_measured,
+            **predicted,
+        )
 
     @property
     def kind(self) -> str:
