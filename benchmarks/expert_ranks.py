@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import choose_clock
 from benchmarks.kernels.timing import graph_us_of_ranks
-from engine.expert_moves import ExpertMover, LinearExperts
+from engine.expert_moves import ExpertRearranger, LinearExperts
 from engine.expert_placement import Slots
 from engine.layers.expert_exchange import ExchangeForm, ExpertExchange, MovedBytes
 from engine.layers.moe import Moe
@@ -88,10 +88,13 @@ class CpuRanks:
     def move(self, block: Moe, slots: Slots) -> float:
         """See Ranks."""
         assert block.slots is not None, "it is to be moved"
-        mover, placements = ExpertMover([LinearExperts(block)], self._group), cycle((slots, block.slots.placement))
-        median = self._median_us(lambda: mover.place(PlacedExperts(0, next(placements))))
+        rearranger, placements = (
+            ExpertRearranger([LinearExperts(block)], self._group),
+            cycle((slots, block.slots.placement)),
+        )
+        median = self._median_us(lambda: rearranger.place(PlacedExperts(0, next(placements))))
         if block.slots.placement != slots:
-            mover.place(PlacedExperts(0, slots))
+            rearranger.place(PlacedExperts(0, slots))
         return median
 
     def _median_us(self, call: Callable[[], object]) -> float:
@@ -179,13 +182,16 @@ class GpuRanks:
         from engine.gpu.expert_moves import StackedLayer
 
         assert block.slots is not None, "it is to be moved"
-        mover, placements = ExpertMover([StackedLayer(block)], self._group), cycle((slots, block.slots.placement))
+        rearranger, placements = (
+            ExpertRearranger([StackedLayer(block)], self._group),
+            cycle((slots, block.slots.placement)),
+        )
         times: list[float] = []
         for _ in range(NUM_MOVES):
             self.gather(torch.zeros(1, device=self._device))  # all ranks begin together
             torch.cuda.synchronize(self._device)
             began = time.perf_counter()
-            mover.place(PlacedExperts(0, next(placements)))
+            rearranger.place(PlacedExperts(0, next(placements)))
             torch.cuda.synchronize(self._device)
             times.append(time.perf_counter() - began)
         return statistics.median(times) * 1e6

@@ -1,7 +1,7 @@
 """Experts that go from rank to rank while serving: every rank executes the same change of a layer (decision 0277).
 
     sent        copies of the experts whose new slots are on other ranks, as bytes, in one all-to-all
-    written     into the layers of the slots that change, in the same memory; then the map of slots
+    written     into the layers of the slots that change, in the same memory; then the table of slots
 
 Which rank sends which expert follows from the two placements alone, so ranks say nothing to each other first.
 """
@@ -64,7 +64,7 @@ class PlacedLayer(Protocol):
 
     @property
     def slots(self) -> ExpertSlots:
-        """Of all ranks."""
+        """The layer's slots, of all ranks."""
         ...
 
     def tensors(self, slot: int) -> list[Tensor]:
@@ -109,7 +109,7 @@ def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:
     return [LinearExperts(block) for block in blocks if isinstance(block, Moe)]
 
 
-class ExpertMover:
+class ExpertRearranger:
     """One rank's part. All ranks call `place` with the same changes in the same order."""
 
     def __init__(self, layers: Sequence[PlacedLayer], group: ExpertGroup) -> None:

@@ -19,7 +19,7 @@ from engine.cpu.batch import StepBatch, build_batch
 from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
-from engine.expert_moves import ExpertMover, linear_experts
+from engine.expert_moves import ExpertRearranger, linear_experts
 from engine.kv.memory import copy_in, copy_out, kv_dtype, kv_layout
 from engine.layers.block import Step
 from engine.layers.forward import Forward
@@ -78,9 +78,9 @@ class ModelRunner:
         self._forwards = CpuForwards(
             loaded.model, group, loaded.config.vocab_size, look_up, passes_on=ends.sink is not None
         )
-        self._mover: ExpertMover | None = None
+        self._rearranger: ExpertRearranger | None = None
         if config.expert_rebalance_interval and group is not None:
-            self._mover = ExpertMover(linear_experts(loaded.model.blocks), group)
+            self._rearranger = ExpertRearranger(linear_experts(loaded.model.blocks), group)
         self._device = loaded.device
         self._pool = kv_pool
         self._host_buffer = host_buffer
@@ -97,8 +97,8 @@ class ModelRunner:
         """Do everything in `plan`, in its order."""
         requests = self._requests.apply(plan)
         if plan.placed is not None:
-            assert self._mover is not None, "a plan places experts without ranks that exchange them"
-            self._mover.place(plan.placed)
+            assert self._rearranger is not None, "a plan places experts without ranks that exchange them"
+            self._rearranger.place(plan.placed)
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))

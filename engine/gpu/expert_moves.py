@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.expert_moves import ExpertMover, PlacedLayer, moving_bytes
+from engine.expert_moves import ExpertRearranger, PlacedLayer, moving_bytes
 from engine.gpu.group import DeviceGroup
 from engine.gpu.ops.experts import StackedExperts
 from engine.layers.moe import Moe
@@ -40,13 +40,13 @@ class StackedLayer:
             own.copy_(other)
 
 
-def open_mover(loaded: LoadedModel, config: EngineConfig, group: DeviceGroup | None) -> ExpertMover | None:
+def open_rearranger(loaded: LoadedModel, config: EngineConfig, group: DeviceGroup | None) -> ExpertRearranger | None:
     """What executes changes of placements, if there are to be any. Ranks connect: all of them call this."""
     if not config.expert_rebalance_interval or group is None:
         return None
     one_for_each = [1] * group.size
     group.all_to_all(torch.zeros(group.size, 1, dtype=torch.uint8, device=loaded.device), one_for_each, one_for_each)
-    return ExpertMover(_layers_of(loaded), group)
+    return ExpertRearranger(_layers_of(loaded), group)
 
 
 def bytes_of_moves(loaded: LoadedModel, config: EngineConfig) -> int:

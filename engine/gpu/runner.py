@@ -18,7 +18,7 @@ from engine.gpu.attention.choose import open_attention
 from engine.gpu.attention.expanded import open_latents
 from engine.gpu.config import GpuConfig
 from engine.gpu.decode_steps import DecodeSteps
-from engine.gpu.expert_moves import open_mover
+from engine.gpu.expert_moves import open_rearranger
 from engine.gpu.forward import FusedForward
 from engine.gpu.group import DeviceGroup, VocabShards
 from engine.gpu.inputs import upload
@@ -89,7 +89,7 @@ class GpuRunner:
         attention = _prefill_attention(loaded, kv_pool, layout.has_windows, gpu.attention_backend, self._max_tokens)
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
-        self._mover = open_mover(loaded, config, group)
+        self._rearranger = open_rearranger(loaded, config, group)
         self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
         self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
         of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
@@ -107,8 +107,8 @@ class GpuRunner:
         requests = self._requests.apply(plan)
         self._rows.forget(plan.finished)
         if plan.placed is not None:
-            assert self._mover is not None, "a plan places experts without ranks that exchange them"
-            self._mover.place(plan.placed)
+            assert self._rearranger is not None, "a plan places experts without ranks that exchange them"
+            self._rearranger.place(plan.placed)
         step = self._launch(plan, requests)
         return step if self._sink is None else UnsampledStep(plan.rows, requests, step.waits)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.expert_moves import ExpertMover, moving_bytes
+from engine.expert_moves import ExpertRearranger, moving_bytes
 from engine.gpu.expert_moves import StackedLayer
 from engine.gpu.ops.experts import StackedExperts
 from engine.gpu.quantized import Fp8Linear, Mxfp4Linear, W4A16Linear
@@ -69,14 +69,14 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(made_of: type[Moe], kind
     def run(rank: int) -> int:
         group.join(rank)
         layer = StackedLayer(block := blocks[rank][FIRST])
-        mover = ExpertMover([layer], group)
+        rearranger = ExpertRearranger([layer], group)
         stacks = StackedExperts.of(block)
         addresses = [each.data_ptr() for each in tensors_of(stacks)]
         assert moving_bytes([layer], rank, SIZE) == 2 * sum(
             len(FIRST) // SIZE * each[0].nbytes for each in tensors_of(stacks)
         )
         for slots in LATER:
-            mover.place(PlacedExperts(0, slots))
+            rearranger.place(PlacedExperts(0, slots))
             fresh = blocks[rank][slots]
             for own, other in zip(tensors_of(stacks), tensors_of(StackedExperts.of(fresh)), strict=True):
                 assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.cpu.lowering import dense
-from engine.expert_moves import ExpertMover, linear_experts, moves_between
+from engine.expert_moves import ExpertRearranger, linear_experts, moves_between
 from engine.layers.linear import Int8Linear, Linear, LinearLayer
 from engine.layers.moe import Moe
 from engine.layers.stacked_moe import StackedMoe
@@ -72,9 +72,9 @@ def test_a_moved_expert_is_as_it_would_have_been_loaded(kind: type[Moe], dtype: 
         with torch.inference_mode():
             block = make_block(kind, dtype, is_int8, rank, FIRST, False)
             lowered = with_dense(block)
-            mover = ExpertMover(linear_experts([block]), group)
+            rearranger = ExpertRearranger(linear_experts([block]), group)
             for slots in LATER:
-                mover.place(PlacedExperts(0, slots))
+                rearranger.place(PlacedExperts(0, slots))
                 for form, is_dense in ((block, False), (lowered, True)):
                     fresh = make_block(kind, dtype, is_int8, rank, slots, is_dense)
                     for rows in (x[:2], x):
