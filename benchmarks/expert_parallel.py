@@ -110,7 +110,7 @@ def rebalance(block: Moe, ranks: Ranks, wanted: Slots) -> tuple[float, int]:
 
 
 def figures_of(routing: str, num_tokens: int, found: Sequence[Found], options: argparse.Namespace) -> dict[str, Any]:
-    """Of all ranks: the slowest one's times, bytes of all."""
+    """Figures over all ranks: the slowest one's times, the sum of bytes."""
     total = {name: sum(getattr(each, name) for each in found) for name in Found.__annotations__ if "bytes" in name}
     names = ("layer_us", "exchange_us", *(("move_us", "moved") if found[0].moved else ()))
     times = {name: round(max(getattr(each, name) for each in found), 2) for name in names}

@@ -34,7 +34,7 @@ def weight_bytes(engine: EngineConfig) -> int:
 
 
 def _stored_bits(directory: Path) -> int:
-    """Of most weights in the files."""
+    """Bits of most weights in the files."""
     if not (directory / "config.json").is_file():
         return PLAIN_BITS
     raw = read_hf_config(directory)

@@ -64,7 +64,7 @@ def better_placement(before: Slots, loads: Sequence[float], num_ranks: int, min_
 
 
 def with_fewest_moves(slots: Slots, before: Slots, num_ranks: int) -> Slots:
-    """The same sets of experts on ranks, those in such an order that many slots keep the expert that they have."""
+    """Reorder ranks and slots of a placement, so that many slots keep the expert that they have `before`."""
     old, new = slots_of_ranks(before, num_ranks), [set(held) for held in slots_of_ranks(slots, num_ranks)]
     pairs = [
         (-len(held.intersection(old[rank])), rank, one) for rank in range(num_ranks) for one, held in enumerate(new)

@@ -32,7 +32,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Of all experts of a layer, and their scales."""
+    """Weights of all experts of a layer, and their scales."""
 
     weight: Tensor
     scales: Tensor | None

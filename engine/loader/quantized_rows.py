@@ -79,11 +79,11 @@ class QuantizedRows:
         return replace(self, values=values, scales=choose(self.scales), offsets=offsets)
 
     def take_rows(self, rows: Tensor) -> QuantizedRows:
-        """Those rows, in that order."""
+        """Select rows, in the order given."""
         return self.map(lambda part: part[rows])
 
     def cut_rows(self, rows: range) -> QuantizedRows:
-        """Those rows; zeros where there are no such."""
+        """Select rows; zeros stand for those beyond the last."""
         if rows == range(self.values.shape[0]):
             return self
         start, stop, count = rows.start, min(rows.stop, self.values.shape[0]), len(rows)
@@ -104,7 +104,7 @@ class QuantizedRows:
         return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
 
     def split_groups(self, size: int) -> QuantizedRows:
-        """The same weights in smaller groups, of which none crosses a multiple of `size` columns."""
+        """Divide groups of columns into smaller ones, so that none crosses a multiple of `size` columns."""
         smaller = math.gcd(self.group_size, size)
         times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
         if times == 1 or (self.scales.shape[1] == 1 and not self.is_int4):  # GEMMs of 8 bits take scales of rows

@@ -36,7 +36,7 @@ class PromptBudget:
         self.now = time.monotonic()
 
     def num_to_withhold(self, decodes: Sequence[Request], prompts: Sequence[Request], room: int) -> int:
-        """Of `room` for tokens beside these decode rows, what prompts must leave unused. prompts: in their order."""
+        """Tokens that prompts must leave unused of the `room` beside these decode rows. prompts: in their order."""
         streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
         if not streams or room <= 0:
             return 0
