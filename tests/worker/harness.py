@@ -65,6 +65,7 @@ class Stream:
         self._call = call
         self.load = pb.LoadReport()
         self.keys: set[bytes] = set()
+        self.cancelled: set[str] = set()  # whose handles are released, as a router does
 
     async def submit(self, name: str, **fields: Any) -> None:
         await self._call.write(pb.Command(submit=self._submit(name, **fields)))
@@ -82,6 +83,7 @@ class Stream:
         return pb.Submit(request_id=name, sampling=sampling, prompt_token_ids=prompt, **fields)
 
     async def cancel(self, name: str) -> None:
+        self.cancelled.add(name)
         await self._call.write(pb.Command(cancel=pb.Cancel(request_id=name)))
 
     async def hand_over(self, name: str) -> None:
@@ -96,6 +98,9 @@ class Stream:
     async def report(self) -> pb.StepReport:
         report = await self._next()
         assert report is not None, "the stream has ended"
+        for delta in report.deltas:  # a request may end before its cancellation arrives
+            if delta.request_id in self.cancelled and delta.HasField("kv_handle"):
+                await self.release(delta.kv_handle.lease_id, delta.kv_handle.epoch)
         return report
 
     async def _next(self) -> pb.StepReport | None:
