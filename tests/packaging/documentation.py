@@ -21,7 +21,10 @@ FILES = [
     *sorted((ROOT / "k8s").rglob("*.yaml")), *sorted((ROOT / "monitoring").glob("*.yml")),
 ]  # fmt: skip
 # These say what was measured with which command: the commands must parse, no test runs them.
-RECORDS = [ROOT / "docs" / name for name in ("benchmarks.md", "architecture.md", "glossary.md", "request_path.md")]
+RECORDS = [
+    ROOT / "docs" / name
+    for name in ("benchmarks.md", "gpu_runs.md", "architecture.md", "glossary.md", "request_path.md")
+]
 PROGRAMS = (
     "apt-get", "curl", "docker", "echo", "git", "grep", "kind", "kubectl", "make", "mini-infer",
     "mini-infer-chat", "mini-infer-demo", "mini-infer-serve", "pip", "pipx", "pytest", "python", "python3",
