@@ -1,6 +1,6 @@
 """Logits processing: what a request's parameters do to its logits before a token is sampled.
 
-In this order: minus infinity for tokens that may not come now (`TokenFilter`s), biases, penalties:
+In this order: minus infinity for tokens that may not come now (`TokenFilter`s, a grammar), biases, penalties:
 repetition: l > 0 ? l / r : l * r for every token in prompt and output;
 frequency and presence: l -= f * count + p * (count > 0) over the output.
 
@@ -10,23 +10,28 @@ device, from the same masks.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from common.errors import MiniInferError
+from common.text.grammar import GrammarMatcher, Words
 from engine.request_states import RequestState
+
+logger = logging.getLogger(__name__)
 
 MINUS_INFINITY = float("-inf")
 
 
 class TokenFilter(Protocol):
-    """Forbids tokens to one request. `filters_of` lists all kinds; a grammar would be another one.
+    """Forbids tokens to one request. `filters_of` lists all kinds.
 
     A filter that reads the request's tokens needs all of them before `position`: its parameter belongs into
     `SamplingParams.reads_tokens`, so that a runner waits for them.
@@ -36,9 +41,14 @@ class TokenFilter(Protocol):
         """What the filter's answer for `position` depends on: while it is the same, so is the answer."""
         ...
 
-    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
-        """Set the entries of `blocked`, bool (vocab,), of tokens that may not come at `position`."""
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
+        """Set the bits of tokens that may not come at `position`."""
         ...
+
+
+def set_bits(words: Words, token_ids: Sequence[int]) -> None:
+    ids = np.array(token_ids, dtype=np.uint32)
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,10 @@ class AllowedTokens:
     def state(self, request: RequestState, position: int) -> Hashable:
         return None
 
-    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
-        others = np.ones_like(blocked)
-        others[list(self.token_ids)] = False
-        blocked |= others
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
+        allowed = np.zeros_like(blocked)
+        set_bits(allowed, self.token_ids)
+        blocked |= ~allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,8 @@ class BadWords:
     def state(self, request: RequestState, position: int) -> Hashable:
         return tuple(self._last_tokens(request, position))
 
-    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
-        blocked[self._last_tokens(request, position)] = True
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
+        set_bits(blocked, self._last_tokens(request, position))
 
     def _last_tokens(self, request: RequestState, position: int) -> list[int]:
         """Last tokens of the words whose other tokens the sequence ends with."""
@@ -87,9 +97,37 @@ class MinTokens:
     def state(self, request: RequestState, position: int) -> Hashable:
         return position - request.num_prompt_tokens < self.min_tokens
 
-    def block(self, blocked: NDArray[Any], request: RequestState, position: int) -> None:
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
         if self.state(request, position):
-            blocked[list(self.token_ids)] = True
+            set_bits(blocked, self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowGrammar:
+    """Allow only tokens that continue the output as its grammar has it.
+
+    The last filter: where the others leave none of these tokens (`min_tokens` of an answer that is complete), they
+    give way. At a limit of the grammar's nothing is allowed, which fails the row.
+    """
+
+    matcher: Future[GrammarMatcher]
+
+    def state(self, request: RequestState, position: int) -> Hashable:
+        return object()  # another one for each token, and for drafts at the same position
+
+    def block(self, blocked: Words, request: RequestState, position: int) -> None:
+        try:
+            allowed = self.matcher.result().allowed(request.token_ids[request.num_prompt_tokens : position])
+        except MiniInferError as error:
+            logger.warning("request %s: %s", request.request_id, error)
+            blocked.fill(~np.uint32(0))
+            return
+        if allowed is None:  # behind a draft that will be refused
+            return
+        if (allowed & ~blocked).any():
+            blocked |= ~allowed
+        else:
+            np.invert(allowed, out=blocked)
 
 
 def filters_of(request: RequestState) -> list[TokenFilter]:
@@ -103,6 +141,8 @@ def filters_of(request: RequestState) -> list[TokenFilter]:
     if params.min_tokens:
         ends = () if params.ignore_eos else tuple(request.eos_token_ids)
         filters.append(MinTokens(params.min_tokens, params.stop_token_ids + ends))
+    if request.matcher is not None:
+        filters.append(FollowGrammar(request.matcher))
     return filters
 
 
@@ -110,7 +150,7 @@ class TokenMask:
     """Which tokens one request may not get next, computed only when its filters say something new."""
 
     def __init__(self, request: RequestState, vocab_size: int) -> None:
-        self.blocked: NDArray[Any] = np.zeros(vocab_size, dtype=np.bool_)
+        self.blocked: Words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
         self._request = request
         self._filters = filters_of(request)
         self._state: tuple[Hashable, ...] | None = None
@@ -127,7 +167,7 @@ class TokenMask:
         if state == self._state:
             return False
         self._state = state
-        self.blocked[:] = False
+        self.blocked.fill(0)
         for each in filters:
             each.block(self.blocked, request, position)
         return True
@@ -141,7 +181,8 @@ def apply_params(row: Tensor, request: RequestState, position: int) -> None:
         mask = request.token_mask = TokenMask(request, row.shape[0])
     if mask.has_filters:
         mask.update(position)
-        row.masked_fill_(torch.from_numpy(mask.blocked).to(row.device), MINUS_INFINITY)
+        blocked = np.unpackbits(mask.blocked.view(np.uint8), count=row.shape[0], bitorder="little").view(np.bool_)
+        row.masked_fill_(torch.from_numpy(blocked).to(row.device), MINUS_INFINITY)
     if params.logit_bias:
         biased = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
         biases = torch.tensor([bias for _, bias in params.logit_bias], device=row.device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import setting_names
 from common.errors import ConfigError, InvalidRequestError
+from common.text.grammar import check_grammar
 from common.text.load import load_tokenizer
 from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
@@ -78,12 +79,14 @@ class OfflineModel:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[TokensAndParams]:
-        """Token ids and parameters of each prompt. Raises InvalidRequestError when their numbers differ."""
+        """Token ids and parameters of each prompt. Raises InvalidRequestError: numbers differ, a bad grammar."""
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
         if params is None or isinstance(params, SamplingParams):
-            return [(token_ids, params or SamplingParams()) for token_ids in encoded]
+            params = [params or SamplingParams()] * len(encoded)
         if len(params) != len(encoded):
             raise InvalidRequestError(f"{len(encoded)} prompts but {len(params)} sampling parameters", "params")
+        for grammar in {each.grammar for each in params if each.grammar}:
+            check_grammar(grammar)
         return list(zip(encoded, params, strict=True))
 
     def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:

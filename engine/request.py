@@ -48,6 +48,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    grammar: str = ""  # that the output must follow, see `common.text.grammar`
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
 
@@ -72,6 +73,8 @@ class SamplingParams:
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
         require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", "has too many entries")
+        ends = not (self.grammar and self.ignore_eos)
+        require(ends, "ignore_eos", "cannot be combined with a grammar, which ends the output")
 
     @property
     def changes_logits(self) -> bool:
@@ -79,6 +82,7 @@ class SamplingParams:
         return bool(
             self.allowed_token_ids
             or self.bad_words
+            or self.grammar
             or (self.min_tokens and (self.stop_token_ids or not self.ignore_eos))
             or self.logit_bias
             or self.repetition_penalty != 1.0
@@ -89,7 +93,7 @@ class SamplingParams:
     @property
     def reads_tokens(self) -> bool:
         """Whether the host must know all earlier tokens to say which ones may come next."""
-        return any(len(word) > 1 for word in self.bad_words)
+        return bool(self.grammar) or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)

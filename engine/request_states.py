@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.text.grammar import GrammarMatcher, Grammars
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId
@@ -24,6 +26,7 @@ class RequestState:
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
     block_ids: list[BlockId] = field(default_factory=list)
+    matcher: Future[GrammarMatcher] | None = None  # of its grammar
     token_mask: TokenMask | None = None  # made when it is first needed
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
@@ -51,7 +54,9 @@ class RequestState:
 class RequestStates:
     """States by request id."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        """grammars: over the model's tokens; without them none is followed."""
+        self._grammars = grammars
         self._states: dict[RequestId, RequestState] = {}
         self._reading: set[RequestId] = set()  # those with `SamplingParams.reads_tokens`; mostly none
 
@@ -62,9 +67,11 @@ class RequestStates:
             states.pop(request_id, None)
             self._reading.discard(request_id)
         for new in plan.new:
-            states[new.request_id] = RequestState(
+            state = states[new.request_id] = RequestState(
                 new.request_id, list(new.token_ids), new.num_prompt_tokens, new.params, new.eos_token_ids
             )
+            if new.params.grammar and self._grammars is not None:
+                state.matcher = self._grammars.start(new.params.grammar)  # ready when its prompt is computed
             if new.params.reads_tokens:
                 self._reading.add(new.request_id)
         found = []

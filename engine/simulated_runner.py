@@ -72,8 +72,8 @@ class SimulatedRunner(ModelRunner):
         for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
             if not row.samples:
                 continue
-            if request.wants_logprobs:
-                result.errors[index] = "simulated steps have no log-probabilities"
+            if request.wants_logprobs or request.params.grammar:
+                result.errors[index] = "simulated steps have neither log-probabilities nor grammars"
                 continue
             token_id = self._token(request.params.seed or 0, row.stop)
             request.put_token(row.stop, token_id)

@@ -100,7 +100,4 @@ class LogitsColumns:
         if mask is None:
             mask = request.token_mask = TokenMask(request, self._vocab_size)
         if mask.update(position):
-            bits = np.zeros(self._rules.blocked.shape[1] * 32, dtype=np.bool_)
-            bits[: self._vocab_size] = mask.blocked
-            words = np.packbits(bits, bitorder="little").view(np.int32)
-            self._rules.blocked[row] = upload(words, torch.int32, self._device)
+            self._rules.blocked[row] = upload(mask.blocked.view(np.int32), torch.int32, self._device)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,8 @@ import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
+from common.text.grammar import Grammars
+from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.expert_loads import first_placements, placements_of
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
@@ -53,6 +56,7 @@ class LoadedModel:
     quant_mode: str
     device: torch.device
     shard: Shard = WHOLE
+    grammars: Grammars | None = None  # over its tokens
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
@@ -108,7 +112,8 @@ def load_model(
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
     )
-    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard)
+    grammars = Grammars(partial(load_tokenizer, files), source.config.vocab_size)
+    return LoadedModel(model, source.config, name, dtype, quant_mode, device, shard, grammars)
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:

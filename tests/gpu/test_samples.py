@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from common.model_files import resolve_model
+from common.text import grammar
+from common.text.load import load_tokenizer
 from engine.engine import Engine
 from engine.gpu import logits_columns
 from engine.gpu.config import GpuConfig
 from engine.gpu.logits_columns import LogitsColumns
 from engine.gpu.rows import RowChanges
+from engine.loader import load
 from engine.logits import apply_params
 from engine.request import RequestId, SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
@@ -32,6 +36,19 @@ MASKED = [
     SamplingParams(max_tokens=9, temperature=1.2, seed=6, min_tokens=4, stop_token_ids=tuple(range(0, 97, 2))),
     SamplingParams(temperature=0.0, frequency_penalty=-2.0, **ENDLESS),
 ]
+# Over byte tokens: digits and capitals are among the 97 tokens.
+GRAMMARS = [
+    SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar.regex("([0-9][A-Z]){20}"), logprobs=1),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=7, grammar=grammar.json_schema({"type": "array"})),
+    SamplingParams(max_tokens=9, temperature=1.0, seed=8, grammar=grammar.regex("[A-F]*"), repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, **ENDLESS),
+]
+
+
+@pytest.fixture(autouse=True)
+def _byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has no tokenizer."""
+    monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +67,7 @@ def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], lis
     return [(request.output_token_ids, found[request.request_id]) for request in requests]
 
 
-@pytest.mark.parametrize("params", [PARAMS, MASKED], ids=["penalties", "masks"])
+@pytest.mark.parametrize("params", [PARAMS, MASKED, GRAMMARS], ids=["penalties", "masks", "grammars"])
 @pytest.mark.parametrize("rows_at_once", [32, 1])
 def test_tokens_and_logprobs_equal_those_of_the_plain_engine(
     params: list[SamplingParams], rows_at_once: int, model: Path, monkeypatch: pytest.MonkeyPatch
