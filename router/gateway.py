@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequestError
+from router.api.answer_format import answer_grammar
 from router.api.chat_renderer import ChatRenderer
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
@@ -97,7 +98,7 @@ class Gateway:
         )
         token_ids = await self._chat_ids(model, body, add_prompt)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
-        request = self._request(http, model, body, prompts, body.n or 1, arrival)
+        request = await self._request(http, model, body, prompts, body.n or 1, arrival)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
         return self._respond(http, body, request, ChatRenderer(options, model.tokenizer))
 
@@ -110,12 +111,12 @@ class Gateway:
         prompts = [truncated(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
         n = body.n or 1
         per_prompt = max(body.best_of or n, n)
-        request = self._request(http, model, body, prompts, per_prompt, arrival)
+        request = await self._request(http, model, body, prompts, per_prompt, arrival)
         texts = tuple(self._echo_texts(model, body, prompts)) if body.echo else ()
         options = self._options(request, model, body, prompts, texts, body.logprobs is not None)
         return self._respond(http, body, request, CompletionRenderer(options, model.tokenizer, n, per_prompt))
 
-    def _request(
+    async def _request(
         self,
         http: Request,
         model: ServedModel,
@@ -136,9 +137,10 @@ class Gateway:
         )
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         skip_special = body.skip_special_tokens is not False
+        grammar = await answer_grammar(body.response_format, body.structured_outputs)
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
-            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids))
+            params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), grammar)
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             for number in range(per_prompt):
                 index = prompt_index * per_prompt + number

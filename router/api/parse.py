@@ -17,7 +17,7 @@ B = TypeVar("B", bound=Body)
 # Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
-    **dict.fromkeys(("structured_outputs", "audio", "prediction", "web_search_options", "verbosity"), (None,)),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), (None,)),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),

@@ -24,8 +24,9 @@ class ModelLimits:
 
 
 def sampling_params(
-    body: ChatCompletionBody | CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, num_prompt_tokens: int
-) -> pb.SamplingParams:
+    body: ChatCompletionBody | CompletionBody, tokenizer: Tokenizer, limits: ModelLimits, num_prompt_tokens: int,
+    grammar: str = "",
+) -> pb.SamplingParams:  # fmt: skip
     """Parameters of the first choice; `for_choice` derives the others."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
     params = pb.SamplingParams(
@@ -44,6 +45,7 @@ def sampling_params(
         allowed_token_ids=checked_ids(body.allowed_token_ids or [], limits.vocab_size, "allowed_token_ids"),
         logit_bias=_logit_bias(body, limits),
         bad_words=[pb.TokenSequence(token_ids=ids) for ids in _bad_words(body.bad_words or [], tokenizer)],
+        grammar=grammar,
     )
     if params.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens {params.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")

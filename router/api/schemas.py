@@ -6,11 +6,12 @@ Knows nothing of tokens: ranges that need the model (context, vocabulary) are ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
+from router.api.answer_format import ResponseFormat, StructuredOutputs
 from router.api.message_schemas import (
     MAX_LABEL_CHARS,
     MAX_LIST,
@@ -39,11 +40,6 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None  # OpenAI's padding against readers of packet sizes
-
-
-class ResponseFormat(Body):
-    type: Annotated[Label, Field(description="text; other formats are not supported yet")]
-    json_schema: Any = None
 
 
 class GenerationBody(Body):
@@ -75,6 +71,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
@@ -85,12 +82,13 @@ class GenerationBody(Body):
     def _check(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
-        if self.response_format is not None and self.response_format.type != "text":
+        is_free = self.response_format is None or self.response_format.type == "text"
+        if self.structured_outputs is not None and not is_free:
             raise InvalidRequestError(
-                f"response_format {self.response_format.type} is not supported by this server yet",
-                "response_format",
-                "unsupported_parameter",
+                "structured_outputs and response_format exclude each other", "structured_outputs"
             )
+        if self.ignore_eos and not (is_free and self.structured_outputs is None):
+            raise InvalidRequestError("ignore_eos cannot be combined with the format of an answer", "ignore_eos")
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self

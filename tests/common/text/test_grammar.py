@@ -138,7 +138,6 @@ def test_a_grammar_beyond_its_limits_ends_with_an_error(grammars: Grammars) -> N
     grammar.check_grammar(grammar.lark(AMBIGUOUS))
     matcher = grammars.start(grammar.lark(AMBIGUOUS)).result()
 
-
     def follow() -> None:
         for length in range(2_000):
             matcher.allowed(list(b"a" * length))

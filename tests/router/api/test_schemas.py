@@ -129,13 +129,31 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"$ref": "#"}}}, "response_format"),
-    ({"structured_outputs": {"regex": "(a+)+"}}, "structured_outputs"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"$ref": "#"}}},
+        "response_format.json_schema.schema",
+    ),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
@@ -254,7 +272,7 @@ async def test_prompts(c: Cluster, case: int) -> None:
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
         (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "must be at most 12, not 13"),
         (CHAT, {"response_format": "json"}, "response_format", "response_format must be an object"),
-        (CHAT, {"response_format": {"type": "xml"}}, "response_format", "xml is not supported"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "or 'json_schema'"),
     ],
     ids=str,
 )  # fmt: skip
@@ -266,7 +284,7 @@ async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, A
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
-    for fields in ({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}):
+    for fields in ({"tools": [{"type": "function"}]}, {"modalities": ["audio"]}):
         error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
         assert error["code"] == "unsupported_parameter"
     error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "colour": 1}))

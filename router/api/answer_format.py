@@ -1,0 +1,104 @@
+"""The form that a client wants its answers in: `response_format`, and vLLM's `structured_outputs`.
+
+Both become a grammar (`common.text.grammar`), which workers follow. It is checked here, before anything is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from common.errors import InvalidRequestError
+from common.text import grammar
+from router.api.message_schemas import MAX_LIST, Body, Label
+
+INLINE_CHARS = 4_096  # of a grammar that is checked in a few ms; a longer one is checked on a thread
+MAX_CHOICE_CHARS = 4_096
+
+
+class JsonSchema(Body):
+    """`strict` changes nothing: the schema is always followed."""
+
+    name: Label | None = None
+    description: str | None = None
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "response_format takes a json_schema with type json_schema, and only then"
+            raise InvalidRequestError(message, "response_format")
+        return self
+
+
+class StructuredOutputs(Body):
+    """One of these."""
+
+    json_text: Annotated[Any, Field(alias="json")] = None  # a schema or its text
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]],
+        Field(min_length=1, max_length=MAX_LIST),
+    ] | None = None  # fmt: skip
+    grammar: str | None = None  # in Lark's syntax
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        if not isinstance(self.json_text, dict | str | None):
+            raise InvalidRequestError(
+                "structured_outputs.json must be a JSON schema or its text", "structured_outputs"
+            )
+        given = self.json_text, self.json_object, self.regex, self.choice, self.grammar
+        if sum(each is not None for each in given) != 1:
+            raise InvalidRequestError(
+                "structured_outputs takes one of json, json_object, regex, choice and grammar", "structured_outputs"
+            )
+        return self
+
+
+async def answer_grammar(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> str:
+    """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
+    found = _of_structured_outputs(structured) or _of_response_format(response_format)
+    if found:
+        try:
+            if len(found) <= INLINE_CHARS:
+                _check_once(found)
+            else:
+                await asyncio.to_thread(_check_once, found)
+        except InvalidRequestError as error:
+            param = "structured_outputs" if structured is not None else "response_format"
+            raise InvalidRequestError(f"{param}: {error}", param) from None
+    return found
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> str:
+    if wanted is None or wanted.type == "text":
+        return ""
+    return grammar.json_object() if wanted.json_schema is None else grammar.json_schema(wanted.json_schema.content)
+
+
+def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
+    if wanted is None:
+        return ""
+    if wanted.regex is not None:
+        return grammar.regex(wanted.regex)
+    if wanted.choice is not None:
+        return grammar.choice(wanted.choice)
+    if wanted.grammar is not None:
+        return grammar.lark(wanted.grammar)
+    return grammar.json_object() if wanted.json_text is None else grammar.json_schema(wanted.json_text)
+
+
+@lru_cache(maxsize=256)
+def _check_once(text: str) -> None:
+    grammar.check_grammar(text)
