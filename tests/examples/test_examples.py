@@ -23,6 +23,7 @@ OFFLINE = {
 SERVED = {
     "openai_streaming.py": r"\n[1-9]\d* tokens from dry-run\n$",
     "openai_multi_turn.py": r"(?s)> Name .*\(0 tokens.*> Which .*\([1-9]\d* tokens.*> What .*\([1-9]\d* tokens",
+    "openai_json_schema.py": r"name='.*' country='.*' population=\d+\n(positive|negative)\n$",
 }
 MODULES = {"scheduling_policy.py"}  # for --scheduling-policy; tests/engine/test_scheduling_policy.py serves with it
 
