@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from common.errors import EngineError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
 
-MAX_GRAMMAR_CHARS = 128 * 1024
+MAX_GRAMMAR_CHARS = 64 * 1024  # 0.3 s of compiling at most
 NUM_CACHED = 64  # compiled grammars of an engine
 # An ambiguous grammar takes up to 30 ms a token, and fails soon; without limits it is seconds. Errors show no state.
 LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=10_000, verbose_errors=False)
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}  # else a model may write blanks forever
+# Else a model may write blanks forever, and oneOf, which pydantic makes of tagged unions, would be refused.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}", "coerce_one_of": True}
 Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
 
 

@@ -64,6 +64,12 @@ def test_random_answers_follow_their_grammar(grammars: Grammars, seed: int) -> N
     assert isinstance(person["name"], str)
     assert 0 <= person["age"] <= 150
     assert set(person.get("pets", [])) <= {"cat", "dog"}
+    tagged = {"oneOf": [{"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"],
+                         "additionalProperties": False} for kind in ("cat", "dog")]}  # fmt: skip
+    assert json.loads(random_answer(grammars.start(grammar.json_schema(tagged)).result(), rng))["kind"] in (
+        "cat",
+        "dog",
+    )
     assert re.fullmatch(r"[ab]{2,4}-\d", random_answer(grammars.start(grammar.regex(r"[ab]{2,4}-\d")).result(), rng))
     texts = ["yes", "no", 'a "quote"\n', "ü"]
     assert random_answer(grammars.start(grammar.choice(texts)).result(), rng) in texts
