@@ -1,11 +1,11 @@
-"""`LLM`: a batch, two streams at once, and a chat, in this process.
+"""`LLM`: a batch, two streams at once, a chat, and an answer of one of two words, in this process.
 
 python examples/llm.py --model dry-run
 """
 
 import argparse
 
-from mini_infer import LLM, SamplingParams
+from mini_infer import LLM, SamplingParams, grammar
 
 
 def main() -> None:
@@ -27,6 +27,8 @@ def main() -> None:
     second.close()
 
     print(f"chat: {llm.chat([{'role': 'user', 'content': 'Why is the sky blue?'}], params).text!r}")
+    either = SamplingParams(max_tokens=24, temperature=0.0, grammar=grammar.choice(["yes", "no"]))
+    print(f"yes or no: {llm.chat([{'role': 'user', 'content': 'Is the sky blue?'}], either).text}")
 
 
 if __name__ == "__main__":

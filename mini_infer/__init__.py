@@ -1,4 +1,4 @@
-"""The Python API: `LLM` and, for asyncio, `AsyncLLM` run one engine in this process.
+"""The Python API: `LLM` and, for asyncio, `AsyncLLM` run one engine in this process; `grammar` makes grammars.
 
 Names are loaded when they are used, because torch takes seconds to import.
 """
@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 from common.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from common.text import grammar
     from engine import LLM, AsyncLLM, Completion, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams", "__version__", "grammar"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "grammar":
+        from common.text import grammar
+
+        return grammar
     if name in __all__:
         import engine
 

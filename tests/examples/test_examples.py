@@ -17,7 +17,7 @@ from tests.packaging.documentation import ROOT, page, runnable
 
 EXAMPLES = ROOT / "examples"
 OFFLINE = {
-    "llm.py": r"(?s)length: .*length: .* \| .*chat: ['\"]",
+    "llm.py": r"(?s)length: .*length: .* \| .*chat: ['\"].*yes or no: (yes|no)\n",
     "async_llm.py": r"(?s)(?=.*Ann: )(?=.*Bob: ).*chat: ['\"]",
 }
 SERVED = {
