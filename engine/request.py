@@ -48,7 +48,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    grammar: str = ""  # that the output must follow, see `common.text.grammar`
+    grammar: str = ""  # that the output must follow, see `common.text.grammar`; its end is the output's
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
 
@@ -73,8 +73,6 @@ class SamplingParams:
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
         require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", "has too many entries")
-        ends = not (self.grammar and self.ignore_eos)
-        require(ends, "ignore_eos", "cannot be combined with a grammar, which ends the output")
 
     @property
     def changes_logits(self) -> bool:

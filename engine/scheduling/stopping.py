@@ -36,8 +36,9 @@ def is_full(request: Request, max_model_len: int) -> bool:
 
 def _end_reason(request: Request, token_id: int, max_model_len: int) -> tuple[FinishReason | None, int | None]:
     params = request.params
-    is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in request.eos_token_ids)
-    if is_stop and (params.grammar or len(request.output_token_ids) >= params.min_tokens):  # a grammar's end is one
+    is_eos = token_id in request.eos_token_ids
+    is_stop = token_id in params.stop_token_ids or (is_eos and not params.ignore_eos)
+    if (is_stop and len(request.output_token_ids) >= params.min_tokens) or (is_eos and params.grammar):
         return FinishReason.STOP, token_id
     if len(request.output_token_ids) >= params.max_tokens or request.num_known_tokens >= max_model_len:
         return FinishReason.LENGTH, None

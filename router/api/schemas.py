@@ -87,8 +87,6 @@ class GenerationBody(Body):
             raise InvalidRequestError(
                 "structured_outputs and response_format exclude each other", "structured_outputs"
             )
-        if self.ignore_eos and not (is_free and self.structured_outputs is None):
-            raise InvalidRequestError("ignore_eos cannot be combined with the format of an answer", "ignore_eos")
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self

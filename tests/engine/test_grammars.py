@@ -104,8 +104,11 @@ def test_a_grammar_at_its_limits_fails_its_request_alone() -> None:
     check_person(texts[answers[1].request_id])
 
 
-def test_other_filters_give_way_to_a_complete_answer() -> None:
-    params = SamplingParams(max_tokens=50, min_tokens=40, temperature=0.0, grammar=grammar.choice(["yes"]))
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_nothing_comes_after_a_complete_answer(ignore_eos: bool) -> None:
+    params = SamplingParams(
+        max_tokens=50, min_tokens=40, temperature=0.0, grammar=grammar.choice(["yes"]), ignore_eos=ignore_eos
+    )
     [completion] = make().generate("a", params)
     assert completion.text == "yes"
     assert completion.finish_reason == "stop"
@@ -122,8 +125,3 @@ def test_allowed_tokens_and_grammars_together() -> None:
 def test_a_grammar_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="grammar"):
         make().generate("a", SamplingParams(grammar=text))
-
-
-def test_a_grammar_ends_the_output() -> None:
-    with pytest.raises(InvalidRequestError, match="ignore_eos"):
-        SamplingParams(grammar=PERSON, ignore_eos=True)

@@ -42,6 +42,7 @@ SAMPLING: dict[str, Any] = {
     "logit_bias": ((6, -2.5), (7, 100.0)),
     "allowed_token_ids": (8, 9),
     "bad_words": ((10, 11), (12,)),
+    "grammar": "regex:[a-z]+",
     "logprobs": 0,
     "prompt_logprobs": 20,
 }
@@ -84,7 +85,7 @@ def test_clients_can_set_every_sampling_field() -> None:
         stop_token_ids=[4, 5], logit_bias={"6": -2.5}, allowed_token_ids=[8, 9], bad_words=["bad"],
     )  # fmt: skip
     tokenizer = load_tokenizer(resolve_model("dry-run"))
-    message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1)
+    message = client_sampling_params(body, tokenizer, ModelLimits(max_model_len=200, vocab_size=200), 1, "regex:a")
     missing = names_of(message) - {field.name for field, _ in message.ListFields()}
     assert not missing, f"router/api/sampling.py does not set {missing} from the schema in router/api/schemas.py"
     assert sampling_params(message).top_p == 0.25

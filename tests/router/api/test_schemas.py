@@ -137,7 +137,6 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
         "response_format.json_schema.schema",
     ),
-    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
