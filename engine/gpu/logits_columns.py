@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.text.grammar import Words
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
 from engine.logits import TokenMask
@@ -55,9 +56,7 @@ class LogitsColumns:
 
         At most ROWS_AT_ONCE; valid up to the next call. positions: of the tokens to be sampled.
         """
-        for row, request, position in zip(rows, requests, positions, strict=True):
-            if request.changes_logits:
-                self._update_mask(row, request, position)
+        self._update_masks(rows, requests, positions)
         ruled = [row if request.changes_logits else -1 for row, request in zip(rows, requests, strict=True)]
         index = upload([sources, ruled], torch.int64, self._device)
         out = self._changed[: len(rows)]
@@ -95,9 +94,18 @@ class LogitsColumns:
         counts[request.token_ids[: request.num_prompt_tokens]] |= IN_PROMPT
         return counts
 
-    def _update_mask(self, row: int, request: RequestState, position: int) -> None:
-        mask = request.token_mask
-        if mask is None:
-            mask = request.token_mask = TokenMask(request, self._vocab_size)
-        if mask.update(position):
-            self._rules.blocked[row] = upload(mask.blocked.view(np.int32), torch.int32, self._device)
+    def _update_masks(self, rows: Sequence[int], requests: Sequence[RequestState], positions: Sequence[int]) -> None:
+        """Send the masks that have changed: those of grammars, at every token."""
+        fresh: dict[int, Words] = {}
+        for row, request, position in zip(rows, requests, positions, strict=True):
+            if not request.changes_logits:
+                continue
+            mask = request.token_mask
+            if mask is None:
+                mask = request.token_mask = TokenMask(request, self._vocab_size)
+            if mask.update(position):
+                fresh[row] = mask.blocked
+        if fresh:
+            words = np.stack(list(fresh.values())).view(np.int32)
+            own = upload(list(fresh), torch.int64, self._device)
+            self._rules.blocked[own] = upload(words, torch.int32, self._device)
