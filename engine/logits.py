@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.errors import MiniInferError
-from common.text.grammar import GrammarMatcher, Words
+from engine.grammars import GrammarMatcher, Words
 from engine.request_states import RequestState
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.text.grammar import GrammarMatcher, Grammars
+from engine.grammars import GrammarMatcher, Grammars
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request import RequestId, SamplingParams, TokenId
 from kvstore.types import BlockId

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.text.grammar import Words
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
+from engine.grammars import Words
 from engine.logits import TokenMask
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState

@@ -14,10 +14,10 @@ import torch
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
-from common.text.grammar import Grammars
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
 from engine.expert_loads import first_placements, placements_of
+from engine.grammars import Grammars
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.kv.scales import KV_SCALES, fold_kv_scales
 from engine.layers.attention import Attention
