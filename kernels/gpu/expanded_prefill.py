@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.decode_tiles import LOG2_E
 from kernels.gpu.launch_configs import PrefillConfig
-from kernels.gpu.paged_decode import LOG2_E
 from kernels.gpu.tuning import EXPANDED_PREFILL, EXPANDED_PREFILL_FOUR_BYTES
 
 TILE_M = 128  # queries of a program

@@ -1,4 +1,4 @@
-"""Splits of a row's keys between decode programs: how many there are, their workspace, and what combines them.
+"""Splits of a row's keys between decode programs: how many, what each takes and leaves, and what combines that.
 
 Each split leaves its partial output and the logarithm of its sum of weights. One program per query head adds them up
 or, when heads are few, one per 32 of its dimensions. (Letting the last split to finish combine was tried: 6 us slower
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.decode_tiles import LOG2_E_IN_KERNEL
 from kernels.gpu.fast_launch import FastLaunch
 from kernels.gpu.launch import num_multiprocessors, overlaps_launches, wait_for_predecessor
 from kernels.gpu.launch_configs import DecodeConfig
@@ -52,6 +53,75 @@ def num_splits(num_rows: int, num_kv_heads: int, device: torch.device, config: D
     """Programs that share a row's keys of one KV head; 1 when rows and heads alone fill the GPU."""
     programs = config.programs_per_sm * num_multiprocessors(device)
     return max(1, min(MAX_SPLITS, programs // (num_rows * num_kv_heads)))
+
+
+def splits_of(
+    num_rows: int, num_heads: int, pool: Tensor, workspace: DecodeWorkspace, config: DecodeConfig | None,
+    splits: int | None, window: int,
+) -> tuple[DecodeConfig, int]:  # fmt: skip
+    """Settings and splits of a launch: those asked for, or chosen. Raise ValueError beyond the workspace."""
+    num_kv_heads = pool.shape[3]
+    config = config or decode_config(num_rows, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, pool.shape[5])
+    count = splits or num_splits(num_rows, num_kv_heads, pool.device, config)
+    if window and splits is None:
+        count = min(count, window // MIN_SHARE.value + 2)  # a window's keys give no more programs a share
+    if count > 1 and num_rows * num_heads * count > workspace.outputs.shape[0]:
+        raise ValueError(f"the workspace is too small for {num_rows} rows in {count} splits")
+    return config, count
+
+
+@triton.jit
+def share_of_keys(length, first_key, split, num_splits, TILE: tl.constexpr):
+    """A split's first tile and end tile, and how many splits have any: one, without tiles, of a sequence of length 0.
+
+    first_key: with a window the first that is seen, else None.
+    """
+    base = 0
+    if first_key is not None:
+        base = first_key // TILE
+    num_tiles = tl.cdiv(length, TILE) - base
+    share = tl.maximum(tl.cdiv(num_tiles, num_splits), tl.cdiv(MIN_SHARE, TILE))
+    num_used = tl.maximum(tl.cdiv(num_tiles, share), 1)
+    first_tile = base + split * share
+    end_tile = tl.minimum(first_tile + share, base + num_tiles)
+    return first_tile, end_tile, num_used
+
+
+@triton.jit
+def store_attended(
+    mixed, mixed_odd, total, highest, out_ptr, outputs_ptr, log_sums_ptr, sinks_ptr, row, kv_head, split, num_splits,
+    num_used,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, IS_8_BIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write a program's heads to the output, or where other splits have keys of the row, to the partial results."""
+    PADDED: tl.constexpr = mixed.shape[0]
+    members = tl.arange(0, PADDED)
+    dims = tl.arange(0, HEAD_DIM)
+    is_member = (members < GROUP)[:, None]
+    if HAS_SINKS:  # the first split's
+        heads = kv_head * GROUP + members
+        sink = tl.load(sinks_ptr + heads, mask=members < GROUP, other=0.0).to(tl.float32) * LOG2_E_IN_KERNEL
+        sink = tl.where(split == 0, sink, float("-inf"))
+        new_highest = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.exp2(sink - new_highest)
+        mixed = mixed * shrink[:, None]
+        mixed_odd = mixed_odd * shrink[:, None]
+        highest = new_highest
+    if IS_8_BIT:
+        mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
+    # A row of length 0 (padding of a bucket) gets zeros.
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = out_ptr + (row * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    if num_used == 1:
+        tl.store(
+            out_row + members[:, None] * HEAD_DIM + dims[None, :], mixed.to(out_ptr.dtype.element_ty), mask=is_member
+        )
+    else:
+        mine = ((row * NUM_KV_HEADS + kv_head) * GROUP + members) * num_splits + split
+        tl.store(outputs_ptr + mine[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_member)
+        tl.store(log_sums_ptr + mine, highest + tl.log2(total), mask=members < GROUP)
 
 
 @FastLaunch

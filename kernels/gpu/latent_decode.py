@@ -16,11 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.fast_launch import FastLaunch
-from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, num_splits
-from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
-from kernels.gpu.launch_configs import DecodeConfig
-from kernels.gpu.paged_decode import (
+from kernels.gpu.decode_tiles import (
     LISTED_BLOCKS,
     LOG2_E,
     compute_dtype,
@@ -29,6 +25,10 @@ from kernels.gpu.paged_decode import (
     padded_group,
     tile_offsets,
 )
+from kernels.gpu.fast_launch import FastLaunch
+from kernels.gpu.kv_splits import MIN_SHARE, DecodeWorkspace, combine_splits, num_splits
+from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
+from kernels.gpu.launch_configs import DecodeConfig
 from kernels.gpu.tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES
 
 MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys

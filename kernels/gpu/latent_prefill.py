@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.decode_tiles import LOG2_E, compute_dtype, tile_offsets
 from kernels.gpu.latent_decode import check_latents
 from kernels.gpu.launch_configs import PrefillConfig
-from kernels.gpu.paged_decode import LOG2_E, compute_dtype, tile_offsets
 from kernels.gpu.tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
 
 TILE_M = 64  # rows of (token, head) a program holds: their sums of `rank` numbers fill its registers

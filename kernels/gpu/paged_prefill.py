@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.decode_tiles import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
 from kernels.gpu.launch import num_multiprocessors
 from kernels.gpu.launch_configs import PrefillConfig
-from kernels.gpu.paged_decode import LOG2_E, LOG2_E_IN_KERNEL, compute_dtype, tile_offsets
 from kernels.gpu.tuning import (
     PREFILL_BY_DESCRIPTOR,
     PREFILL_BY_POINTERS,

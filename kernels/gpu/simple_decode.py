@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.paged_decode import LOG2_E, tile_offsets
+from kernels.gpu.decode_tiles import LOG2_E, tile_offsets
 
 
 @triton.jit(do_not_specialize=["layer"])

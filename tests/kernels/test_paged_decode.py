@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.gpu.decode_tiles import LISTED_BLOCKS
 from kernels.gpu.kv_splits import DecodeWorkspace, decode_config, num_splits
 from kernels.gpu.launch_configs import DecodeConfig
-from kernels.gpu.paged_decode import LISTED_BLOCKS, paged_decode
+from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.simple_decode import simple_decode
 from kernels.gpu.tuning import FEW_HEADS, LONG_TILES, MANY_PROGRAMS, ONE_BYTE, SHORT_TILES, WIDE_HEADS
 from kernels.paged_attention import attend_causally, attend_sequence
@@ -173,7 +174,7 @@ def test_heads_of_256(kv_dtype: torch.dtype, device: torch.device) -> None:
 def test_a_window_has_no_more_programs_than_shares(
     window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.gpu.paged_decode.num_splits", lambda *_: 100)
+    monkeypatch.setattr("kernels.gpu.kv_splits.num_splits", lambda *_: 100)
     tables, table = block_tables_for([200], 16, device)
     pool = poisoned_pool(len(tables[0]), 2, 1, 16, 32, torch.float32, device)
     kv = fill_sequence(pool, LAYER, tables[0], 200)
