@@ -29,6 +29,8 @@ from kernels.gpu.latent_decode import latent_decode
 from kernels.gpu.latent_rope import rotate_and_write_latents
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.rope import rope_and_write_kv
+from kernels.gpu.rope_decode import rope_and_decode
+from kernels.gpu.tuning import MAX_ROPE_DECODE_ROWS
 from kvstore.layout import KvLayout
 
 
@@ -56,6 +58,7 @@ class GpuInputs:
     groups: of each KV group; all have chunks of prompts, or none has.
     attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
         tokens in no tile stays. None: fresh memory, where that is undefined.
+    shares_sequences: decode rows may be queries of one sequence, drafts, which see each other's K and V.
     """
 
     token_ids: Tensor
@@ -63,10 +66,17 @@ class GpuInputs:
     lengths: Tensor
     groups: Sequence[GroupInputs]
     attended: Tensor | None = None
+    shares_sequences: bool = False
 
     @property
     def has_prompts(self) -> bool:
         return self.groups[0].prefill is not None
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """Whether one kernel rotates, stores and attends: for few rows, none of which reads another's K and V."""
+        is_apart = not (self.has_prompts or self.shares_sequences)
+        return is_apart and self.lengths.shape[0] <= MAX_ROPE_DECODE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +147,11 @@ class FusedForward:
         """See `Attend`."""
         layer = self._layers[block.layer]
         own = inputs.groups[layer.group]
+        if inputs.rotates_in_attention:
+            return rope_and_decode(
+                qkv, layer.rotary, own.slots, block.qk_norm, block.eps, self._pool, layer.index, own.decode_tables,
+                inputs.lengths, self._workspace, window=layer.window, sinks=block.sinks,
+            )  # fmt: skip
         rope_and_write_kv(
             qkv, layer.rotary, inputs.positions, own.slots, block.qk_norm, block.eps, self._pool, layer.index,
             spreads_next=spreads_next,

@@ -69,7 +69,7 @@ def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
     """Inputs of decode rows of which each query names its token and the row of its request."""
     rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_QUERY_ROWS:])
     groups = [GroupInputs(own, table[rows]) for own, table in zip(slots, state.block_tables, strict=True)]
-    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[LENGTH], groups)
+    return GpuInputs(queries[TOKEN].long(), queries[POSITION], queries[LENGTH], groups, shares_sequences=True)
 
 
 def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:

@@ -37,6 +37,30 @@ def as_stored(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def load_halves(source, mask, split_stride, HALF: tl.constexpr, NUM_SPLITS: tl.constexpr, EVICT: tl.constexpr = ""):
+    """Both halves of heads in float32, of which split-K partials are added up. source: pointers at first halves."""
+    first = tl.load(source, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        other = source + split * split_stride
+        first += tl.load(other, mask=mask, other=0.0).to(tl.float32)
+        second += tl.load(other + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def norm_and_rotate(first, second, rotates, cos, sin, weight, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Both halves of heads, normed, if wanted, and rotated where `rotates`. weight: pointers, as `source` above."""
+    x, y = first, second
+    if HAS_NORM:
+        square = tl.sum(x * x, axis=-1) + tl.sum(y * y, axis=-1)
+        scale = tl.expand_dims(tl.rsqrt(square / (2 * HALF) + eps), -1)
+        x = x * scale * tl.load(weight, mask=rotates, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(weight + HALF, mask=rotates, other=0.0).to(tl.float32)
+    return tl.where(rotates, x * cos - y * sin, first), tl.where(rotates, y * cos + x * sin, second)
+
+
 @FastLaunch
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _rope_kernel(
@@ -69,21 +93,9 @@ def _rope_kernel(
     else:
         wait_for_predecessor(OVERLAPS)
     source = qkv_ptr + (tokens * token_stride)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
-    first = tl.load(source, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    second = tl.load(source + HALF, mask=exists, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    for split in tl.static_range(1, NUM_SPLITS):
-        other = source + split * (num_tokens * token_stride)
-        first += tl.load(other, mask=exists, other=0.0).to(tl.float32)
-        second += tl.load(other + HALF, mask=exists, other=0.0).to(tl.float32)
-    x, y = first, second
-    if HAS_NORM:
-        square = tl.sum(x * x, axis=2) + tl.sum(y * y, axis=2)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, :, None]
-        weight = norm_ptr + (tokens * 0)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
-        x = x * scale * tl.load(weight, mask=rotates, other=0.0).to(tl.float32)
-        y = y * scale * tl.load(weight + HALF, mask=rotates, other=0.0).to(tl.float32)
-    out_first = tl.where(rotates, x * cos - y * sin, first)
-    out_second = tl.where(rotates, y * cos + x * sin, second)
+    first, second = load_halves(source, exists, num_tokens * token_stride, HALF, NUM_SPLITS, EVICT)
+    weight = norm_ptr + (tokens * 0)[:, None, None] + (heads * HEAD_DIM)[None, :, None] + dims
+    out_first, out_second = norm_and_rotate(first, second, rotates, cos, sin, weight, eps, HALF, HAS_NORM)
 
     num_kept: tl.constexpr = NUM_HEADS + NUM_KV_HEADS if KEEPS_K else NUM_HEADS
     stays = exists & (heads < num_kept)[None, :, None]
@@ -95,6 +107,15 @@ def _rope_kernel(
     is_kv = exists & (heads >= NUM_HEADS)[None, :, None] & (slots >= 0)[:, None, None]
     tl.store(target, as_stored(out_first, pool_ptr.dtype.element_ty), mask=is_kv, cache_modifier=STREAM)
     tl.store(target + HALF, as_stored(out_second, pool_ptr.dtype.element_ty), mask=is_kv, cache_modifier=STREAM)
+
+
+def check_heads(qkv: Tensor, table: Tensor, pool: Tensor) -> None:
+    """Raise ValueError for heads that kernels do not rotate, or memory with gaps."""
+    head_dim = qkv.shape[-1]
+    if head_dim & (head_dim - 1) or pool.shape[5] != head_dim:
+        raise ValueError(f"head_dim {head_dim} must be a power of two and the pool's, {pool.shape[5]}")
+    if not (qkv.is_contiguous() and table.is_contiguous() and pool.is_contiguous()):
+        raise ValueError("qkv, table and pool must be contiguous")
 
 
 def rope_and_write_kv(
@@ -114,12 +135,9 @@ def rope_and_write_kv(
         spread evenly. Early they would hide their start, but stay where they find room (decision 0080).
     positions, slots and table are inputs of the step: they are read before the previous kernel has ended.
     """
+    check_heads(qkv, table, pool)
     num_tokens, num_all_heads, head_dim = qkv.shape[-3:]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    if head_dim & (head_dim - 1) or pool.shape[5] != head_dim:
-        raise ValueError(f"head_dim {head_dim} must be a power of two and the pool's, {pool.shape[5]}")
-    if not (qkv.is_contiguous() and table.is_contiguous() and pool.is_contiguous()):
-        raise ValueError("qkv, table and pool must be contiguous")
     if num_tokens == 0:
         return
     config = config or ROPE.find(tokens=num_tokens)

@@ -163,6 +163,10 @@ DECODE = Table(
 # bandwidth from that kernel. A step of Qwen3-0.6B at 4 | 8 | 32 rows without: 1021 | 1173 | 1913 us, with 32 keys
 # 986 | 1149 | 1895, with all of 1k 1000 | 1183 | 2043.
 PREFETCHED_KEYS, MAX_PREFETCH_ROWS = 32, 32
+# Up to so many rows attention rotates and stores by itself, `rope_decode`. Rotation and attention of an earlier one
+# (decision 0292), us in two kernels and in one at 1 | 4 | 8 rows: Qwen2.5-7B 26.3, 25.1 | 29.1, 27.3 | 30.8, 30.1,
+# Qwen3-0.6B 17.8, 17.2 | 21.6, 20.4 | 25.9, 24.6.
+MAX_ROPE_DECODE_ROWS = 8
 
 # `paged_prefill`, by rows of a tile. TFLOP/s with pages of 64, Qwen2.5-7B at 2k | 8k | 2k over 16k, Qwen3-0.6B at
 # 2k | 8k. Through a descriptor: tiles of 128 x 64, 4 warps, 2 stages 372 | 487 | 450, 264 | 497; 64 x 64, 4, 2 373

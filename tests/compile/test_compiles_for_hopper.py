@@ -57,6 +57,7 @@ from kernels.gpu.launch_configs import found
 from kernels.gpu.paged_decode import paged_decode
 from kernels.gpu.paged_prefill import LARGE_TILE, SMALL_TILE, paged_prefill
 from kernels.gpu.process_logits import LogitsRules, process_logits
+from kernels.gpu.rope_decode import rope_and_decode
 from kernels.gpu.split_k import SplitKWorkspace
 from kernels.gpu.tuning import DOWN_ROW, GATE_UP_PAIRS, GATE_UP_ROW, GROUPED_DOWN, GROUPED_GATE_UP
 from kernels.kv_copy import WordCopy
@@ -178,7 +179,8 @@ def test_steps(name: str, quant_mode: str, kv_dtype: torch.dtype, gemms: list[st
         forward.logits(forward.hidden(decode_inputs(rows)))
     for lengths in PROMPTS:
         forward.hidden(prompt_inputs(forward, lengths))
-    check(compiled, "_rope_kernel", "_paged_decode_kernel", "_paged_prefill_kernel", *gemms)
+    attention = ["_rope_kernel", "_paged_decode_kernel", "_rope_decode_kernel", "_paged_prefill_kernel"]
+    check(compiled, *attention, *gemms)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +280,16 @@ def test_a_window_over_8_bit_kv(compiled: list[Compiled]) -> None:
     for rows in (1, 64):
         q = torch.empty(rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
         paged_decode(q, pool, 0, ints(rows, MAX_BLOCKS), ints(rows), workspace, window=window)
+    qkv = torch.empty(8, num_heads + 2 * num_kv_heads, head_dim, dtype=torch.bfloat16, device=META)
+    angles = torch.empty(window, 2, head_dim, dtype=torch.bfloat16, device=META)
+    rope_and_decode(
+        qkv, angles, ints(8), None, 1e-5, pool, 0, ints(8, MAX_BLOCKS), ints(8), workspace, window=window
+    )  # fmt: skip
     for tile_m in (SMALL_TILE, LARGE_TILE):
         paged_prefill(q, pool, 0, ints(64, MAX_BLOCKS), ints(9, 4), tile_m, window=window)
     # A window's first keys are a second masked loop.
-    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", spills=WINDOW_SPILLS)
+    names = ["_paged_decode_kernel", "_rope_decode_kernel", "_paged_prefill_kernel"]
+    check(compiled, *names, spills=WINDOW_SPILLS)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +307,7 @@ def test_steps_of_kv_groups(
     for count in rows:
         forward.hidden(decode_inputs(count, num_layers))
     forward.hidden(prompt_inputs(forward, [8192], num_layers))
-    check(compiled, "_paged_decode_kernel", "_paged_prefill_kernel", *kernels, spills=WINDOW_SPILLS)
+    check(compiled, "_rope_decode_kernel", "_paged_prefill_kernel", *kernels, spills=WINDOW_SPILLS)
 
 
 def test_steps_of_latents_and_experts(compiled: list[Compiled]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,16 +67,16 @@ def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str],
     return [*start, *blocks, end]
 
 
-ATTEND = ["rope", "paged_decode"]
+ATTEND, ATTEND_MANY = ["rope_decode"], ["rope", "paged_decode"]  # up to 8 rows, and more
 PLAIN = {
     1: repeated(["embedding"], ["gemv", *ATTEND, "gemv"], ["gemv", "gemv"], "rms_norm", ""),
     8: repeated(["embed_norm"], ["skinny", *ATTEND, "skinny"], ["gated", "skinny"], "rms_norm", "rms_norm"),
     32: repeated(
-        ["embed_norm"], ["skinny", *ATTEND, "skinny"], ["skinny", "silu_mul", "skinny"], "rms_norm", "rms_norm"
+        ["embed_norm"], ["skinny", *ATTEND_MANY, "skinny"], ["skinny", "silu_mul", "skinny"], "rms_norm", "rms_norm"
     ),
-    64: repeated(["embed_norm"], ["cublas", *ATTEND, "cublas"], ["gated", "cublas"], "rms_norm", "rms_norm"),
+    64: repeated(["embed_norm"], ["cublas", *ATTEND_MANY, "cublas"], ["gated", "cublas"], "rms_norm", "rms_norm"),
     200: repeated(
-        ["embed_norm"], ["cublas", *ATTEND, "cublas"], ["cublas", "silu_mul", "cublas"], "rms_norm", "rms_norm"
+        ["embed_norm"], ["cublas", *ATTEND_MANY, "cublas"], ["cublas", "silu_mul", "cublas"], "rms_norm", "rms_norm"
     ),
 }
 
@@ -90,7 +91,8 @@ def test_decode_steps_of_plain_weights(rows: int, launches: list[str]) -> None:
 def test_decode_steps_of_small_weights(rows: int, launches: list[str]) -> None:
     forward = forward_over(model_of("qwen3-0.6b", "none", NUM_LAYERS), torch.bfloat16)
     norm = "add_rms_norm_of_partials"
-    attention, mlp = ["preloaded", *ATTEND, "preloaded"], ["preloaded", "silu_mul_of_partials", "preloaded"]
+    attend = ATTEND if rows <= 8 else ATTEND_MANY
+    attention, mlp = ["preloaded", *attend, "preloaded"], ["preloaded", "silu_mul_of_partials", "preloaded"]
     assert launched(forward, decode_inputs(rows), launches) == repeated(["embed_norm"], attention, mlp, norm, norm)
 
 
@@ -120,7 +122,8 @@ def test_decode_steps_of_quantized_inputs_and_experts(launches: list[str]) -> No
 def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router: str, launches: list[str]) -> None:
     """Nothing is sorted, summed or gathered in a kernel of its own."""
     forward = forward_over(model_of("qwen3-30b-a3b", "none", NUM_LAYERS, num_ranks=2), torch.bfloat16, num_ranks=2)
-    attention, moe = [gemm, *ATTEND, gemm], [router, "route", "dispatch", "grouped", "grouped"]
+    attend = ATTEND if rows <= 8 else ATTEND_MANY
+    attention, moe = [gemm, *attend, gemm], [router, "route", "dispatch", "grouped", "grouped"]
     found = launched(forward, decode_inputs(rows), launches)
     norm = "divided_norm"
     assert found == repeated(["vocab_parallel_embed", norm], attention, moe, norm, norm)
@@ -150,6 +153,17 @@ def test_a_decode_step_of_one_row_with_sinks_and_clamped_experts(launches: list[
     forward = forward_over(model_of("gpt-oss-20b", "none", 2), torch.bfloat16)
     layer = ["gemv", *ATTEND, "gemv", "gemv", "route", "pair", "row_down"]
     assert launched(forward, decode_inputs(1, 2), launches) == ["embedding", *2 * layer, "rms_norm"]
+
+
+@pytest.mark.parametrize(("rows", "shares_sequences"), [(9, False), (8, True)])
+def test_many_rows_and_drafts_are_rotated_before_attention(
+    rows: int, shares_sequences: bool, launches: list[str]
+) -> None:
+    """A draft sees the keys of the rows before it, which another program would store beside it."""
+    forward = forward_over(model_of("qwen2.5-7b", "none", NUM_LAYERS), torch.bfloat16)
+    inputs = replace(decode_inputs(rows), shares_sequences=shares_sequences)
+    found = [name for name in launched(forward, inputs, launches) if name in {*ATTEND, *ATTEND_MANY}]
+    assert found == ATTEND_MANY * NUM_LAYERS
 
 
 def test_prompts_run_the_same_kernels_for_any_number_of_tokens(launches: list[str]) -> None:

@@ -11,8 +11,8 @@ from tests.kernels.helpers import BFLOAT16_BOUND, poisoned_pool, relative_error
 HEAD_DIM, NUM_POSITIONS = 32, 50
 
 
-def rotary_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    angles = torch.rand(NUM_POSITIONS, HEAD_DIM // 2, device=device) * 6
+def rotary_table(dtype: torch.dtype, device: torch.device, num_positions: int = NUM_POSITIONS) -> Tensor:
+    angles = torch.rand(num_positions, HEAD_DIM // 2, device=device) * 6
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1).to(dtype)
 

@@ -1,7 +1,7 @@
 """Blocks of any number of rows: GEMMs apart, all between them fused.
 
     residual += pending output, normed       one kernel, also where the output is normed before it is added
-    q, k normed and rotated, k and v stored  one kernel
+    q, k normed and rotated, k and v stored  one kernel; up to 8 decode rows part of attention
     attention                                one kernel for decode rows, one for chunks of prompts
     SiLU(gate) * up, or GELU(gate) * up      one kernel, or part of the GEMM
     experts                                  routing, then two grouped GEMMs
