@@ -31,7 +31,7 @@ from engine.kv.memory import (
 )
 from engine.kv.pool_memory import PoolMemory, PrivatePoolMemory
 from engine.layers.pipeline import WHOLE_MODEL, StageEnds
-from engine.parallel.assembly import common_num_blocks, num_steps_in_flight, parallel_runner, start_followers
+from engine.parallel.assembly import common_num_blocks, num_concurrent_steps, parallel_runner, start_followers
 from engine.parallel.followers import Followers, place_of
 from engine.parallel.remote_stage import RemoteStage
 from engine.scheduling.policy import SchedulingPolicy, load_policy
@@ -120,7 +120,7 @@ def _assemble(
             make_runner, followers, loaded, memory, geometry, num_slots, max_model_len, config, gpu
         )
     engine = Engine(
-        _make_scheduler(geometry, config, gpu, device, host_tier, max_model_len, policy),
+        _make_scheduler(geometry, config, gpu, device, host_tier, max_model_len, policy, runner.max_steps_in_flight),
         runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
@@ -178,7 +178,9 @@ def _make_scheduler(
     host_tier: HostTier | None,
     max_model_len: int,
     policy: SchedulingPolicy,
+    max_steps_in_flight: int,
 ) -> Scheduler:
+    num_stages = num_concurrent_steps(config, device, gpu)
     return Scheduler(
         make_kv_manager(geometry, config, host_tier),
         max_num_seqs=config.max_num_seqs,
@@ -188,7 +190,8 @@ def _make_scheduler(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
-        num_stages=num_steps_in_flight(config, device, gpu),
+        num_stages=num_stages,
+        follows_pending=max_steps_in_flight > num_stages,
     )
 
 

@@ -77,7 +77,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        knows_tokens = runner.max_steps_in_flight == 1 or scheduler.num_stages > 1
+        knows_tokens = runner.max_steps_in_flight <= scheduler.num_stages
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.scheduler = scheduler
         self.vocab_size = vocab_size

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from common.config import setting
 from common.errors import ConfigError
+from engine.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,11 @@ class GpuConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.gpu_memory_fraction <= 1.0:
             raise ConfigError("--gpu-memory-fraction must be in (0, 1]")
+
+
+def returns_tokens(config: EngineConfig, gpu: GpuConfig) -> bool:
+    """Whether the first stage of a pipeline gets sampled tokens from the last one's GPU.
+
+    Drafts need them on the host, and those of another host are out of reach.
+    """
+    return config.pp > 1 and gpu.overlap and not config.stage_address and not config.num_speculative_tokens

@@ -23,6 +23,7 @@ from engine.gpu.graphs import (
     DecodeGraphs,
     decode_step,
     draft_step,
+    last_stage_step,
     stage_step,
 )
 from engine.gpu.inputs import query_inputs
@@ -36,22 +37,23 @@ class DecodeSteps:
 
     def __init__(
         self, forward: FusedForward, state: DeviceState, sampler: DeviceSampler, buckets: Sequence[int],
-        num_buffers: int, block_size: int, knows_tokens: bool, passes_on: bool,
+        num_buffers: int, block_size: int, takes_queries: bool, passes_on: bool, returns_tokens: bool,
     ) -> None:  # fmt: skip
         """buckets: numbers of rows that graphs are captured for, ascending; the last is the most that there are.
 
-        num_buffers: more than steps in flight. knows_tokens: steps are given their tokens, with drafts behind them,
+        num_buffers: more than steps in flight. takes_queries: steps are given their tokens, with drafts behind them,
         instead of taking what the step before has sampled. passes_on: to another stage, without sampling.
+        returns_tokens: to the first stage or, there, takes them.
         """
         num_groups = len(state.block_tables)
-        num_fields = NUM_QUERY_ROWS if knows_tokens else NUM_ROWS
+        num_fields = NUM_QUERY_ROWS if takes_queries else NUM_ROWS
         self._slot_fields = SLOT, *range(num_fields, num_fields + num_groups - 1)  # of each KV group
         self._block_size, self._buckets = block_size, buckets
         shape, device = (num_fields + num_groups - 1, buckets[-1]), state.last_tokens.device
         self._packed = torch.zeros(shape, dtype=torch.int32, device=device)
         pin = device.type == "cuda"
         self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
-        step = draft_step if knows_tokens else decode_step
+        step = last_stage_step if returns_tokens else draft_step if takes_queries else decode_step
         self._step: Callable[[int], Any] = partial(step, forward, state, sampler, self._packed)
         if passes_on:
             self._step = partial(stage_step, forward, state, self._packed)
@@ -77,7 +79,7 @@ class DecodeSteps:
         return self._run(num_rows, turn)
 
     def run_queries(self, batch: GpuBatch, turn: int) -> tuple[Any, int]:
-        """Run a step where all tokens before the drafts are known. Returns its output, and the number of queries."""
+        """Run a step of queries. Returns its output, and the number of queries."""
         queries = query_inputs(batch, self._block_size, len(self._slot_fields))
         num_queries = queries.shape[1]
         num_rows = self._buckets[bisect_left(self._buckets, num_queries)]

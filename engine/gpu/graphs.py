@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.forward import FusedForward, GpuInputs, GroupInputs
+from engine.gpu.inputs import PENDING
 from engine.gpu.state import DeviceState
 from engine.start_progress import OnProgress
 
@@ -65,6 +66,17 @@ def draft_step(
     return DecodeOutput(sampler.sample(logits, queries[ROW].long(), queries[LENGTH]), logits)
 
 
+def last_stage_step(
+    forward: FusedForward, state: DeviceState, sampler: DeviceSampler, packed: Tensor, num_queries: int
+) -> DecodeOutput:
+    """A step as `draft_step`, without drafts, which keeps the tokens: the first stage takes them."""
+    output = draft_step(forward, state, sampler, packed, num_queries)
+    nobody = state.last_tokens.shape[0] - 1
+    rows = torch.where(packed[LENGTH, :num_queries] > 0, packed[ROW, :num_queries], nobody)
+    state.last_tokens[rows.long()] = output.token_ids.clamp(min=0)
+    return output
+
+
 def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
     """Inputs of decode rows of which each query names its token and the row of its request."""
     rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_QUERY_ROWS:])
@@ -73,8 +85,15 @@ def query_step_inputs(state: DeviceState, queries: Tensor) -> GpuInputs:
 
 
 def stage_step(forward: FusedForward, state: DeviceState, packed: Tensor, num_queries: int) -> Tensor:
-    """A step as `draft_step`, of a stage that passes hidden states on: (num_queries, hidden)."""
-    return forward.hidden(query_step_inputs(state, packed[:, :num_queries]))
+    """A step as `draft_step`, of a stage that passes hidden states on: (num_queries, hidden).
+
+    A token id of PENDING stands for the last token of the row.
+    """
+    queries = packed[:, :num_queries]
+    inputs = query_step_inputs(state, queries)
+    is_pending = queries[TOKEN] == PENDING
+    inputs.token_ids = torch.where(is_pending, state.last_tokens[queries[ROW].long()], inputs.token_ids)
+    return forward.hidden(inputs)
 
 
 class DecodeGraphs(Generic[Output]):

@@ -18,6 +18,7 @@ from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
 NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
+PENDING = -1  # in the place of a token id that only the device knows
 TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; behind them the slots of further KV groups
 
 
@@ -71,7 +72,8 @@ def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1) -> Any:
     """int32 (4 + num_groups, num_queries), of decode rows with drafts: see `graphs.draft_step`."""
     columns = []
     for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True):
-        for position, token_id in enumerate((request.token_ids[row.start], *row.draft_token_ids), row.start):
+        last = request.token_ids[row.start] if row.start < len(request.token_ids) else PENDING
+        for position, token_id in enumerate((last, *row.draft_token_ids), row.start):
             first, offset = position // block_size * num_groups, position % block_size
             slot, *others = [
                 block_id * block_size + offset for block_id in request.block_ids[first : first + num_groups]

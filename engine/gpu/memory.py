@@ -145,7 +145,7 @@ def measure(
         shapes = prompt_shapes(config.max_num_seqs, config.max_num_batched_tokens)
         graph_bytes += (len(bucket_sizes(config.max_num_seqs)) + len(shapes)) * GRAPH_BYTES
         graph_bytes += sum(rows for _, rows in shapes) * loaded.model.config.vocab_size * loaded.dtype.itemsize
-    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
+    of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config, gpu) + bytes_of_moves(loaded, config)
     return MemoryUse(total, free, torch.cuda.memory_reserved(device), peak, graph_bytes + of_ranks)
 
 

@@ -29,7 +29,7 @@ from engine.gpu.prompt_graphs import PromptGraphs
 from engine.gpu.rows import RowTable, bucket_sizes, most_tokens
 from engine.gpu.samples import StepSamples
 from engine.gpu.state import DeviceState
-from engine.gpu.step import GpuBatch, GpuStep, sampled_queries, sampled_rows
+from engine.gpu.step import GpuBatch, GpuStep, pending_rows, sampled_queries, sampled_rows
 from engine.gpu.swap import HostCopies
 from engine.kv.memory import kv_layout
 from engine.layers.attention import Attention
@@ -62,10 +62,11 @@ class GpuRunner:
         """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
         model_config = loaded.model.config  # of this rank's shard
         vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
-        # Where a row's last token is always known: with drafts one step is in flight, of stages one of each request.
-        self._knows_tokens = config.num_speculative_tokens > 0 or config.pp > 1
-        self.max_steps_in_flight = 2 if gpu.overlap and not self._knows_tokens else 1
+        # Steps are any requests' then: with drafts one is in flight, of stages one of each request.
+        self._takes_queries = config.num_speculative_tokens > 0 or config.pp > 1
+        self.max_steps_in_flight = 2 if gpu.overlap and not self._takes_queries else 1
         self._sink = ends.sink
+        self._tokens = ends.tokens
         self._inbox: Inbox | None = None
         if ends.source is not None:
             shape = most_tokens(config), model_config.hidden_size
@@ -90,14 +91,14 @@ class GpuRunner:
         passes_on = ends.sink is not None
         self._forward = FusedForward(loaded.model, kv_pool, self._max_rows, attention, group, self._inbox, passes_on)
         self._rearranger = open_rearranger(loaded, config, group)
-        self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 1), 0
+        self._num_buffers, self._turn = max(NUM_BUFFERS, config.pp + 2), 0
         self._shards = None if group is None or passes_on else VocabShards(group, vocab_size)
         of_vocab = 1 if passes_on else vocab_size  # where another stage samples, nothing is kept for it
         self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, self._shards)
         self.hooks = self._samples.hooks
         self._decodes = DecodeSteps(
             self._forward, self._state, self._samples.on_device, self._buckets, self._num_buffers, self._block_size,
-            self._knows_tokens, passes_on,
+            self._takes_queries, passes_on, self._tokens is not None,
         )  # fmt: skip
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
@@ -152,10 +153,12 @@ class GpuRunner:
             self._samples.apply(changes)
         batch = GpuBatch(rows, requests, [self._rows.row_of(request) for request in requests])
         self._state.upload_blocks(batch.device_rows, requests)
+        if self._tokens is not None:
+            self._tokens.pass_on(self._state.last_tokens, pending_rows(batch))
         if self._inbox is not None:
             self._inbox.receive(sum(row.num_tokens for row in rows))
         if all(row.samples and row.is_decode for row in rows):
-            if self._knows_tokens:
+            if self._takes_queries:
                 self._queue_queries(batch, step)
             else:
                 self._queue_decode(batch, step)
@@ -203,7 +206,7 @@ class GpuRunner:
         self._samples.take(output.token_ids, output.logits, batch, sampled, self._turn, step)
 
     def _queue_queries(self, batch: GpuBatch, step: GpuStep) -> None:
-        """A step of decode rows where all tokens before the drafts are known."""
+        """A step of decode rows that name their tokens, drafts among them."""
         output, num_queries = self._decodes.run_queries(batch, self._turn)
         if self._sink is not None:
             self._sink.send(output[:num_queries])

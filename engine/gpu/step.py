@@ -75,6 +75,15 @@ class GpuStep:
         return found
 
 
+def pending_rows(batch: GpuBatch) -> list[int]:
+    """Return the device rows of those that continue behind a token that the host does not know yet."""
+    return [
+        device_row
+        for row, request, device_row in zip(batch.rows, batch.requests, batch.device_rows, strict=True)
+        if row.start >= len(request.token_ids)
+    ]
+
+
 def sampled_rows(batch: GpuBatch, indices: Sequence[int], sources: Sequence[int] | None = None) -> list[Sampled]:
     """Entries of rows `indices` of the batch, one each. sources: their tokens' indices; None: in this order."""
     rows, requests = batch.rows, batch.requests

@@ -2,14 +2,15 @@
 
     in     a later stage's inbox stands for the embedding, and token i of a step is row i of it
     out    what goes on is the residual, all outputs added: a sum without a norm in the place of the final norm
-    tokens are sampled by the last stage, the one that has the final norm and the head
+    tokens are sampled by the last stage, the one that has the final norm and the head; on GPUs it tells the first one
 
 Ops in between know nothing of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -40,12 +41,25 @@ class HiddenSink(Protocol):
         ...
 
 
+class TokenReturn(Protocol):
+    """The way of sampled tokens from the last stage to the first, past the host."""
+
+    def pass_on(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
+        """Queue that the first stage's `last_tokens[rows]` become the last stage's, for the next step.
+
+        Both call it for each step before they queue it. The rows' tokens are of as many steps before as there are
+        stages, or older; later steps do not change them.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StageEnds:
     """A stage's neighbours: none before the first one, none behind the last one."""
 
     source: HiddenSource | None = None
     sink: HiddenSink | None = None
+    tokens: TokenReturn | None = field(default=None, kw_only=True)  # of the first and the last one; None: with plans
 
     @property
     def samples(self) -> bool:

@@ -54,7 +54,7 @@ def common_num_blocks(
     return min(geometry.num_blocks, *fitting, *asked_for)
 
 
-def num_steps_in_flight(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
+def num_concurrent_steps(config: EngineConfig, device: torch.device, gpu: GpuConfig) -> int:
     """Steps of a pipeline that run at the same time."""
     return config.pp if gpu.overlap or device.type == "cpu" else 1
 
@@ -93,7 +93,7 @@ def parallel_runner(
                 memory.adopt_for_rank(other, torch.device("cuda", rank), fd)
         if config.tp > 1:
             group = open_group(loaded, config, followers.exchange, followers.folder)
-        ends = open_ends(loaded, config, followers.folder)
+        ends = open_ends(loaded, config, gpu, followers.folder)
     else:
         followers.give_pools(told, [memory.allocate_for_rank(other) for other in others])
         group = GlooGroup(loaded.shard, followers.folder) if config.tp > 1 else None
@@ -101,7 +101,9 @@ def parallel_runner(
     local = make_runner(group, ends)
     if config.pp == 1:
         return ParallelRunner(local, followers)
-    num_in_flight = num_steps_in_flight(config, loaded.device, gpu)
+    num_in_flight = num_concurrent_steps(config, loaded.device, gpu)
+    if ends.tokens is not None:  # one more is queued, behind tokens that the host does not know yet
+        num_in_flight += 1
     return ParallelRunner(local, followers, num_in_flight, is_eager=is_remote or not on_gpu)
 
 

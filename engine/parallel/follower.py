@@ -104,7 +104,7 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
             ends = _remote_ends(link)
         else:
             _watch(link)
-            ends = open_ends(loaded, config, folder)
+            ends = open_ends(loaded, config, start.gpu, folder)
         runner = GpuRunner(loaded, kv_pool, slots, config, start.gpu, pool.max_model_len, devices, ends)
     elif start.is_remote:
         runner = ModelRunner(loaded, allocate_pool(geometry, device), slots, config, ends=_remote_ends(link))

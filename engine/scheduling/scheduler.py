@@ -49,10 +49,16 @@ class Scheduler:
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
+        follows_pending: bool = False,
     ) -> None:
-        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided."""
+        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
+
+        follows_pending: its rows may follow tokens of as many steps before, which the host does not know yet.
+        """
         self.kv = kv
         self.num_stages = num_stages
+        self._follows_pending = follows_pending
+        self._num_steps = 0  # that have rows
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
@@ -157,9 +163,11 @@ class Scheduler:
 
         The next `schedule` may then be called before the step has ended.
         """
+        self._num_steps += bool(step.rows)
         for request, row in step.rows.items():
             request.num_computed_tokens = row.start + row.num_tokens
             request.num_pending_tokens += row.samples + len(row.draft_token_ids)
+            request.last_step = self._num_steps
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
@@ -240,12 +248,20 @@ class Scheduler:
         return decodes, [r for r in running if r.num_uncomputed_tokens > 1]
 
     def _share_of(self, decodes: list[Request]) -> list[Request]:
-        """Select the requests of a pipeline's next step: an equal share, of those whose last token is known.
+        """Select the requests of a pipeline's next step: an equal share, of those whose last token it will have.
 
-        Shares of all steps in flight together are at least all requests, so each is in one step of each round.
+        Shares of as many steps as there are stages are at least all requests, so each is in one step of each round.
         """
         share = -(-len(decodes) // self.num_stages)
-        return [request for request in decodes if not request.num_pending_tokens][:share]
+        return [request for request in decodes if not request.num_pending_tokens or self._can_follow(request)][:share]
+
+    def _can_follow(self, request: Request) -> bool:
+        """Whether the last stage samples the pending token of `request` before the first one needs it.
+
+        Where the host must know all tokens, the request waits for them instead of the whole pipeline.
+        """
+        num_steps_before = self._num_steps + 1 - request.last_step
+        return self._follows_pending and num_steps_before >= self.num_stages and not request.params.reads_tokens
 
     def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
         """Tokens of the step that prompts must leave unused for the sake of its decode rows."""

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.engine import DeviceLostError, Engine
 from engine.gpu import rows
-from engine.gpu.config import GpuConfig
+from engine.gpu.config import GpuConfig, returns_tokens
 from engine.gpu.runner import GpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.layers.pipeline import Stage, StageEnds
@@ -81,6 +81,35 @@ class Link:
 
     def receive(self, hidden: Tensor) -> None:
         hidden.copy_(self.sent.popleft())
+
+
+class TokensHere:
+    """Both ends of the way of a rank's tokens from the last stage to the first.
+
+    The first stage's launches come first, and have what the last stage had sampled as many steps before as there are
+    stages, and nothing later.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_passed = 0
+        self._sampled: deque[Tensor] = deque([torch.empty(0)], maxlen=num_stages - 1)  # when a step was launched
+
+    def receive(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
+        if rows:
+            last_tokens[list(rows)] = self._sampled[0][list(rows)]
+        self._asked = list(rows)
+        self.num_passed += len(rows)
+
+    def send(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
+        assert list(rows) == self._asked, "the stages do not agree on what the host knows"
+        self._sampled.append(last_tokens.clone())
+
+
+@dataclass(frozen=True)
+class TokenEnd:
+    """One of them."""
+
+    pass_on: Callable[[Tensor, Sequence[int]], None]
 
 
 class GroupHere:
@@ -193,6 +222,7 @@ class RunnerHere(ParallelRunner):
     """Warms up each stage by itself, in the order of stages."""
 
     stages: Sequence[StageHere]
+    ways: Sequence[TokensHere]  # of the ranks of a stage
 
     def warmup(self, *_: object) -> None:
         captures = self.stages[0].runners[0]._use_graphs
@@ -212,9 +242,16 @@ class RunnerHere(ParallelRunner):
 def open_stages(
     model: Path, count: int, monkeypatch: pytest.MonkeyPatch, gpu: GpuConfig, num_ranks: int = 1, **settings: Any
 ) -> Engine:
+    ways: list[TokensHere] = []
+
     def make(loaded: Any, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: Any) -> ParallelRunner:
         files, config = ModelFiles("tiny", "directory", model), replace(config, tp=num_ranks, pp=count)
         links = [[None, *(Link() for _ in range(count - 1)), None] for _ in range(num_ranks)]
+        tokens: list[list[TokenEnd | None]] = [[None] * count for _ in range(num_ranks)]
+        for ends in tokens if returns_tokens(config, gpu) else []:
+            way = TokensHere(count)
+            ends[0], ends[-1] = TokenEnd(way.receive), TokenEnd(way.send)
+            ways.append(way)
         stages = []
         for index in range(count):
             group = GroupHere(num_ranks, loaded.dtype) if num_ranks > 1 else None
@@ -226,22 +263,23 @@ def open_stages(
                 slots = None
                 if host is not None:
                     slots = torch.zeros(host.shape[0], geometry.block_bytes, dtype=torch.uint8)
-                ends = StageEnds(*links[rank][index : index + 2])
+                ends = StageEnds(*links[rank][index : index + 2], tokens=tokens[rank][index])
                 pool = allocate_pool(geometry, loaded.device)
                 return GpuRunner(part, pool, slots, config, gpu, config.max_model_len, group, ends)  # type: ignore[arg-type]
 
             stage = StageHere([None] * num_ranks, group)  # type: ignore[list-item]
             stage.runners = stage.each(open_rank)
             stages.append(stage)
-        made = RunnerHere(stages[-1], StagesHere(stages[:-1]), count, is_eager=False)  # type: ignore[arg-type]
-        made.stages = stages
+        num_in_flight = count + (1 if ways else 0)
+        made = RunnerHere(stages[-1], StagesHere(stages[:-1]), num_in_flight, is_eager=False)  # type: ignore[arg-type]
+        made.stages, made.ways = stages, ways
         return made
 
     monkeypatch.setattr(rows, "PROMPT_BUCKETS", (4, 16, 64))
     monkeypatch.setattr(rows, "FEW_ROWS", 3)
     monkeypatch.setattr(rows, "MANY_ROWS_BUCKETS", (8, 64))
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    monkeypatch.setattr(engine.assembly, "num_concurrent_steps", lambda *_: count)
     settings = {
         "quant_mode": "none", "num_gpu_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "max_model_len": 96, "dtype": "float32", **settings,
@@ -255,6 +293,7 @@ def test_prompts_and_decode_steps_pass_through_stages(model: Path, monkeypatch: 
     made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=8, max_num_batched_tokens=16)
     assert generate(made, greedy(3), PROMPTS[:2]) == expected
     assert made.num_failed_steps == 0
+    assert made._runner.ways[0].num_passed > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.soak  # interpreted: a minute

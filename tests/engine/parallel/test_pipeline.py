@@ -135,7 +135,7 @@ def open_stages(
         return UnwarmedRunner(stages.local, stages, count, is_eager=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.assembly, "_make_runner", make)
-    monkeypatch.setattr(engine.assembly, "num_steps_in_flight", lambda *_: count)
+    monkeypatch.setattr(engine.assembly, "num_concurrent_steps", lambda *_: count)
     base = {"model": str(path), "device": "cpu", "dtype": "float32", "num_gpu_blocks": 256, "num_threads": 1}
     return assemble(EngineConfig(**{**base, "quant_mode": "none", **settings}))  # type: ignore[arg-type]
 
