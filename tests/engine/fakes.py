@@ -49,7 +49,8 @@ class FakeStep:
 class BlockMemoryRunner:
     """Stores token ids as "KV" in blocks and host slots, and reads the context back from there.
 
-    Like a GPU it keeps the last token of each request itself, because the host does not know it yet.
+    Like a GPU it keeps the last token of each request itself, because the host does not know it yet. It has that as
+    many steps later as there are stages, as a pipeline's first stage.
     """
 
     def __init__(self, block_size: int, max_steps_in_flight: int = 1, windows: tuple[int, ...] = (0,)) -> None:
@@ -63,8 +64,10 @@ class BlockMemoryRunner:
         self.host: dict[int, list[int | None]] = {}
         self.num_computed_tokens = 0
         self.plans: list[StepPlan] = []
-        self.last_token: dict[str, int] = {}
-        self.is_pipeline = False  # its rows follow tokens that are known
+        self.last_token: dict[str, tuple[int, int]] = {}  # with the number of the step that has sampled it
+        self.num_stages = 1
+        self.num_followed = 0  # tokens that the host did not know yet
+        self._num_steps = 0  # that had rows
         self.fail_on: set[int] = set()  # token ids that make a row's computation raise
         self._requests = RequestStates()
 
@@ -82,8 +85,10 @@ class BlockMemoryRunner:
         for slot, block_id in plan.copies_in:
             self.blocks[block_id] = list(self.host[slot])
         step = FakeStep(self, StepResult.of_rows(len(requests)))
+        self._num_steps += bool(requests)
         for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
             self.num_computed_tokens += row.num_tokens
+            self.num_followed += row.start >= len(request.token_ids)
             drafts = list(row.draft_token_ids)
             num_known = row.stop - len(drafts)
             new = self._tokens(request, row.start, num_known) + drafts
@@ -103,7 +108,7 @@ class BlockMemoryRunner:
             if row.samples:
                 sampled = [next_token(tokens[:stop]) for stop in range(num_known, row.stop + 1)]
                 accepted = accepted_tokens(drafts, sampled)
-                self.last_token[request.request_id] = accepted[-1]
+                self.last_token[request.request_id] = self._num_steps, accepted[-1]
                 step.found.token_ids[index] += accepted
                 step.sampled += [(request, position, token) for position, token in enumerate(accepted, num_known)]
         self.in_flight.append(step)
@@ -113,5 +118,9 @@ class BlockMemoryRunner:
     def _tokens(self, request: RequestState, start: int, stop: int) -> list[int]:
         """Known tokens, and behind them the one that only the device has seen."""
         known = request.token_ids[start:stop]
-        assert len(known) == stop - start or not self.is_pipeline
-        return known if len(known) == stop - start else [*known, self.last_token[request.request_id]]
+        if len(known) == stop - start:
+            return known
+        assert self.max_steps_in_flight > self.num_stages, "the row's token is to be known"
+        step, token = self.last_token[request.request_id]
+        assert step <= self._num_steps - self.num_stages, "the first stage does not have the row's token yet"
+        return [*known, token]
