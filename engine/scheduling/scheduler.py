@@ -9,6 +9,7 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from common.errors import ContextLengthError
 from engine.kv.manager import KVManager
@@ -32,6 +33,8 @@ from engine.scheduling.request_queues import RequestQueues
 from engine.scheduling.stopping import append_tokens, is_full
 from engine.speculation.drafts import Speculation
 from kvstore.types import BlockId
+
+_last_step = attrgetter("last_step")
 
 
 class Scheduler:
@@ -250,10 +253,13 @@ class Scheduler:
     def _share_of(self, decodes: list[Request]) -> list[Request]:
         """Select the requests of a pipeline's next step: an equal share, of those whose last token it will have.
 
-        Shares of as many steps as there are stages are at least all requests, so each is in one step of each round.
+        Shares of as many steps as there are stages are all requests, so each is in one step of each round.
         """
-        share = -(-len(decodes) // self.num_stages)
-        return [request for request in decodes if not request.num_pending_tokens or self._can_follow(request)][:share]
+        share, rest = divmod(len(decodes), self.num_stages)
+        share = max(share + (self._num_steps % self.num_stages < rest), 1)
+        ready = [request for request in decodes if not request.num_pending_tokens or self._can_follow(request)]
+        ready.sort(key=_last_step)  # who has waited longest first, else in the order of service
+        return ready[:share]
 
     def _can_follow(self, request: Request) -> bool:
         """Whether the last stage samples the pending token of `request` before the first one needs it.
