@@ -92,8 +92,7 @@ class NcclTokenSink:
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._ends: deque[Any] = deque(maxlen=num_stages)  # of the last steps: marks on the stream that runs them
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._sent = self._nccl.send([self._tokens[:1]], BEFORE, 0)
-        self._sent.wait()
+        self._sent = self._nccl.send([self._tokens[:1]], BEFORE, 0)  # connects while the store exists
 
     def pass_on(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

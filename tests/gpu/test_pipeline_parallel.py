@@ -40,7 +40,7 @@ from kernels.rms_norm import rms_norm
 from kvstore.layout import Shard
 from tests.cluster.test_tensor_parallel import followers_of
 from tests.engine.speculation.drafters import MakeOracle, knows
-from tests.gpu.models import save_tiny_model
+from tests.gpu.models import save_family, save_tiny_model
 from tests.gpu.test_engine import (
     ON_GPU,
     PROMPTS,
@@ -67,7 +67,8 @@ SAMPLED = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    """A head of its own, or each token would be the one before."""
+    return save_family(tmp_path_factory.mktemp("model"), {"tie_word_embeddings": False})
 
 
 class Link:
@@ -87,22 +88,26 @@ class TokensHere:
     """Both ends of the way of a rank's tokens from the last stage to the first.
 
     The first stage's launches come first, and have what the last stage had sampled as many steps before as there are
-    stages, and nothing later.
+    stages, and nothing later. NCCL may read it later: it must still be the same.
     """
 
     def __init__(self, num_stages: int) -> None:
         self.num_passed = 0
-        self._sampled: deque[Tensor] = deque([torch.empty(0)], maxlen=num_stages - 1)  # when a step was launched
+        self._asked: list[int] = []
+        self._last_tokens = torch.empty(0)  # the last stage's
+        self._sampled: deque[Tensor] = deque(maxlen=num_stages - 1)  # when a step was launched
 
     def receive(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
         if rows:
-            last_tokens[list(rows)] = self._sampled[0][list(rows)]
+            last_tokens[list(rows)] = tokens = self._sampled[0][list(rows)]
+            assert torch.equal(self._last_tokens[list(rows)], tokens)
         self._asked = list(rows)
         self.num_passed += len(rows)
 
     def send(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
         assert list(rows) == self._asked, "the stages do not agree on what the host knows"
         self._sampled.append(last_tokens.clone())
+        self._last_tokens = last_tokens
 
 
 @dataclass(frozen=True)
