@@ -114,7 +114,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
     peaks = measure_peaks(torch.device(parts.device), dtype)
     if options.one_at_a_time and config.pp > 1:
         parts.runner.max_steps_in_flight = 1
-        parts.engine.scheduler.num_stages = 1
+        parts.engine.scheduler.stages = None
     if parts.device != "cpu":  # ranks have a GPU each; stages read their weights once for each of as many steps
         peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.num_ranks)
     if options.bandwidth:

@@ -37,6 +37,7 @@ from engine.parallel.remote_stage import RemoteStage
 from engine.scheduling.policy import SchedulingPolicy, load_policy
 from engine.scheduling.prompt_budget import budget_for
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stage_shares import StageShares
 from engine.speculation.drafter import drafter_for
 from engine.speculation.drafts import Speculation
 from engine.start_progress import OnProgress, no_progress
@@ -181,6 +182,7 @@ def _make_scheduler(
     max_steps_in_flight: int,
 ) -> Scheduler:
     num_stages = num_concurrent_steps(config, device, gpu)
+    stages = StageShares(num_stages, max_steps_in_flight > num_stages) if num_stages > 1 else None
     return Scheduler(
         make_kv_manager(geometry, config, host_tier),
         max_num_seqs=config.max_num_seqs,
@@ -190,8 +192,7 @@ def _make_scheduler(
         policy=policy,
         speculation=_speculation(config, device),
         prompt_budget=budget_for(config),
-        num_stages=num_stages,
-        follows_pending=max_steps_in_flight > num_stages,
+        stages=stages,
     )
 
 

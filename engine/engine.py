@@ -77,7 +77,8 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        knows_tokens = runner.max_steps_in_flight <= scheduler.num_stages
+        num_stages = 1 if scheduler.stages is None else scheduler.stages.num_stages
+        knows_tokens = runner.max_steps_in_flight <= num_stages
         assert scheduler.speculation is None or knows_tokens, "drafts follow tokens that are known"
         self.scheduler = scheduler
         self.vocab_size = vocab_size

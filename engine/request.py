@@ -154,7 +154,7 @@ class Request:
     num_planned_blocks: int = -1  # leading blocks that plans have named; -1: the runner does not know the request
     num_computed_tokens: int = 0  # steps in flight included
     num_pending_tokens: int = 0  # at most so many are sampled by steps in flight, values not known yet
-    last_step: int = 0  # number of the last step with a row of it, which samples the last of these
+    last_step: int = 0  # of a pipeline: number of its last row's step, which samples the last of these
     num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
     num_prefetched_tokens: int = 0  # of these: from a peer, while the prompt was computed
     num_preemptions: int = 0

@@ -1,8 +1,9 @@
 """The runner of a model over several ranks: every plan goes to the followers, and to this process's own shard.
 
 Rank 0 is of the last pipeline stage. Its peers there sample what it samples; ranks of the stages before are told
-which tokens were, with the next plan. As many steps are in flight as there are stages, each with other requests:
-while this stage runs one, the others run the next ones (docs/decisions/0121, 0235).
+which tokens were, with the next plan. As many steps run at once as there are stages, each with other requests:
+while this stage runs one, the others run the next ones (docs/decisions/0121, 0235). Where tokens also return to the
+first stage on the device, one more step is queued (0305).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ParallelRunner:
     ) -> None:
         """local: this rank's runner, for a CPU or a GPU.
 
-        num_in_flight: steps of a pipeline that run at the same time; 0: there is one stage, and `local` says.
+        num_in_flight: most steps of a pipeline; 0: there is one stage, and `local` says.
         is_eager: its `launch` computes, and so waits for the stages before.
         """
         self.local = local

@@ -9,7 +9,6 @@ ranks requests, `admission` starts them, `preemption` takes their blocks back, a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 
 from common.errors import ContextLengthError
 from engine.kv.manager import KVManager
@@ -30,11 +29,10 @@ from engine.scheduling.preemption import Preemption
 from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
+from engine.scheduling.stage_shares import StageShares
 from engine.scheduling.stopping import append_tokens, is_full
 from engine.speculation.drafts import Speculation
 from kvstore.types import BlockId
-
-_last_step = attrgetter("last_step")
 
 
 class Scheduler:
@@ -51,17 +49,11 @@ class Scheduler:
         policy: SchedulingPolicy | None = None,
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
-        num_stages: int = 1,
-        follows_pending: bool = False,
+        stages: StageShares | None = None,
     ) -> None:
-        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided.
-
-        follows_pending: its rows may follow tokens of as many steps before, which the host does not know yet.
-        """
+        """stages: of a pipeline."""
         self.kv = kv
-        self.num_stages = num_stages
-        self._follows_pending = follows_pending
-        self._num_steps = 0  # that have rows
+        self.stages = stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
         self.max_model_len = kv.longest_sequence(max_model_len)
@@ -166,11 +158,11 @@ class Scheduler:
 
         The next `schedule` may then be called before the step has ended.
         """
-        self._num_steps += bool(step.rows)
+        if self.stages is not None:
+            self.stages.advance(step)
         for request, row in step.rows.items():
             request.num_computed_tokens = row.start + row.num_tokens
             request.num_pending_tokens += row.samples + len(row.draft_token_ids)
-            request.last_step = self._num_steps
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         """Apply what the step computed; returns an output for each row that sampled, ended or failed."""
@@ -246,28 +238,9 @@ class Scheduler:
         """The running requests that decode in the next step, and those with more than a token to compute."""
         running = self._queues.running
         decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not is_full(r, self.max_model_len)]
-        if self.num_stages > 1:
-            decodes = self._share_of(decodes)
+        if self.stages is not None:
+            decodes = self.stages.next_share(decodes)
         return decodes, [r for r in running if r.num_uncomputed_tokens > 1]
-
-    def _share_of(self, decodes: list[Request]) -> list[Request]:
-        """Select the requests of a pipeline's next step: an equal share, of those whose last token it will have.
-
-        Shares of as many steps as there are stages are all requests, so each is in one step of each round.
-        """
-        share, rest = divmod(len(decodes), self.num_stages)
-        share = max(share + (self._num_steps % self.num_stages < rest), 1)
-        ready = [request for request in decodes if not request.num_pending_tokens or self._can_follow(request)]
-        ready.sort(key=_last_step)  # who has waited longest first, else in the order of service
-        return ready[:share]
-
-    def _can_follow(self, request: Request) -> bool:
-        """Whether the last stage samples the pending token of `request` before the first one needs it.
-
-        Where the host must know all tokens, the request waits for them instead of the whole pipeline.
-        """
-        num_steps_before = self._num_steps + 1 - request.last_step
-        return self._follows_pending and num_steps_before >= self.num_stages and not request.params.reads_tokens
 
     def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
         """Tokens of the step that prompts must leave unused for the sake of its decode rows."""

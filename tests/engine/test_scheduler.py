@@ -17,6 +17,7 @@ from engine.request import FinishReason, Request, RequestId, RequestStatus, Samp
 from engine.scheduling.policy import FcfsPolicy, PriorityPolicy, SchedulingPolicy
 from engine.scheduling.prompt_budget import PromptBudget
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stage_shares import StageShares
 from engine.speculation.drafts import Speculation
 from examples.scheduling_policy import ShortestPromptFirst
 from kvstore.pool.block_hash import block_keys, root_key
@@ -64,8 +65,7 @@ def make_engine(
         policy=policy,
         speculation=speculation,
         prompt_budget=prompt_budget,
-        num_stages=num_stages,
-        follows_pending=overlap,
+        stages=StageShares(num_stages, overlap) if num_stages > 1 else None,
     )
     runner = BlockMemoryRunner(BLOCK, num_stages + overlap, windows or (0,))
     runner.num_stages = num_stages
