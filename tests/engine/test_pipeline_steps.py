@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
+from engine.engine import Engine
+from engine.plan import StepPlan, StepResult
 from engine.request import Request, SamplingParams
-from tests.engine.fakes import VOCAB_SIZE, expected_tokens
+from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, FakeStep, expected_tokens
 from tests.engine.test_scheduler import assert_quiet, make_engine, run_all
 
 
@@ -87,3 +90,66 @@ def test_a_request_whose_tokens_the_host_must_know_does_not_hold_up_a_pipeline()
         engine.step()
         assert len(runner.in_flight) == 2  # and a third one, until its result was read
     assert runner.num_followed > 15
+
+
+class TimedPipeline:
+    """Counts how long the first stage waits. All stages take as long for each step, and the host HOST of that."""
+
+    HOST = 0.2
+
+    def __init__(self, runner: BlockMemoryRunner) -> None:
+        self.runner = runner
+        self.max_steps_in_flight = runner.max_steps_in_flight
+        self.now = 0.0
+        self.free_at = [0.0] * runner.num_stages
+        self.ends = [0.0]  # of steps
+        self.waited = 0.0
+
+    def launch(self, plan: StepPlan) -> TimedStep:
+        self.now += self.HOST
+        sampled_by = [self.runner.last_token.get(row.request_id, (0, 0))[0] for row in plan.rows]
+        begin = max(self.now, self.ends[max(sampled_by)])
+        self.waited += max(begin - self.free_at[0], 0.0)
+        for stage, free_at in enumerate(self.free_at):
+            begin = self.free_at[stage] = max(begin, free_at) + 1.0
+        self.ends.append(begin)
+        return TimedStep(self, self.runner.launch(plan), begin)
+
+    def needs_known_tokens(self, plan: StepPlan) -> bool:
+        return self.runner.needs_known_tokens(plan)
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step that ends at a moment of its pipeline's clock."""
+
+    pipeline: TimedPipeline
+    step: FakeStep
+    end: float
+
+    def result(self) -> StepResult:
+        self.pipeline.now = max(self.pipeline.now, self.end)
+        return self.step.result()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_first_stage_does_not_wait_for_the_host(num_stages: int) -> None:
+    """Where rows follow tokens that the host does not know; else the host's time is lost in every round."""
+    waited = {}
+    for overlap in (False, True):
+        made, runner = make_engine(400, max_num_seqs=24, budget=64, num_stages=num_stages, overlap=overlap)
+        pipeline = TimedPipeline(runner)
+        engine = Engine(made.scheduler, pipeline, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset())
+        for index in range(3 * num_stages + 1):
+            engine.add_request([index] * 5, SamplingParams(max_tokens=60))
+        while engine.num_ended < 20:
+            engine.step()
+        before, num_steps = pipeline.waited, engine.num_steps
+        while engine.num_ended < 40 * num_stages:
+            engine.step()
+        waited[overlap] = (pipeline.waited - before) / ((engine.num_steps - num_steps) / num_stages)  # in a round
+    assert waited[False] > 0.9 * TimedPipeline.HOST
+    assert waited[True] == pytest.approx(0.0, abs=1e-6)
