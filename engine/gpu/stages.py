@@ -69,28 +69,25 @@ class NcclTokenSource:
 
     def __init__(self, store: Path, max_rows: int, device: torch.device) -> None:
         self._nccl = _open_pair(store, BEFORE)
-        self._received = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._receive(1)  # connects while the store exists
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._nccl.recv([self._tokens[:1]], BEHIND, 0).wait()  # connects while the store exists
 
     def pass_on(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
-        if rows:
-            last_tokens[upload(rows, torch.int64, last_tokens.device)] = self._receive(len(rows))
-
-    def _receive(self, count: int) -> Tensor:
-        tokens = self._received[:count]
-        self._nccl.recv([tokens], BEHIND, 0).wait()  # the stream waits, not the host
-        return tokens
+        if not rows:
+            return
+        index = upload(rows, torch.int64, last_tokens.device)  # first: the rest of the stream waits for the tokens
+        tokens = self._tokens[: len(rows)]
+        self._nccl.recv([tokens], BEHIND, 0).wait()
+        last_tokens[index] = tokens
 
 
 class NcclTokenSink:
-    """The last stage's end of a TokenReturn: on a stream of its own, which does not wait for the steps that the first
-    stage is ahead by.
-    """
+    """The last stage's end of a TokenReturn, on a stream of its own: the runner's has later steps by then."""
 
     def __init__(self, store: Path, max_rows: int, num_stages: int, device: torch.device) -> None:
         self._nccl = _open_pair(store, BEHIND)
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._ends: deque[Any] = deque(maxlen=num_stages)  # of the last steps: marks on the stream that runs them
+        self._ends: deque[Any] = deque(maxlen=num_stages)  # of the last steps, on the runner's stream
         self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._sent = self._nccl.send([self._tokens[:1]], BEFORE, 0)  # connects while the store exists
 
