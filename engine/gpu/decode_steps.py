@@ -43,7 +43,7 @@ class DecodeSteps:
 
         num_buffers: more than steps in flight. takes_queries: steps are given their tokens, with drafts behind them,
         instead of taking what the step before has sampled. passes_on: to another stage, without sampling.
-        returns_tokens: to the first stage or, there, takes them.
+        returns_tokens: to the first stage, or as the first stage from the last.
         """
         num_groups = len(state.block_tables)
         num_fields = NUM_QUERY_ROWS if takes_queries else NUM_ROWS

@@ -62,7 +62,7 @@ class GpuRunner:
         """group: of the ranks that have the other shards of the model. ends: where other stages' layers are."""
         model_config = loaded.model.config  # of this rank's shard
         vocab_size = loaded.config.vocab_size if group is not None else model_config.vocab_size
-        # Steps are any requests' then: with drafts one is in flight, of stages one of each request.
+        # Queries name their row and token where a step has several of a row (drafts) or none (stages).
         self._takes_queries = config.num_speculative_tokens > 0 or config.pp > 1
         self.max_steps_in_flight = 2 if gpu.overlap and not self._takes_queries else 1
         self._sink = ends.sink

@@ -47,8 +47,8 @@ class TokenReturn(Protocol):
     def pass_on(self, last_tokens: Tensor, rows: Sequence[int]) -> None:
         """Queue that the first stage's `last_tokens[rows]` become the last stage's, for the next step.
 
-        Both call it for each step before they queue it. The rows' tokens are of as many steps before as there are
-        stages, or older; later steps do not change them.
+        Both call it for each step that has rows, before they queue it. The tokens were sampled at least as many steps
+        before as there are stages, and steps since then do not change them.
         """
         ...
 

@@ -8,17 +8,19 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu import stages
-from engine.gpu.config import GpuConfig
+from engine.gpu.config import GpuConfig, returns_tokens
 from engine.gpu.stages import NcclTokenSink, NcclTokenSource
 from engine.parallel.group import GlooGroup
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, RequestOutput, SamplingParams
 from kvstore.layout import Shard
 from tests.gpu.models import save_family
 from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, reference
@@ -39,6 +41,14 @@ def stopping(tokens: Sequence[Sequence[int]]) -> list[SamplingParams]:
         replace(params, stop_token_ids=(own[2 + index],)) if index % 2 else params
         for index, (params, own) in enumerate(zip(SAMPLED, tokens, strict=False))
     ]
+
+
+def test_who_has_no_way_back() -> None:
+    config = EngineConfig("model", pp=2)
+    assert returns_tokens(config, GpuConfig())
+    assert not returns_tokens(config, GpuConfig(overlap=False))
+    changes: list[dict[str, Any]] = [{"pp": 1}, {"stage_address": "there:7070"}, {"num_speculative_tokens": 2}]
+    assert not any(returns_tokens(replace(config, **each), GpuConfig()) for each in changes)
 
 
 def num_returned(made: Engine) -> int:
@@ -76,15 +86,17 @@ def test_three_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.soak
-def test_a_request_in_flight_may_be_cancelled_and_named_again_or_handed_over(
+def test_a_request_in_flight_may_fail_or_be_cancelled_and_named_again_or_handed_over(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate(reference(model), greedy(12))
     made = open_stages(model, 2, monkeypatch, GpuConfig(), block_size=4, max_num_batched_tokens=16)
     draw = random.Random(3)
+    failing = made.add_request(PROMPTS[0], SamplingParams(allowed_token_ids=(7,), bad_words=((7,),), seed=0))
+    errors: list[RequestOutput] = []
     live = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, greedy(12), strict=True)]
     for _ in range(16):
-        made.step()
+        errors += [output for output in made.step() if output.error]
         index = draw.randrange(len(PROMPTS))
         if draw.random() < 0.5 and made.abort(live[index].request_id) is not None:
             live[index] = made.add_request(PROMPTS[index], greedy(12)[0], request_id=live[index].request_id)
@@ -93,6 +105,7 @@ def test_a_request_in_flight_may_be_cancelled_and_named_again_or_handed_over(
         for output in made.step():
             if output.finish_reason is FinishReason.PREFILLED:
                 made.scheduler.kv.pool.release(made.scheduler.detach_blocks(output.request))
+    assert [output.request for output in errors] == [failing]
     found = [request.output_token_ids for request in live]
     assert found[1:] == expected[1:]
     assert 0 < len(found[0]) < 12
