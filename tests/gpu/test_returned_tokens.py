@@ -8,7 +8,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -125,28 +126,48 @@ class FakeEvent:
         self.at = self.now[0]
 
 
-@pytest.mark.skipif(ON_GPU, reason="gloo stands in for NCCL on a CPU")
-def test_both_ends_agree_on_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sink waits for the end of the step as many before as there are stages, no later one's."""
-    num_stages, max_rows, now, waited = 3, 6, [0], []
+class FakeStream:
+    """Notes for which events it was to wait, and before which step that was."""
 
-    class FakeStream:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
+    waited: ClassVar[list[tuple[int, int]]]
 
-        def __enter__(self) -> None:
-            pass
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
 
-        def __exit__(self, *_: object) -> None:
-            pass
+    def __enter__(self) -> None:
+        pass
 
-        def wait_event(self, event: FakeEvent) -> None:
-            waited.append((event.at, now[0]))
+    def __exit__(self, *_: object) -> None:
+        pass
 
-    monkeypatch.setattr(stages, "_open_pair", lambda store, rank: GlooGroup(Shard(rank, 2), store.parent)._group)
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waited.append((event.at, event.now[0]))
+
+
+@pytest.fixture
+def gloo(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets it stand in for NCCL on a CPU. The number of the next step is to be put into the list."""
+    now = [0]
+    if ON_GPU:
+        pytest.skip("gloo stands in for NCCL on a CPU")
+    monkeypatch.setattr(FakeStream, "waited", [], raising=False)
+    monkeypatch.setattr(stages, "_open_pair", _open_gloo)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(now))
+    return now
+
+
+def _open_gloo(store: Path, rank: int) -> Any:
+    folder = store.with_suffix(".pair")
+    folder.mkdir(exist_ok=True)
+    return GlooGroup(Shard(rank, 2), folder)._group
+
+
+def test_both_ends_agree_on_messages(gloo: list[int], tmp_path: Path) -> None:
+    """The sink waits for the end of the step as many before as there are stages, no later one's."""
+    num_stages, max_rows = 3, 6
     steps: list[Sequence[int]] = [[], [], [], [0, 4], [], [5, 1, 2], [3]]
     cpu, taken = torch.device("cpu"), torch.full((max_rows,), -1)
 
@@ -160,12 +181,36 @@ def test_both_ends_agree_on_messages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sink = NcclTokenSink(tmp_path / "store", max_rows, num_stages, cpu)
     last_tokens = torch.arange(100, 100 + max_rows)
     for number, rows in enumerate(steps):
-        now[0] = number  # steps that have been queued
+        gloo[0] = number
         sink.pass_on(last_tokens, rows)
     thread.join(60.0)
     assert not thread.is_alive()
     assert taken.tolist() == last_tokens.tolist()
-    assert [at for at, _ in waited] == [at - num_stages + 1 for _, at in waited]
+    assert [at for at, _ in FakeStream.waited] == [number - num_stages + 1 for _, number in FakeStream.waited]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.usefixtures("gloo")
+def test_stages_of_ranks_connect(count: int, tmp_path: Path) -> None:
+    """None waits for one that waits for it, and only the first stage and the last one pass tokens."""
+    config = EngineConfig("model", pp=count, tp=2, max_num_seqs=4, max_num_batched_tokens=16)
+
+    found: dict[tuple[int, int], type] = {}
+
+    def connect(rank: int, index: int) -> None:
+        shape: Any = SimpleNamespace(num_layers=2 * count, hidden_size=4)
+        shard = Shard(rank, 2, layers=(2 * index, 2 * index + 2))
+        loaded: Any = SimpleNamespace(shard=shard, config=shape, device=torch.device("cpu"), dtype=torch.float32)
+        found[rank, index] = type(stages.open_ends(loaded, config, GpuConfig(), tmp_path).tokens)
+
+    places = [(rank, index) for rank in range(2) for index in range(count)]
+    threads = [threading.Thread(target=connect, args=place, daemon=True) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    kinds = [found.get(place) for place in places]
+    assert kinds == [NcclTokenSource, *[type(None)] * (count - 2), NcclTokenSink] * 2
 
 
 @two_gpus
