@@ -137,7 +137,8 @@ class Gateway:
         )
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         skip_special = body.skip_special_tokens is not False
-        grammar = await answer_grammar(body.response_format, body.structured_outputs)
+        num_choices = len(prompts) * per_prompt
+        grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
             params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), grammar)

@@ -17,6 +17,7 @@ from router.api.message_schemas import MAX_LIST, Body, Label
 
 INLINE_CHARS = 4_096  # of a grammar that is checked in a few ms; a longer one is checked on a thread
 MAX_CHOICE_CHARS = 4_096
+MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
 
 
 class JsonSchema(Body):
@@ -66,9 +67,13 @@ class StructuredOutputs(Body):
         return self
 
 
-async def answer_grammar(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> str:
+async def answer_grammar(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
+) -> str:
     """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
     found = _of_structured_outputs(structured) or _of_response_format(response_format)
+    if len(found) * num_choices > MAX_CHARS_OF_CHOICES:
+        raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
     if found:
         try:
             if len(found) <= INLINE_CHARS:
@@ -99,6 +104,6 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
     return grammar.json_object() if wanted.json_text is None else grammar.json_schema(wanted.json_text)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _check_once(text: str) -> None:
     grammar.check_grammar(text)

@@ -137,6 +137,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
         "response_format.json_schema.schema",
     ),
+    ({"structured_outputs": {"regex": "a" * 60_000}, "n": 20}, "n"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
