@@ -54,7 +54,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"the grammar is too complex: {self._matcher.get_error()[:200]}")
+            raise EngineError(f"the grammar is too complex: {self._matcher.get_error().splitlines()[0][:200]}")
 
 
 class Grammars:

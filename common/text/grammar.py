@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLParserLimits
 from common.errors import InvalidRequestError
 
 MAX_GRAMMAR_CHARS = 64 * 1024  # 0.3 s of compiling at most
-# An ambiguous grammar takes up to 30 ms a token, and fails soon; without limits it is seconds. Errors show no state.
-LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=10_000, verbose_errors=False)
+# An ambiguous grammar takes up to 30 ms a token, and fails soon; without limits it is seconds. A lexer's states take
+# 1 kB each; schemas have hundreds. Errors show no state.
+LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
 # Else a model may write blanks forever, and oneOf, which pydantic makes of tagged unions, would be refused.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}", "coerce_one_of": True}
 
