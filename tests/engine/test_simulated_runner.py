@@ -31,7 +31,7 @@ def test_a_request_keeps_its_tokens_wherever_it_goes_on() -> None:
 
 
 def test_what_is_not_computed_is_refused() -> None:
-    with pytest.raises(EngineError, match="no log-probabilities"):
+    with pytest.raises(EngineError, match="neither log-probabilities"):
         make("base=0.0001").generate("hello", SamplingParams(max_tokens=1, logprobs=1))
 
 
