@@ -131,7 +131,7 @@ class Dispatcher:
                 self.watch_kept(choice)
         for link, kept in by_link.items():
             targets = [target.view() for target in self._workers.usable("decode")]
-            for move in choose_moves(link.view(), kept, targets, self.objectives, must_leave=link.load.draining):
+            for move in choose_moves(link.view(), kept, targets, self.objectives, must_leave=link.is_draining):
                 choices[move.choice_id].move(move.chosen)
 
     # -- waiting for a worker ----------------------------------------------------------------------------------

@@ -15,12 +15,14 @@ class Drain:
     def __init__(self) -> None:
         self.is_active = False
         self.is_final = False  # the process ends: nothing can undo it
+        self.num_changes = 0  # reports and replies travel apart: says which of them is the later one
         self._deadline = 0.0
 
     def start(self, grace_seconds: float, now: float, is_final: bool = False) -> None:
         """Take no more requests; the worker ends when the open ones have, at the latest after `grace_seconds`."""
         if not self.is_final:
             self.is_active, self.is_final, self._deadline = True, is_final, now + grace_seconds
+            self.num_changes += 1
             logger.info("draining for at most %.0f s", grace_seconds)
 
     def undo(self) -> None:
@@ -28,6 +30,7 @@ class Drain:
         if self.is_final:
             raise UnavailableError("the worker is stopping")
         self.is_active = False
+        self.num_changes += 1
 
     def is_over(self, is_idle: bool, now: float) -> bool:
         """Whether a draining worker has nothing left to finish, or no time left for it."""

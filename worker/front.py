@@ -252,4 +252,4 @@ class WorkerFront:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
-        return load_report(self._load or EngineLoad(), self.drain.is_active)
+        return load_report(self._load or EngineLoad(), self.drain)

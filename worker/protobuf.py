@@ -18,6 +18,7 @@ from msgspec.structs import asdict as struct_fields
 from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.transport.handle import KvHandle
 from protos import types_pb2 as pb
+from worker.drain import Drain
 from worker.messages import Delta, EngineLoad, Failure, Proceed, Submit
 
 FINISH_REASONS = {
@@ -126,5 +127,5 @@ def failure_of(failure: Failure, request_id: str) -> pb.Failure:
     )
 
 
-def load_report(load: EngineLoad, draining: bool) -> pb.LoadReport:
-    return pb.LoadReport(**struct_fields(load), draining=draining)
+def load_report(load: EngineLoad, drain: Drain) -> pb.LoadReport:
+    return pb.LoadReport(**struct_fields(load), draining=drain.is_active, num_drain_changes=drain.num_changes)

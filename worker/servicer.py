@@ -30,15 +30,16 @@ class WorkerServicer:
             await abort_with(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
-        self._front.drain.start(request.grace_seconds, time.monotonic())
-        return pb.DrainReply(num_open_requests=self._front.num_open_requests)
+        drain = self._front.drain
+        drain.start(request.grace_seconds, time.monotonic())
+        return pb.DrainReply(num_open_requests=self._front.num_open_requests, num_drain_changes=drain.num_changes)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainReply:
         try:
             self._front.drain.undo()
         except MiniInferError as error:
             await abort_with(context, error)
-        return pb.UndrainReply()
+        return pb.UndrainReply(num_drain_changes=self._front.drain.num_changes)
 
 
 def register(role: str, server: RpcServer, front: WorkerFront) -> None:

@@ -64,14 +64,17 @@ class WorkerConnection:
         finally:
             call.cancel()
 
-    async def drain(self, grace_seconds: float) -> int:
-        """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
-        reply = await self._ask("Drain", pb.DrainRequest(grace_seconds=grace_seconds), "refuses to drain")
-        return int(reply.num_open_requests)
+    async def drain(self, grace_seconds: float) -> pb.DrainReply:
+        """Ask the worker to take no more requests and end. Raises UnavailableError."""
+        reply: pb.DrainReply = await self._ask(
+            "Drain", pb.DrainRequest(grace_seconds=grace_seconds), "refuses to drain"
+        )
+        return reply
 
-    async def undrain(self) -> None:
+    async def undrain(self) -> pb.UndrainReply:
         """Ask a draining worker to take requests again. Raises UnavailableError."""
-        await self._ask("Undrain", pb.UndrainRequest(), "is stopping")
+        reply: pb.UndrainReply = await self._ask("Undrain", pb.UndrainRequest(), "is stopping")
+        return reply
 
     async def _ask(self, method: str, request: Any, refusal: str) -> Any:
         try:

@@ -45,6 +45,7 @@ class WorkerLink:
         self.breaker = Breaker()
         self.refused = ""  # why the handshake failed
         self.is_serving = False
+        self.is_draining = False
         self.is_leaving = False  # its address is not listed any more
         self.num_lost = 0  # times the stream ended
         self.lost_time = 0.0  # when the stream ended last; 0: never
@@ -54,6 +55,7 @@ class WorkerLink:
         self._legs: dict[str, Leg] = {}
         self._prepared: set[str] = set()  # ids of legs that the worker knows and that are not open yet
         self._backlog = Backlog()
+        self._num_drain_changes = 0  # of the worker, when `is_draining` became known
 
     # -- what dispatch and policy use --------------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class WorkerLink:
 
     @property
     def is_usable(self) -> bool:
-        return self.info is not None and self.is_serving and not self.load.draining and not self.is_leaving
+        return self.info is not None and self.is_serving and not self.is_draining and not self.is_leaving
 
     def state(self, now: float) -> str:
         """One word for operators."""
@@ -75,7 +77,7 @@ class WorkerLink:
             return "refused"
         if self.info is None:
             return "connecting"
-        if self.load.draining:
+        if self.is_draining:
             return "draining"
         if not self.is_serving:
             return "not_serving"
@@ -179,16 +181,21 @@ class WorkerLink:
         """Ask the worker to take no more requests and end; how many it still has. Raises UnavailableError."""
         if self._connection is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        num_open = await self._connection.drain(grace_seconds)
-        self.load.draining = True  # its next report says so, too
-        return num_open
+        reply = await self._connection.drain(grace_seconds)
+        self._learn_drain(True, reply.num_drain_changes)
+        return reply.num_open_requests
 
     async def undrain(self) -> None:
         """Ask a draining worker to take requests again. Raises UnavailableError."""
         if self._connection is None:
             raise UnavailableError(f"worker {self.worker_id} is not connected")
-        await self._connection.undrain()
-        self.load.draining = False
+        reply = await self._connection.undrain()
+        self._learn_drain(False, reply.num_drain_changes)
+
+    def _learn_drain(self, is_draining: bool, num_changes: int) -> None:
+        """Take what a reply or report says, unless the worker said it before what is known already."""
+        if num_changes >= self._num_drain_changes:
+            self.is_draining, self._num_drain_changes = is_draining, num_changes
 
     # -- what the connection calls -----------------------------------------------------------------------------
 
@@ -219,6 +226,7 @@ class WorkerLink:
         self.breaker.record_failure(self.lost_time)
         self.info, self._connection, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
+        self.is_draining, self._num_drain_changes = False, 0
         self._prepared.clear()
         while self._legs:  # one that fails may close others
             leg = next(iter(self._legs.values()))
@@ -233,6 +241,7 @@ class WorkerLink:
                 self.rates.observe_load(report.load)
                 self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
             self.load = report.load
+            self._learn_drain(report.load.draining, report.load.num_drain_changes)
         legs = self._legs
         for delta in report.deltas:
             leg = legs.get(delta.request_id)

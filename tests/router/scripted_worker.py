@@ -25,6 +25,7 @@ from common.token_ids import num_ids, unpack_ids
 from kvstore.pool.block_hash import HASH_VERSION, block_keys, root_key
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
+from worker.drain import Drain
 
 BLOCK_SIZE = 16
 
@@ -80,7 +81,7 @@ class ScriptedWorker:
         self.releases: list[str] = []
         self.num_tokens = 0
         self.sessions: set[Session] = set()
-        self.draining = False
+        self.drain = Drain()
         self.worker_id = worker_id or role
         self.sequence = 0
         self.keys: set[bytes] = set()
@@ -131,15 +132,16 @@ class ScriptedWorker:
     async def Describe(self, _request: pb.DescribeRequest, _context: Any) -> pb.WorkerInfo:
         return pb.WorkerInfo(**self._info)
 
-    async def Drain(self, _request: pb.DrainRequest, _context: Any) -> pb.DrainReply:
-        self.draining = True
+    async def Drain(self, request: pb.DrainRequest, _context: Any) -> pb.DrainReply:
+        self.drain.start(request.grace_seconds, time.monotonic())
         for session in self.sessions:
             session.reports.put_nowait(pb.StepReport(load=self._load(session)))
-        return pb.DrainReply(num_open_requests=sum(len(session.running) for session in self.sessions))
+        num_open = sum(len(session.running) for session in self.sessions)
+        return pb.DrainReply(num_open_requests=num_open, num_drain_changes=self.drain.num_changes)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Any) -> pb.UndrainReply:
-        self.draining = False
-        return pb.UndrainReply()
+        self.drain.undo()
+        return pb.UndrainReply(num_drain_changes=self.drain.num_changes)
 
     async def Attach(self, commands: AsyncIterator[pb.Command], _context: Any) -> AsyncIterator[pb.StepReport]:
         self.num_streams += 1
@@ -284,8 +286,8 @@ class ScriptedWorker:
 
     def _load(self, session: Session) -> pb.LoadReport:
         return pb.LoadReport(
-            num_running=len(session.running), kv_blocks_total=64, kv_blocks_free=64, draining=self.draining,
-            num_steps=self.num_tokens,
+            num_running=len(session.running), kv_blocks_total=64, kv_blocks_free=64, num_steps=self.num_tokens,
+            draining=self.drain.is_active, num_drain_changes=self.drain.num_changes,
         )  # fmt: skip
 
 

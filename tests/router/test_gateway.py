@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
+from protos import types_pb2 as pb
 from router.journal import Journal
 from tests.router.harness import DRY_RUN, cluster, text_of
 from tests.router.scripted_worker import Script
@@ -372,6 +374,20 @@ async def test_drain_takes_a_worker_out_of_rotation() -> None:
         assert (await c.http.post("/v1/workers/d1/drain?force=true")).status_code == 200
         await c.chat()
         assert c.decode[0].submits
+
+
+async def test_reports_from_before_a_drain_or_its_end_change_nothing() -> None:
+    async with cluster(num_decode=2) as c:
+        link = c.gateway.workers.find("d0")
+        assert link is not None
+        late = pb.StepReport(load=pb.LoadReport(draining=False, num_drain_changes=0))
+        await link.drain(30.0)
+        link.apply(late)  # it was on its way while the worker answered
+        assert (link.state(time.monotonic()), link.is_usable) == ("draining", False)
+        late = pb.StepReport(load=pb.LoadReport(draining=True, num_drain_changes=1))
+        await link.undrain()
+        link.apply(late)
+        assert (link.state(time.monotonic()), link.is_usable) == ("ready", True)
 
 
 async def test_client_request_ids_are_labels_only() -> None:

@@ -22,6 +22,7 @@ from protos import types_pb2 as pb
 from router.api.sampling import ModelLimits
 from router.api.sampling import sampling_params as client_sampling_params
 from router.api.schemas import CompletionBody
+from worker.drain import Drain
 from worker.messages import Delta, EngineInfo, EngineLoad, Failure, RequestTimes, Submit
 from worker.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
 
@@ -108,8 +109,10 @@ def test_structs_that_become_messages_have_their_names(struct: Any, message: Any
 
 
 def test_a_load_report() -> None:
-    assert load_report(EngineLoad(num_running=3, step_seconds=0.5), True) == pb.LoadReport(
-        num_running=3, step_seconds=0.5, draining=True
+    drain = Drain()
+    drain.start(grace_seconds=1.0, now=0.0)
+    assert load_report(EngineLoad(num_running=3, step_seconds=0.5), drain) == pb.LoadReport(
+        num_running=3, step_seconds=0.5, draining=True, num_drain_changes=1
     )
 
 
