@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,10 +67,15 @@ class NixlTransport:
         return bool(shard.address.nixl_agent)
 
     def open(self, shard: PeerShard) -> None:
-        self._peer(shard)
+        with self._connected(shard):
+            pass
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
-        return [self._pull_part(part, pull) if pull.positions else [] for part in pull.parts]
+        digests: list[list[int]] = []
+        for part in pull.parts:
+            with self._connected(part.shard) as peer:
+                digests.append(self._pull_part(part, peer, pull) if pull.positions else [])
+        return digests
 
     def close(self) -> None:
         """Forget all peers. What is on its way ends by itself."""
@@ -78,8 +85,8 @@ class NixlTransport:
         for peer in peers:
             self._agent.disconnect(peer)
 
-    def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
-        shard, peer = part.shard, self._peer(part.shard)
+    def _pull_part(self, part: SourcePart, peer: RemoteAgent, pull: BlockPull) -> list[int]:
+        shard = part.shard
         try:
             memory = peer.pools[shard.rank]
         except IndexError:
@@ -117,37 +124,53 @@ class NixlTransport:
                     self._pool[targets] = blocks
                 else:
                     copy_heads(part.copy, blocks, self._pool, targets)
-        except TransferError:
-            self._forget(shard)
-            raise
         finally:
             with self._lock:
                 self._buffers.append(buffer)
         return digests
 
-    def _peer(self, shard: PeerShard) -> RemoteAgent:
-        """The agent of the peer's present life. Raises TransferError, UnavailableError, HandshakeError."""
+    @contextmanager
+    def _connected(self, shard: PeerShard) -> Iterator[RemoteAgent]:
+        """The agent of the peer's present life, known to NIXL until the end of the block, whatever others do.
+
+        Raises TransferError, UnavailableError, HandshakeError. A TransferError in the block lets the next one connect
+        anew.
+        """
         with self._lock:
-            epoch, peer = self._peers.get(shard.worker_id, (None, None))
-        if peer is not None and epoch == shard.epoch:
-            return peer
-        self._forget(shard)  # an earlier life
+            epoch, known = self._peers.get(shard.worker_id, (None, None))
+            if epoch != shard.epoch:
+                known = None  # an earlier life
+            if known is not None:
+                self._agent.share(known)
+        peer = known or self._connect(shard)
+        try:
+            yield peer
+        except TransferError:
+            with self._lock:
+                if self._peers.get(shard.worker_id) == (shard.epoch, peer):
+                    self._drop(shard.worker_id)
+            raise
+        finally:
+            self._agent.disconnect(peer)
+
+    def _connect(self, shard: PeerShard) -> RemoteAgent:
+        """Get to know the peer and keep it for later, too."""
         peer = self._agent.connect(self._leases.describe_memory(shard))
         if peer.name != shard.address.nixl_agent:
             self._agent.disconnect(peer)
             raise TransferError("the address is another worker's, or this one has restarted (stale epoch)")
         with self._lock:
-            if len(self._peers) >= MAX_PEERS:
-                oldest = next(iter(self._peers))
-                self._agent.disconnect(self._peers.pop(oldest)[1])
+            if shard.worker_id in self._peers:
+                self._drop(shard.worker_id)
+            elif len(self._peers) >= MAX_PEERS:
+                self._drop(next(iter(self._peers)))  # the oldest
+            self._agent.share(peer)
             self._peers[shard.worker_id] = (shard.epoch, peer)
         return peer
 
-    def _forget(self, shard: PeerShard) -> None:
-        with self._lock:
-            _, peer = self._peers.pop(shard.worker_id, (None, None))
-        if peer is not None:
-            self._agent.disconnect(peer)
+    def _drop(self, worker_id: WorkerId) -> None:
+        """Keep a peer no longer; NIXL forgets it after its last pull. With the lock held."""
+        self._agent.disconnect(self._peers.pop(worker_id)[1])
 
     def _take_buffer(self, half_bytes: int) -> _Buffer:
         """A buffer in which nothing is under way. Raises ConfigError when no memory can be registered."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,8 @@ class NixlAgent:
             raise ConfigError(f"NIXL has no {BACKEND} here: its package is incomplete")
         self.name = name
         self._pools: list[list[int]] = []
+        self._users: Counter[str] = Counter()  # of peers, by name: NIXL forgets a peer for all of them at once
+        self._lock = threading.Lock()
 
     def register(self, blocks: Blocks) -> None:
         """Let NIXL read and write these bytes; they must stay where they are. Raises ConfigError."""
@@ -85,17 +89,30 @@ class NixlAgent:
         return msgspec.msgpack.encode([self._agent.get_agent_metadata(), self._pools])
 
     def connect(self, description: bytes) -> RemoteAgent:
-        """Get to know a peer by its `describe`. Raises HandshakeError, TransferError."""
+        """Get to know a peer by its `describe`, until `disconnect`. Raises HandshakeError, TransferError."""
         metadata, pools = _read_description(description)
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except Exception as error:  # a peer's bytes, in the hands of a library
-            raise TransferError(f"NIXL cannot reach the peer: {error}") from error
-        return RemoteAgent(name.decode() if isinstance(name, bytes) else str(name), pools)
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+            except Exception as error:  # a peer's bytes, in the hands of a library
+                raise TransferError(f"NIXL cannot reach the peer: {error}") from error
+            peer = RemoteAgent(name.decode() if isinstance(name, bytes) else str(name), pools)
+            self._users[peer.name] += 1
+        return peer
+
+    def share(self, peer: RemoteAgent) -> None:
+        """Count one more user of a peer that is connected. It calls `disconnect`, too."""
+        with self._lock:
+            self._users[peer.name] += 1
 
     def disconnect(self, peer: RemoteAgent) -> None:
-        with contextlib.suppress(Exception):  # it may be gone already: that is what is wanted
-            self._agent.remove_remote_agent(peer.name)
+        """Forget the peer when this was its last user."""
+        with self._lock:
+            self._users[peer.name] -= 1
+            if self._users[peer.name] == 0:
+                del self._users[peer.name]
+                with contextlib.suppress(Exception):  # it may be gone already: that is what is wanted
+                    self._agent.remove_remote_agent(peer.name)
 
     def read(self, peer: RemoteAgent, remote: Sequence[Span], local: Sequence[Span]) -> NixlRead:
         """Start to copy the peer's spans to registered ones here. Raises TransferError."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from kvstore.transport import nixl as nixl_module
 from kvstore.transport import nixl_agent
 from kvstore.transport.client import KvClient, host_client
 from kvstore.transport.handle import PeerLease
-from kvstore.transport.nixl_agent import NixlAgent, agent_name
+from kvstore.transport.nixl_agent import NixlAgent, NixlRead, agent_name
 from kvstore.types import BlockId, Epoch
 from tests.kvstore.helpers import GEOMETRY, empty_pool, lease_from_hex, with_address, with_shard
 from tests.kvstore.transport import test_head_split as split
@@ -102,6 +103,34 @@ async def test_what_does_not_fit_is_refused(tmp_path: Path, agent: NixlAgent) ->
             await asyncio.to_thread(client.pull, peer, [0, 3], ids(0, 1))
         with reading(agent, "wrong") as (client, _), pytest.raises(TransferError, match="token"):
             await asyncio.to_thread(client.pull, peer, [0], ids(0))
+
+
+@pytest.mark.parametrize("has_own_client", [False, True], ids=["of one client", "of two ranks"])
+async def test_a_pull_outlives_the_failure_of_another_from_the_same_peer(
+    tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch, has_own_client: bool
+) -> None:
+    async with running(tmp_path) as worker:
+        peer = lease_of(worker)
+        with reading(agent) as (client, mine), reading(agent) as (second, _):
+            other = second if has_own_client else client
+            pieces: list[object] = []
+            read = agent.read
+
+            def read_between_failures(*spans: Any) -> NixlRead:
+                pieces.append(spans)
+                if len(pieces) == 3:
+                    with pytest.raises(TransferError, match="as asked"):
+                        other.pull(peer, [3], ids(5))
+                elif len(pieces) == 4:
+                    raise TransferError("as asked")
+                return read(*spans)
+
+            monkeypatch.setattr(nixl_module, "PIECE_BYTES", BLOCK_BYTES)
+            monkeypatch.setattr(agent, "read", read_between_failures)
+            await asyncio.to_thread(client.pull, peer, [0, 1, 2, 3], ids(0, 1, 2, 3))
+            assert len(pieces) == 5
+            np.testing.assert_array_equal(mine[:4], worker.owner.blocks[BLOCKS])
+    assert not agent._users
 
 
 async def test_heads_are_split_anew(tmp_path: Path, agent: NixlAgent) -> None:
