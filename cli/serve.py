@@ -7,6 +7,7 @@ HTTP, models or tokens; `flags` reads the command line.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import shlex
@@ -24,7 +25,7 @@ from cli.supervisor import StartError, Supervisor
 from common.config import misspelt_variables
 from common.errors import ConfigError
 from common.logging import write_line
-from common.model_files import resolve_model
+from common.model_files import ModelFiles, resolve_model
 
 FAILED_START_GRACE_SECONDS = 3.0
 
@@ -34,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
     config = parse_config(argv, os.environ, lambda device: find_gpus(device, os.environ))
     check_ports(config)
     model = resolve_model(config.engine.model)
+    check_ranks(config, model)
     for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
         print(f"note: {line}", file=sys.stderr)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
@@ -56,6 +58,16 @@ def check_ports(config: ClusterConfig) -> None:
             raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
         of_router = config.router.metrics_host or config.router.host
         check_port(of_router if name == "router" else LOOPBACK, port, "--metrics-port")
+
+
+def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
+    """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
+    engines = {role: dataclasses.replace(config.engine, tp=config.tp_of(role)) for role, _, _ in config.workers}
+    if any(engine.num_ranks > 1 for engine in engines.values()):
+        from engine.loader.load import check_model  # imports torch, which takes a second
+
+        for engine in engines.values():
+            check_model(model, engine)
 
 
 def placement_lines(config: ClusterConfig) -> list[str]:

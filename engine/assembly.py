@@ -91,7 +91,8 @@ def _assemble(
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
     from engine.expert_rebalancing import CountedRunner
-    from engine.loader.load import load_model, resolve_device
+    from engine.loader.load import check_model, load_model, resolve_device
+    from engine.loader.supported import check_attention
 
     began = time.monotonic()
     policy = load_policy(config.scheduling_policy)
@@ -101,8 +102,9 @@ def _assemble(
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
     check_kv_dtype(config, device)
+    model_config = check_model(files, config)
     if device.type == "cuda":
-        _check_gpu(config, gpu, files)
+        check_attention(model_config, gpu.attention_backend)
     followers = start_followers(config, device, gpu)
     shard, stage = place_of(0, config)
     with explained(SMALLER_WEIGHTS):
@@ -144,15 +146,6 @@ def _assemble(
     )
     _log_ready(parts, time.monotonic() - began)
     return parts
-
-
-def _check_gpu(config: EngineConfig, gpu: GpuConfig, files: ModelFiles) -> None:
-    """Raise ConfigError for an attention backend that the model cannot have."""
-    from engine.loader.load import read_config
-    from engine.loader.supported import check_attention
-
-    if gpu.attention_backend != "auto":
-        check_attention(read_config(files, config), gpu.attention_backend)
 
 
 def _size_pool(

@@ -93,7 +93,6 @@ def load_model(
     dtype = resolve_dtype(files, engine_config)
     with torch.inference_mode():
         source = open_source(files, engine_config, dtype, device)
-        check_settings(source.config, engine_config)
         conversion = Conversion(source.weights, engine_config, shard, dtype, device)
         if stage is not None:
             shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
@@ -119,6 +118,21 @@ def load_model(
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
     return open_source(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
+
+
+def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
+    """Return the model's config if it fits the settings; reads no weight. Raises ConfigError, UnsupportedModelError.
+
+    For callers that start processes or read weights next: a model that cannot be divided among ranks is known here.
+    """
+    config = read_config(files, engine_config)
+    check_settings(config, engine_config)
+    config.context_length(engine_config.max_model_len)
+    if engine_config.tp > 1:
+        _config_of_rank(config, engine_config, Shard(rank=0, size=engine_config.tp))
+    if engine_config.pp > 1:
+        divide_layers(config, engine_config.pp)
+    return config
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:

@@ -18,11 +18,13 @@ import httpx
 import pytest
 
 from cli.ports import check_port, free_port_range, free_ports
+from cli.serve import run
 from common.errors import ConfigError
 from tests.cli.test_supervisor import is_alive
 from tests.packaging.documentation import commands_of, runnable
 from tests.processes import command_line, descendants
 
+EXPERTS = ["--model=benchmarks/configs/qwen3-30b-a3b", "--load-format=dummy"]
 FLAGS = ["--dry-run", "--num-gpu-blocks=256", "--host-tier-gb=0.01", "--num-threads=1"]
 
 
@@ -217,6 +219,23 @@ def test_a_demo_starts_its_own_cluster_and_takes_it_away(tmp_path):
         assert scene in done.stdout
     assert_gone(lambda: session_pids(str(tmp_path)))
     assert list(tmp_path.glob("mini-infer-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--tp=2"], "2 ranks cannot divide 9 query heads, 3 KV heads .*: choose --tp of 1, 3"),
+        (["--tp=3", "--prefill-tp=2"], "2 ranks cannot divide 9 query heads"),
+        (["--pp=31"], "--pp 31: the model has 30 layers"),
+        (["--ep=3"], "3 ranks cannot divide no experts"),
+        ([*EXPERTS, "--ep=16", "--expert-rebalance-interval=9", "--num-redundant-experts=3"], "16 ranks cannot have"),
+        ([*EXPERTS, "--ep=16", "--max-model-len=99999"], "--max-model-len 99999 exceeds the model's 40960"),
+    ],
+)
+def test_a_model_that_ranks_cannot_divide_is_refused_before_anything_starts(monkeypatch, flags, told):
+    monkeypatch.setattr("cli.serve.run_directory", lambda: pytest.fail("the cluster was started"))
+    with pytest.raises(ConfigError, match=told):
+        run(["--port=0", "--device=cpu", *flags])
 
 
 def test_what_cannot_start_is_one_line_and_leaves_nothing(tmp_path):

@@ -18,6 +18,7 @@ from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.kv.memory import kv_layout
 from engine.loader import load_model
+from engine.loader.load import check_model
 from engine.models.config import ModelConfig, with_latent
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
@@ -174,8 +175,8 @@ def test_a_form_for_a_model_without_latents_is_refused() -> None:
     """Not ignored; the form that is the default says nothing."""
     files = resolve_model("dry-run")
     with pytest.raises(ConfigError, match="--mla latent: LlamaForCausalLM has no latent attention; leave it out"):
-        load_model(files, EngineConfig("dry-run", mla="latent"), torch.device("cpu"))
-    assert load_model(files, EngineConfig("dry-run", mla="absorbed"), torch.device("cpu")).config.latent is None
+        check_model(files, EngineConfig("dry-run", mla="latent"))
+    assert check_model(files, EngineConfig("dry-run", mla="absorbed")).latent is None
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,18 @@ def test_processes_follow_plans() -> None:
             llm.generate(prompt, GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"tp": 3}, "3 ranks cannot divide 4 query heads"), ({"pp": 5}, "--pp 5: the model has 2 layers")],
+)
+def test_a_model_that_ranks_cannot_divide_is_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], told: str
+) -> None:
+    monkeypatch.setattr(engine.assembly, "start_followers", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=told):
+        assemble(EngineConfig("dry-run", device="cpu", num_gpu_blocks=64, **settings))  # type: ignore[arg-type]
+
+
 def test_the_end_of_a_rank_is_seen_from_a_thread() -> None:
     """Also while rank 0 waits for it in a step, as on a GPU, where no collective fails."""
     parts = assemble(EngineConfig("dry-run", device="cpu", tp=2, num_gpu_blocks=64))
