@@ -39,6 +39,7 @@ class KVManager:
         self.groups = groups
         self.block_size = groups.block_size
         self.blocks_per_position = groups.num_groups  # that a request takes when its last ones are full
+        self._windows = [(group, window) for group, window in enumerate(groups.windows) if window]
         self.host_tier = host_tier
         self.stats = CacheStats()
         self.prefixes = Prefixes(pool, groups, fingerprint)
@@ -68,10 +69,10 @@ class KVManager:
         Blocks of its prefix that others use are free of charge; idle ones count as available until it takes them.
         Those of a window are charged: they go back, and the request gets its own.
         """
-        windows = self.groups.windows
+        windows, count = self.groups.windows, self.blocks_per_position
         table = self.prefixes.cached_table(request, request.num_reusable_tokens) if 0 in windows else []
-        kept = [block_id for entry, block_id in enumerate(table) if not windows[entry % len(windows)]]
-        num_shared = sum(1 for block_id in kept if self.pool.refcount(block_id))
+        kept = [table[group::count] for group, window in enumerate(windows) if not window]
+        num_shared = sum(1 for block_ids in kept for block_id in block_ids if self.pool.refcount(block_id))
         return self.groups.most_live(request.num_tokens) - num_shared
 
     def num_blocks_to_resume(self, request: Request, num_tokens: int) -> int:
@@ -103,25 +104,21 @@ class KVManager:
         ones by their position there, and the number of tokens that are cached. The caller has checked that they are
         available.
         """
-        count, num_attached = self.blocks_per_position, len(request.block_ids)
-        num_full = num_tokens // self.block_size if self.pool.enable_prefix_cache else 0
-        request.block_ids += [NO_BLOCK] * (self.num_blocks_for(num_tokens) - num_attached)
+        table, count = request.block_ids, self.blocks_per_position
+        first, last = len(table) // count, min(num_tokens // self.block_size, len(request.block_keys))
+        table += [NO_BLOCK] * (self.num_blocks_for(num_tokens) - len(table))
+        for group, window in enumerate(self.groups.windows):
+            start = max(self.groups.first_live(window, num_tokens), first)
+            found = self.pool.find(self.prefixes.keys(request, group, start, last), NO_BLOCK)
+            self.pool.acquire(_held(found))  # before others are evicted
+            table[start * count + group : last * count : count] = found
         live = self.groups.live_entries(num_tokens, num_tokens)
-        missing: dict[int, int] = {}  # entry -> position in the lease
-        for position, entry in enumerate(live):
-            if entry < num_attached:
-                continue
-            found = self.pool.lookup([self.prefixes.key(request, entry)]) if entry < num_full * count else []
-            if found:
-                self.pool.acquire(found)  # before others are evicted
-                request.block_ids[entry] = found[0]
-            else:
-                missing[entry] = position
-        fresh: dict[int, BlockId] = {}
-        for (entry, position), block_id in zip(missing.items(), self.pool.allocate(len(missing)), strict=True):
-            request.block_ids[entry] = fresh[position] = block_id
-        num_positions = len(request.block_ids) // count
-        return fresh, num_positions * (len(live) - len(fresh)) // len(live) * self.block_size
+        missing = [position for position, entry in enumerate(live) if table[entry] == NO_BLOCK]
+        fresh = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))
+        for position, block_id in fresh.items():
+            table[live[position]] = block_id
+        num_positions = len(table) // count
+        return fresh, num_positions * (len(live) - len(fresh)) // max(len(live), 1) * self.block_size
 
     def attach_from_host(self, request: Request, max_tokens: int, step: ScheduledStep) -> int:
         """Continue the prefix from the host tier: allocate blocks and plan the copies; returns tokens."""
@@ -159,16 +156,18 @@ class KVManager:
 
     def publish(self, request: Request) -> None:
         """Make the request's blocks findable that are full, computed and not published yet."""
-        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        first, count = request.num_published_blocks, self.blocks_per_position
-        if num_full <= first or not self.pool.enable_prefix_cache:
-            return
+        first = request.num_published_blocks
+        if request.num_computed_tokens // self.block_size <= first or not self.pool.enable_prefix_cache:
+            return  # which a step does for most requests, without a look at their tokens
+        last = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
         self.prefixes.extend_keys(request)
-        for entry in range(first * count, num_full * count):
-            block_id = request.block_ids[entry]
-            if block_id != NO_BLOCK:  # left behind already
-                self.pool.publish(block_id, self.prefixes.key(request, entry))
-        request.num_published_blocks = num_full
+        publish, count = self.pool.publish, self.blocks_per_position
+        for group in range(count):
+            blocks = group_table(request.block_ids, group, count, first, last)
+            for block_id, key in zip(blocks, self.prefixes.keys(request, group, first, last), strict=True):
+                if block_id != NO_BLOCK:  # left behind already
+                    publish(block_id, key)
+        request.num_published_blocks = max(last, first)
 
     def release(self, request: Request) -> None:
         """Drop all of the request's blocks and host slots. Keyed blocks stay cached."""
@@ -189,7 +188,7 @@ class KVManager:
     def _release_passed(self, request: Request) -> None:
         """Give back the blocks that no query from the first uncomputed token on reads."""
         block_ids, count = request.block_ids, self.blocks_per_position
-        for group, window in enumerate(self.groups.windows):
+        for group, window in self._windows:
             passed = self.groups.first_live(window, request.num_computed_tokens)
             entry = (passed - 1) * count + group
             while entry >= 0 and block_ids[entry] != NO_BLOCK:
@@ -219,12 +218,13 @@ class KVManager:
         Others are released. None, if the request has given its blocks up before.
         """
         table, request.block_ids = request.block_ids, []
-        live = self.groups.live_entries(num_tokens, num_tokens) if table else []
-        leased = [table[entry] for entry in live]
-        for entry in live:
-            table[entry] = NO_BLOCK
-        self.pool.release(_held(table))
-        return leased
+        num_entries, count = self.num_blocks_for(num_tokens), self.blocks_per_position
+        self.pool.release(_held(table[num_entries:]))
+        for group, window in self._windows:
+            passed = slice(group, self.groups.first_live(window, num_tokens) * count, count)
+            self.pool.release(_held(table[passed]))
+            table[passed] = [NO_BLOCK] * len(table[passed])
+        return _held(table[:num_entries])
 
     # -- host tier -------------------------------------------------------------------------------------------
 
@@ -279,4 +279,5 @@ class KVManager:
 
 
 def _held(table: list[BlockId]) -> list[BlockId]:
-    return [block_id for block_id in table if block_id != NO_BLOCK]
+    """The table without entries that hold nothing: itself, if there are none."""
+    return [block_id for block_id in table if block_id != NO_BLOCK] if NO_BLOCK in table else table

@@ -31,7 +31,12 @@ class Prefixes:
         parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
         keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
 
-    def key(self, request: Request, entry: int) -> BlockKey:
+    def keys(self, request: Request, group: int, first: int, last: int) -> list[BlockKey]:
+        """Keys of a group's full blocks at positions `first` to before `last`."""
+        keys = request.block_keys[first:last]
+        return [group_key(key, group) for key in keys] if group else keys
+
+    def _key(self, request: Request, entry: int) -> BlockKey:
         """Key of a full block: that of an entry of the request's table."""
         position, group = divmod(entry, self._groups.num_groups)
         return group_key(request.block_keys[position], group)
@@ -59,7 +64,7 @@ class Prefixes:
         num_tokens = self._groups.longest_hit(len(keys), has) * self._groups.block_size
         table = [NO_BLOCK] * self._groups.num_entries(num_tokens)
         for entry in self._groups.live_entries(num_tokens, num_tokens):
-            [table[entry]] = self._pool.lookup([self.key(request, entry)])
+            [table[entry]] = self._pool.lookup([self._key(request, entry)])
         return table
 
     def find_on_host(
@@ -74,7 +79,7 @@ class Prefixes:
             slots = tier.lookup(request.block_keys[first:last])
             return first + len(slots), dict(enumerate(slots, first))
         count = groups.num_groups
-        keys = {entry: self.key(request, entry) for entry in range(first * count, last * count)}
+        keys = {entry: self._key(request, entry) for entry in range(first * count, last * count)}
         missing = set(tier.missing(list(keys.values())))
 
         def has(position: int, group: int) -> bool:

@@ -76,6 +76,10 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def find(self, keys: Iterable[BlockKey], absent: BlockId) -> list[BlockId]:
+        """The block of each key, or `absent`. Changes nothing."""
+        return [self._block_of.get(key, absent) for key in keys]
+
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Take one reference on each; cached blocks become used."""
         refcount, cached = self._refcount, self._cached

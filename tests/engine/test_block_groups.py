@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_groups import BlockGroups, group_table
+from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
 from kvstore.pool.block_pool import BlockPool
@@ -64,6 +67,61 @@ def test_what_a_sequence_holds_at_most(
         kv.release(request)
         pool.check_integrity()
         assert pool.num_used == 0
+
+
+@given(WINDOWS, st.integers(1, 4), st.integers(1, 40), st.booleans(), st.data())
+def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
+    windows: tuple[int, ...], block_size: int, num_tokens: int, is_cached: bool, data: st.DataObject
+) -> None:
+    groups = BlockGroups(block_size, windows, step_tokens=64)
+    pool = BlockPool(4 * groups.num_entries(num_tokens), is_cached)
+    kv = KVManager(pool, groups, "f")
+    earlier = Request(RequestId("e"), list(range(num_tokens)), SamplingParams())
+    assert kv.grow(earlier, num_tokens)
+    earlier.num_computed_tokens = data.draw(st.integers(0, num_tokens))
+    kv.publish(earlier)
+    kv.release(earlier)
+    pool.release(pool.allocate(pool.num_free + data.draw(st.integers(0, pool.num_cached))))  # the oldest are evicted
+
+    request = Request(RequestId("r"), list(range(num_tokens + 1)), SamplingParams())
+    kv.attach_cached(request, data.draw(st.integers(0, num_tokens)))
+    table = list(request.block_ids)
+    if is_cached:
+        for entry in range(len(table), num_tokens // block_size * len(windows)):
+            position, group = divmod(entry, len(windows))
+            [key] = kv.prefixes.keys(request, group, position, position + 1)
+            table += pool.lookup([key]) or [NO_BLOCK]
+    table += [NO_BLOCK] * (groups.num_entries(num_tokens) - len(table))
+    fresh, num_cached = kv.attach_for_load(request, num_tokens)
+    live = groups.live_entries(num_tokens, num_tokens)
+    assert list(fresh) == [position for position, entry in enumerate(live) if table[entry] == NO_BLOCK]
+    assert num_cached <= groups.num_positions(num_tokens) * block_size
+    for position, entry in enumerate(live):
+        block_id = request.block_ids[entry]
+        assert block_id == fresh.get(position, table[entry])
+        assert pool.refcount(block_id) == 1
+        assert (pool.key_of(block_id) is None) == (position in fresh)
+    expected = [request.block_ids[entry] for entry in live]
+    assert kv.detach(request, num_tokens) == expected
+    assert pool.num_used == len(expected)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 64)])
+def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block(windows: tuple[int, ...]) -> None:
+    """A call costs more than all else that is done for a block."""
+    num_tokens = 16 * 1000
+    kv = KVManager(BlockPool(3000), BlockGroups(16, windows, step_tokens=64), "f")
+    request = Request(RequestId("r"), list(range(num_tokens + 1)), SamplingParams())
+    kv.prefixes.extend_keys(request)
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([frame.f_code.co_name]) if event == "call" else None)
+    try:
+        kv.attach_for_load(request, num_tokens)
+        kv.detach(request, num_tokens)
+    finally:
+        sys.setprofile(None)
+    assert calls.total() < 100, calls
 
 
 def test_only_the_first_group_is_announced() -> None:

@@ -21,6 +21,7 @@ def test_a_block_is_found_shared_and_cached() -> None:
         assert pool.publish(block_id, key)
     assert pool.lookup(KEYS) == blocks
     assert pool.lookup([KEYS[5], *KEYS]) == []
+    assert pool.find([KEYS[1], KEYS[5], KEYS[0]], BlockId(-1)) == [blocks[1], -1, blocks[0]]
     pool.acquire(blocks)
     pool.release(blocks)
     assert (pool.num_used, pool.num_cached, pool.num_free) == (2, 0, 2)
