@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.status import Status
 
+from cli.terminal.keys import signals_for_main_thread
 from cli.terminal.markdown import Markdown
 
 DEFAULT_COLUMNS = 80
@@ -55,7 +56,8 @@ class TerminalAnswer:
 
     def __enter__(self) -> TerminalAnswer:
         assert self._status is not None
-        self._status.start()
+        with signals_for_main_thread():
+            self._status.start()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -46,6 +46,20 @@ def keys_kept(fd: int) -> Iterator[None]:
 
 
 @contextmanager
+def signals_for_main_thread() -> Iterator[None]:
+    """Let threads that are started inside take no signals.
+
+    Handlers run in the main thread. Where another one has taken the signal, that is only when a system call in which
+    the main thread waits has ended by itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def interrupted_once() -> Iterator[None]:
     """Let the first Ctrl-C raise KeyboardInterrupt; those that an impatient user adds must not end the program."""
     is_first = True

@@ -70,13 +70,8 @@ class Session:
         mode = self.mode
         mode[3] |= termios.ECHO | termios.ICANON
         termios.tcsetattr(self._theirs, termios.TCSANOW, mode)
-
-        def is_set_back() -> bool:
-            # Again and again: where a thread gets it that is not the main one, that waits for the next piece first.
-            os.kill(self.process.pid, signal.SIGCONT)
-            return not self.mode[3] & termios.ECHO
-
-        self.wait_for(is_set_back)
+        os.kill(self.process.pid, signal.SIGCONT)
+        self.wait_for(lambda: not self.mode[3] & termios.ECHO)
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())

@@ -54,6 +54,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server, tmp_path):
     with chat(server, tmp_path, "--dry-run") as session:
         assert f"tiny on {server.url}" in session.screen.text
         session.type("count" + ENTER)
+        session.wait_for("waiting")
+        for _ in range(20):  # the spinner's thread must not take the signal
+            session.suspend_and_continue()
         say(server, "one two thr")
         session.wait_for("one two")
         session.suspend_and_continue()
