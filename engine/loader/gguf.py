@@ -123,7 +123,8 @@ class GgufWeights:
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         stored = self._name_of[name]
         if self.keep_int4 and self._file.has_int4(stored):
-            rows = self.int4[name] = self._file.read_int4(stored).map(lambda part: self._in_order(name, part))
+            rows = self._file.read_int4(stored).map(lambda part: self._in_order(name, part).to(self._device))
+            self.int4[name] = rows
             return rows.dequantize(self._dtype)
         weight = self._in_order(name, self._file.read(stored))
         return weight.to(device=self._device, dtype=self._dtype, copy=True)

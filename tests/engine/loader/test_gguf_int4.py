@@ -11,9 +11,11 @@ import torch
 
 from common.model_files import ModelFiles
 from engine.layers.linear import HalfLinear, Int4Linear, Linear
+from engine.loader.gguf import GgufFile, GgufWeights
 from engine.loader.gguf_int4 import int4_rows, quantize_int4
 from engine.loader.quantize import to_int4
 from engine.loader.quantized_rows import join_rows
+from engine.models.gguf_config import config_from_gguf
 from tests.engine.driving import GREEDY, Driver, make_runner, open_model, random_prompt
 from tests.engine.gguf_files import write_gguf
 from tests.engine.loader.test_gguf import WIDE
@@ -67,6 +69,18 @@ def test_a_model_of_4_bit_blocks_stays_closer_to_its_file_than_with_int8(tmp_pat
     error = {mode: float((values - logprobs["none"]).abs().mean()) for mode, values in logprobs.items()}
     assert error["auto"] < error["int8-weight"]
     assert error["auto"] < 0.05 * float(logprobs["none"].std())
+
+
+def test_4_bit_blocks_come_to_the_models_device(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, TinyModel("Llama", WIDE).build(), "llama", "Q4_1")
+    file = GgufFile(path)
+    config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=True)
+    weights = GgufWeights(file, config, True, torch.bfloat16, torch.device("meta"))
+    weights.keep_int4 = True
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert weights.take(name, weights.shapes[name]).is_meta
+    assert weights.int4[name].values.is_meta
 
 
 def test_rounding_is_within_half_a_step() -> None:
