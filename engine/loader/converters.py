@@ -64,12 +64,12 @@ class Conversion:
         if is_auto and isinstance(weights, PackedWeights) and can_keep_packed(dtype, device):
             self._packed = weights
             self.quant_mode = weights.quantization.label
-        elif is_auto and shard.size > 1:
-            self.quant_mode = "none"
         elif isinstance(weights, GgufWeights) and weights.has_int4:
             self.quant_mode = resolve_quant_mode(config, dtype, device, has_int4=True)
-            if self.quant_mode == "int4-weight" and shard.size == 1:
+            if self.quant_mode == "int4-weight":
                 self._int4 = weights
+        elif is_auto and shard.size > 1:
+            self.quant_mode = "none"
         else:
             self.quant_mode = resolve_quant_mode(config, dtype, device)
 

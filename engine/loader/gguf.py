@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.gguf_header import GgufTensor, read_gguf_header
-from engine.layers.weights import Partition
+from engine.layers.weights import Part, Partition
 from engine.loader.checkpoint import Shape
 from engine.loader.gguf_int4 import BLOCK_BYTES, int4_rows
 from engine.loader.quantized_rows import QuantizedRows
@@ -121,13 +121,21 @@ class GgufWeights:
         return sum(self._file.has_int4(name) for name in matrices) * 2 > len(matrices)
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
+        """See WeightSource."""
+        return self.take_part(name, tuple(map(range, self.shapes[name])))
+
+    def take_part(self, name: str, part: Part) -> Tensor:
+        """See PartSource. The whole tensor is unpacked; 4-bit blocks that are cut become smaller groups."""
         stored = self._name_of[name]
         if self.keep_int4 and self._file.has_int4(stored):
-            rows = self._file.read_int4(stored).map(lambda part: self._in_order(name, part).to(self._device))
-            self.int4[name] = rows
-            return rows.dequantize(self._dtype)
+            whole = self._file.read_int4(stored).map(lambda tensor: self._in_order(name, tensor))
+            rows, columns = part
+            kept = whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
+            self.int4[name] = kept
+            return kept.dequantize(self._dtype)
         weight = self._in_order(name, self._file.read(stored))
-        return weight.to(device=self._device, dtype=self._dtype, copy=True)
+        found = weight[tuple(slice(indices.start, indices.stop) for indices in part)]
+        return found.to(device=self._device, dtype=self._dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
         if self._permuted and ".self_attn.q_proj." in name:

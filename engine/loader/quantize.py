@@ -79,7 +79,10 @@ class Quantizer:
         """The file's 4-bit rows that `linear` was made of, or all of it quantized; None when it is to be int8."""
         if self._int4 is not None:
             known = linear.names and all(name in self._int4 for name in linear.names)
-            return join_rows([self._int4.pop(name) for name in linear.names]) if known else None
+            rows = join_rows([self._int4.pop(name) for name in linear.names]) if known else None
+            if rows is None or rows.group_size % GROUP_SIZE:  # of a rank whose inputs do not begin at a block
+                return None
+            return rows.cut_rows(range(linear.weight.shape[0]))  # of a rank's vocabulary that ends in padding
         if is_head or linear.weight.shape[1] % GROUP_SIZE:
             return None
         rows = quantize_int4(linear.weight)

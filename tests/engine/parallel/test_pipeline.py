@@ -23,7 +23,7 @@ from torch import Tensor
 
 import engine.assembly
 from common.errors import ConfigError, EngineError
-from common.model_files import ModelFiles
+from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
@@ -72,7 +72,7 @@ class ThreadedStages:
     def __init__(
         self, whole: LoadedModel, host_buffer: Tensor | None, config: EngineConfig, tp: int, pp: int
     ) -> None:
-        files = ModelFiles("tiny", "directory", Path(config.model))
+        files = resolve_model(config.model)
         self._plans: list[queue.Queue[bytes]] = []
         links = [[None, *(QueueLink() for _ in range(pp - 1)), None] for _ in range(tp)]
         groups = [ThreadGroup(tp) if tp > 1 else None for _ in range(pp)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import engine.assembly
 from common.errors import ConfigError, EngineError
-from common.model_files import ModelFiles
+from common.model_files import resolve_model
 from engine import LLM, SamplingParams
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
@@ -96,7 +96,7 @@ class ThreadedRanks:
         self._group = ThreadGroup(num_ranks)
         self._executor = ThreadPoolExecutor(num_ranks)
         config = replace(config, tp=num_ranks, **OF_RANKS)
-        files = ModelFiles("tiny", "directory", Path(config.model))
+        files = resolve_model(config.model)
         self._ranks: list[ModelRunner] = []
         for rank in range(num_ranks):
             self._group.join(rank)
