@@ -173,7 +173,8 @@ class EngineConfig:
         if self.pp > 1:
             _require(
                 self.expert_exchange == "sum",
-                "--expert-exchange dispatch divides tokens, and a stage of --pp passes all of them on: choose one",
+                "--expert-exchange dispatch divides tokens among ranks, and a stage of --pp passes all of them on: "
+                "use --expert-exchange sum, or leave --pp out",
             )
             _require(
                 not (self.expert_load_file or self.expert_placement or self.expert_rebalance_interval),

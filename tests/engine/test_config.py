@@ -44,5 +44,5 @@ def test_experts_that_are_exchanged_are_refused_where_nothing_divides_them() -> 
     for interval, is_parallel in ((-1, True), (100, False)):
         with pytest.raises(ConfigError, match="choose 1 or more, between ranks of"):
             EngineConfig(expert_rebalance_interval=interval, expert_parallel=is_parallel, tp=2)
-    with pytest.raises(ConfigError, match="a stage of --pp"):
+    with pytest.raises(ConfigError, match="a stage of --pp passes all of them on: use --expert-exchange sum"):
         EngineConfig(expert_exchange="dispatch", expert_parallel=True, tp=2, pp=2)
