@@ -46,6 +46,11 @@ def lark(text: str) -> str:
     return f"lark:{text}"
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What stands in a Lark grammar for the JSON texts that a schema allows."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
 def check_grammar(grammar: str) -> None:
     """Raise InvalidRequestError for a grammar that cannot be used. Most take under a millisecond."""
     if len(grammar) > MAX_GRAMMAR_CHARS:

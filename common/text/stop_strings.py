@@ -30,7 +30,7 @@ class StopStringMatcher:
             self.match = text[start:end]
             self._held = ""
             return text[: end if self._include else start]
-        keep = self._num_held(text)
+        keep = num_begun(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -52,12 +52,13 @@ class StopStringMatcher:
         end, start = min(found)
         return start, end
 
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that is a proper beginning of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+def num_begun(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is a proper beginning of one of `stops`."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

@@ -44,14 +44,16 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(eos_token_ids)))
         self.special_ids = frozenset(special)
-        self._special_id_of = {text: token_id for token_id, text in special.items()}
+        self.special_id_of = {text: token_id for token_id, text in special.items()}
         longest_first = sorted(special.values(), key=len, reverse=True)
         self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or NO_TEXT})")
         names = dict(named_tokens or {})
         names.setdefault("bos_token", self.token_text(bos_id) if bos_id is not None else "")
         names.setdefault("eos_token", self.token_text(eos_token_ids[0]) if eos_token_ids else "")
+        self.tool_template = templates.get("tool_use") or templates.get("default", "")  # its text
         self._templates = {name: ChatTemplate(text, names, longest_first) for name, text in templates.items()}
         self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
+        self._tables: dict[frozenset[int], TokenTable] = {}  # by the special tokens that they show
         self._hash = ""
 
     def encode(self, text: str, add_special_tokens: bool = False, allow_special: bool = False) -> list[int]:
@@ -95,14 +97,16 @@ class Tokenizer:
         token_ids: list[int] = []
         for index, piece in enumerate(self._special_pattern.split(text)):
             if index % 2:
-                token_ids.append(self._special_id_of[piece])
+                token_ids.append(self.special_id_of[piece])
             elif piece:
                 token_ids += plain.encode(piece.replace(breaker, ""), add_special_tokens=False).ids
         return token_ids
 
-    def detokenizer(self, skip_special: bool = True, continues: bool = False) -> Detokenizer:
-        """An incremental decoder for one new sequence."""
-        return Detokenizer(self.table, skip_special, continues)
+    def detokenizer(
+        self, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """An incremental decoder for one new sequence. shown: special tokens whose texts are never skipped."""
+        return Detokenizer(self._table_showing(shown) if shown else self.table, skip_special, continues)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.table.bytes_of(token_id)
@@ -126,6 +130,14 @@ class Tokenizer:
                 self._plain = Backend.from_str(self._backend.to_str())
                 self._plain.encode_special_tokens = True
             return self._plain
+
+    def _table_showing(self, shown: frozenset[int]) -> TokenTable:
+        table = self._tables.get(shown)
+        if table is None:
+            hidden = self.special_ids - shown
+            table = TokenTable(self.vocab_size, self._piece_bytes_function(), hidden, self._strips_space())
+            self._tables[shown] = table
+        return table
 
     def _strips_space(self) -> bool:
         return not isinstance(self._backend.decoder, decoders.ByteLevel)
