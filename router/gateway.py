@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidRequestError
 from router.api.answer_format import answer_grammar
-from router.api.chat_renderer import ChatRenderer
+from router.api.chat_renderer import ChatRenderer, ToolChatRenderer
 from router.api.completion_renderer import CompletionRenderer
 from router.api.parse import parse_body
 from router.api.prompts import chat_prompt, completion_prompts, text_prompt, truncated
@@ -29,6 +29,7 @@ from router.api.schemas import (
     TokenizeBody,
 )
 from router.api.text import ChoiceText, StopRules
+from router.api.tool_use import ToolText, ToolUse, tool_use
 from router.choice import Choice
 from router.cluster.workers import WorkerTable
 from router.config import HttpConfig, RouterConfig
@@ -96,11 +97,13 @@ class Gateway:
         add_prompt = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        token_ids = await self._chat_ids(model, body, add_prompt)
+        tools = await tool_use(body, model.tokenizer)
+        token_ids = await self._chat_ids(model, body, add_prompt, tools)
         prompts = [truncated(token_ids, body.truncate_prompt_tokens)]
-        request = await self._request(http, model, body, prompts, body.n or 1, arrival)
+        request = await self._request(http, model, body, prompts, body.n or 1, arrival, tools)
         options = self._options(request, model, body, prompts, (), bool(body.logprobs))
-        return self._respond(http, body, request, ChatRenderer(options, model.tokenizer))
+        renderer = ChatRenderer if tools is None else ToolChatRenderer
+        return self._respond(http, body, request, renderer(options, model.tokenizer))
 
     async def completions(self, http: Request, held: HeldBody) -> Response:
         arrival = time.monotonic()
@@ -124,6 +127,7 @@ class Gateway:
         prompts: Sequence[list[int]],
         per_prompt: int,
         arrival: float,
+        tools: ToolUse | None = None,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
         continues = isinstance(body, CompletionBody)  # the text continues the prompt
@@ -138,7 +142,11 @@ class Gateway:
         timeout = timeout_seconds(http.headers, bool(body.stream), self.config.request_timeout_seconds)
         skip_special = body.skip_special_tokens is not False
         num_choices = len(prompts) * per_prompt
-        grammar = await answer_grammar(body.response_format, body.structured_outputs, num_choices)
+        grammar = (
+            tools.grammar
+            if tools
+            else await answer_grammar(body.response_format, body.structured_outputs, num_choices)
+        )
         choices = []
         for prompt_index, token_ids in enumerate(prompts):
             params = sampling_params(body, model.tokenizer, model.limits(), len(token_ids), grammar)
@@ -156,7 +164,11 @@ class Gateway:
                     cache_salt=body.cache_salt or "",
                     session=http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.user or "",
                 )
-                text = ChoiceText(model.tokenizer, rules, continues, has_logprobs, skip_special)
+                text = (
+                    ToolText(tools, model.tokenizer, rules, has_logprobs, skip_special)
+                    if tools
+                    else ChoiceText(model.tokenizer, rules, continues, has_logprobs, skip_special)
+                )
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 
@@ -200,7 +212,11 @@ class Gateway:
         ]
 
     async def _chat_ids(
-        self, model: ServedModel, body: ChatCompletionBody | TokenizeBody, add_prompt: bool
+        self,
+        model: ServedModel,
+        body: ChatCompletionBody | TokenizeBody,
+        add_prompt: bool,
+        tools: ToolUse | None = None,
     ) -> list[int]:
         token_ids = await chat_prompt(
             body.messages or (),
@@ -209,6 +225,7 @@ class Gateway:
             add_prompt,
             bool(body.continue_final_message),
             body.chat_template_kwargs,
+            None if tools is None else tools.descriptions,
         )
         if not token_ids:
             raise InvalidRequestError("the messages give an empty prompt", "messages")

@@ -72,24 +72,34 @@ async def answer_grammar(
 ) -> str:
     """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
     found = _of_structured_outputs(structured) or _of_response_format(response_format)
+    param = "structured_outputs" if structured is not None else "response_format"
+    return await checked_grammar(found, param, num_choices) if found else ""
+
+
+async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
+    """Return the grammar. Raises InvalidRequestError when it cannot be used; `param` is the field it comes from."""
     if len(found) * num_choices > MAX_CHARS_OF_CHOICES:
         raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
-    if found:
-        try:
-            if len(found) <= INLINE_CHARS:
-                _check_once(found)
-            else:
-                await asyncio.to_thread(_check_once, found)
-        except InvalidRequestError as error:
-            param = "structured_outputs" if structured is not None else "response_format"
-            raise InvalidRequestError(f"{param}: {error}", param) from None
+    try:
+        if len(found) <= INLINE_CHARS:
+            _check_once(found)
+        else:
+            await asyncio.to_thread(_check_once, found)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{param}: {error}", param) from None
     return found
 
 
-def _of_response_format(wanted: ResponseFormat | None) -> str:
+def json_answer_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The schema of a whole answer; None: any text."""
     if wanted is None or wanted.type == "text":
-        return ""
-    return grammar.json_object() if wanted.json_schema is None else grammar.json_schema(wanted.json_schema.content)
+        return None
+    return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.content
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> str:
+    schema = json_answer_schema(wanted)
+    return "" if schema is None else grammar.json_schema(schema)
 
 
 def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:

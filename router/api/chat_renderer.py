@@ -1,4 +1,4 @@
-"""The JSON of `/v1/chat/completions`: `chat.completion` and `chat.completion.chunk`."""
+"""The JSON of `/v1/chat/completions`: `chat.completion` and `chat.completion.chunk`, with and without tool calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
 from router.api.results import ChoiceResult, Usage
-from router.api.text import Update
+from router.api.text import DeltaToolCall, Update
 
 
 class ChatRenderer(Renderer):
+    first_content: str | None = ""
+
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, tokenizer, "chat.completion.chunk")
         is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
@@ -22,15 +24,17 @@ class ChatRenderer(Renderer):
         self._plain = plain if is_plain else None
 
     def start(self, index: int, usage: Usage) -> bytes:
-        choice: dict[str, Any] = {
-            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
-        }  # fmt: skip
+        delta = {"role": "assistant", "content": self.first_content}
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         extra = {"prompt_token_ids": self.options.prompt_token_ids[0]} if self.options.return_token_ids else {}
         return self._event(choice, usage, **extra)
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
             return self._plain.render(index, update.text)
+        return self._event(self._chunk_choice(index, update), usage)
+
+    def _chunk_choice(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
@@ -41,7 +45,7 @@ class ChatRenderer(Renderer):
             choice["stop_reason"] = update.stop_reason
         if self.options.return_token_ids:
             choice["token_ids"] = update.token_ids
-        return self._event(choice, usage)
+        return choice
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         options = self.options
@@ -77,3 +81,43 @@ class ChatRenderer(Renderer):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
         return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+class ToolChatRenderer(ChatRenderer):
+    """Answers to requests with tools."""
+
+    first_content = None  # there may be calls alone
+
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
+        super().__init__(options, tokenizer)
+        self._callers: set[int] = set()  # choices that have made calls
+
+    def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
+        if not update.tool_calls:
+            return super().chunk(index, update, usage)
+        self._callers.add(index)
+        return self._event(self._chunk_choice(index, update), usage)
+
+    def _chunk_choice(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
+        choice = super()._chunk_choice(index, update)
+        if update.tool_calls:
+            delta: dict[str, Any] = {"content": update.text} if update.text else {}
+            delta["tool_calls"] = [{"index": call.index, **_tool_call(call)} for call in update.tool_calls]
+            choice["delta"] = delta
+        if update.finish_reason == "stop" and index in self._callers:
+            choice["finish_reason"] = "tool_calls"
+        return choice
+
+    def _choice(self, result: ChoiceResult) -> dict[str, Any]:
+        choice = super()._choice(result)
+        if result.tool_calls:
+            choice["message"]["content"] = result.text or None
+            choice["message"]["tool_calls"] = [_tool_call(call) for call in result.tool_calls]
+            if result.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+        return choice
+
+
+def _tool_call(call: DeltaToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}

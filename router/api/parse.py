@@ -18,6 +18,8 @@ B = TypeVar("B", bound=Body)
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "verbosity"), (None,)),
+    # Of chat completions alone.
+    "parallel_tool_calls": (None, True, False),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -37,9 +39,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Descriptions of functions ask for nothing once the client forbids to call them.
 _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
 # Fields that change nothing here: labels, hints, and defaults that some clients always send.
-_IGNORED = frozenset(
-    {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-)
+_IGNORED = frozenset({"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 
 
 def parse_body(kind: type[B], fields: dict[str, Any]) -> B:

@@ -28,15 +28,16 @@ async def chat_prompt(
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, by the model's template."""
     plain = [_template_message(message) for message in messages]
-    num_chars = sum(len(message["content"]) for message in plain)
+    num_chars = sum(len(message["content"]) for message in plain) + (len(orjson.dumps(tools)) if tools else 0)
     _refuse_hopeless(num_chars, limits, "messages")
 
     def encode() -> list[int]:
         return tokenizer.apply_chat_template(
-            plain, None, add_generation_prompt, continue_final_message, template_kwargs
+            plain, tools, add_generation_prompt, continue_final_message, template_kwargs
         )
 
     return await _maybe_on_thread(encode, num_chars)

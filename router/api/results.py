@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos import types_pb2 as pb
-from router.api.text import Update
+from router.api.text import DeltaToolCall, Update
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class ChoiceResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    tool_calls: list[DeltaToolCall] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -46,6 +47,7 @@ class ChoiceResult:
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.prompt_logprobs += update.prompt_logprobs
+        self.tool_calls += update.tool_calls
         self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
     @property

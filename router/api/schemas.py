@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.answer_format import ResponseFormat, StructuredOutputs
+from router.api.answer_format import ResponseFormat, StructuredOutputs, json_answer_schema
 from router.api.message_schemas import (
     MAX_LABEL_CHARS,
     MAX_LIST,
@@ -22,6 +22,7 @@ from router.api.message_schemas import (
     TemplateKwargs,
     check_messages,
 )
+from router.api.tools import ToolChoice, Tools, check_tools, is_forced
 
 MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
 MAX_PROMPTS = 128
@@ -82,8 +83,7 @@ class GenerationBody(Body):
     def _check(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", "stream_options")
-        is_free = self.response_format is None or self.response_format.type == "text"
-        if self.structured_outputs is not None and not is_free:
+        if self.structured_outputs is not None and json_answer_schema(self.response_format) is not None:
             raise InvalidRequestError(
                 "structured_outputs and response_format exclude each other", "structured_outputs"
             )
@@ -106,6 +106,9 @@ class ChatCompletionBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
@@ -117,6 +120,13 @@ class ChatCompletionBody(GenerationBody):
         if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
         check_messages(self.messages)
+        check_tools(self.tools or [], self.tool_choice)
+        if self.tools and self.tool_choice != "none" and self.structured_outputs is not None:
+            message = "structured_outputs cannot be combined with tools; response_format can"
+            raise InvalidRequestError(message, "structured_outputs")
+        if is_forced(self.tool_choice) and json_answer_schema(self.response_format) is not None:
+            message = "tool_choice asks for a call, response_format for another answer"
+            raise InvalidRequestError(message, "tool_choice")
         return self
 
 

@@ -18,6 +18,16 @@ DEADLINE = "deadline"  # a stop reason
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaToolCall:
+    """A whole call of a function."""
+
+    index: int  # among the calls of its choice
+    call_id: str
+    name: str
+    arguments: str  # the JSON text of an object
+
+
 @dataclass(slots=True)
 class Update:
     """New text and tokens of a choice. Without finish_reason the choice goes on."""
@@ -28,6 +38,7 @@ class Update:
     prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token id that the client gave; or DEADLINE
+    tool_calls: Sequence[DeltaToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def text_of(events: list[Any], index: int = 0) -> str:
     for event in events:
         for choice in event["choices"] if isinstance(event, dict) and "choices" in event else ():
             if choice["index"] == index:
-                pieces.append(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+                pieces.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
     return "".join(pieces)
 
 

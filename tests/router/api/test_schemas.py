@@ -14,6 +14,10 @@ from tests.router.harness import Cluster, cluster
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+DEEP: dict[str, Any] = {}
+for _ in range(200):
+    DEEP = {"items": [DEEP]}
 JSON = {"content-type": "application/json"}
 
 
@@ -126,9 +130,29 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"priority": "high"}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": TOOLS}, "tools"),  # whose template takes none
+    ({"tools": TOOLS * 2, "tool_choice": "none"}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f" * 65}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0.function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+        "tools.0.function.parameters",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "tools.0.function.parameters"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice"),
+    ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
@@ -284,7 +308,7 @@ async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, A
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_not_supported_has_a_code_of_its_own(c: Cluster) -> None:
-    for fields in ({"tools": [{"type": "function"}]}, {"modalities": ["audio"]}):
+    for fields in ({"functions": [{"name": "f"}]}, {"modalities": ["audio"]}):
         error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
         assert error["code"] == "unsupported_parameter"
     error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "colour": 1}))
@@ -377,8 +401,9 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
         stream=True, stream_options={"include_obfuscation": False},
     )  # fmt: skip
     assert answer.status_code == 200
-    functions = [{"type": "function", "function": {"name": "f"}}]
-    assert (await c.chat(tools=functions, tool_choice="none", reasoning_effort="none")).status_code == 200
+    assert (await c.chat(tools=TOOLS, tool_choice="none", reasoning_effort="none")).status_code == 200
+    answer = await c.complete(tools=[], tool_choice="auto", parallel_tool_calls=False)
+    assert answer.status_code == 200
 
 
 @pytest.mark.asyncio(loop_scope="module")

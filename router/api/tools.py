@@ -1,0 +1,85 @@
+"""Schemas of the tools that a chat request offers, and of what it asks of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidRequestError
+from router.api.message_schemas import MAX_LIST, Body
+
+MAX_SCHEMA_DEPTH = 64  # as chat templates render schemas by recursion
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Function(Body):
+    """`strict` changes nothing: the schema is always followed where a call is required, and is advice elsewhere."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        return NO_ARGUMENTS if self.parameters is None else {**self.parameters, "type": "object"}
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_LIST)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    Field(description="'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"),
+]
+
+
+def is_forced(choice: ToolChoice) -> bool:
+    """Whether the answer has to be a call."""
+    return choice == "required" or isinstance(choice, NamedTool)
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice) -> None:
+    """Names must be unique, and what is to be called must exist."""
+    names = Counter(tool.function.name for tool in tools)
+    for index, tool in enumerate(tools):
+        where = f"tools.{index}.function"
+        if names[tool.function.name] > 1:
+            raise InvalidRequestError(f"{where}.name: two tools are called {tool.function.name!r}", f"{where}.name")
+        schema = tool.function.parameters or {}
+        if schema.get("type", "object") != "object":
+            message = f"{where}.parameters must be the JSON schema of an object"
+            raise InvalidRequestError(message, f"{where}.parameters")
+        if _is_deeper(schema, MAX_SCHEMA_DEPTH):
+            message = f"{where}.parameters is nested more than {MAX_SCHEMA_DEPTH} deep"
+            raise InvalidRequestError(message, f"{where}.parameters")
+    if is_forced(choice) and not tools:
+        raise InvalidRequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidRequestError(f"tool_choice: no tool is called {choice.function.name!r}", "tool_choice")
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether objects and arrays are nested more than `limit` deep."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return True

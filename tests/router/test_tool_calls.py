@@ -1,0 +1,255 @@
+"""Tool calls through the official client, against workers that reply what a test says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from common.text.tokenizer import Tokenizer
+from tests.common.text.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
+from tests.router.harness import DRY_RUN, Cluster, cluster
+from tests.router.scripted_worker import Script
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "get_time", "strict": True}}
+TOOLS: Any = [WEATHER, TIME]
+MESSAGES: Any = [{"role": "user", "content": "Hello"}]
+ARGUMENTS = '{"city": "Malmö 🌧"}'
+ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TWO = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+
+
+def tokenizer_of(template: str) -> Tokenizer:
+    return Tokenizer(
+        DRY_RUN._backend, bos_id=256, eos_token_ids=[257], templates={"default": template},
+        vocab_size=DRY_RUN.vocab_size,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def replying(text: str, template: str = HERMES_TEMPLATE, **fields: Any) -> AsyncIterator[Cluster]:
+    tokens_per_step = fields.pop("tokens_per_step", 1)
+    script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step)
+    info = {"max_model_len": 4096}
+    async with cluster(script=script, tokenizer=tokenizer_of(template), info=info, **fields) as c:
+        yield c
+
+
+async def ask(c: Cluster, **fields: Any) -> Any:
+    fields = {"tools": TOOLS, "messages": MESSAGES, "max_tokens": 500, **fields}
+    return await c.openai.chat.completions.create(model="dry-run", **fields)
+
+
+async def streamed(c: Cluster, **fields: Any) -> dict[int, dict[str, Any]]:
+    """Content, calls and finish reason of each choice, as a client adds them up."""
+    choices: dict[int, dict[str, Any]] = {}
+    async for chunk in await ask(c, stream=True, **fields):
+        for choice in chunk.choices:
+            into = choices.setdefault(choice.index, {"content": None, "calls": [], "finish_reason": None})
+            if choice.delta.content is not None:
+                into["content"] = (into["content"] or "") + choice.delta.content
+            for call in choice.delta.tool_calls or ():
+                assert call.index == len(into["calls"])
+                assert call.type == "function"
+                into["calls"].append((call.id, call.function.name, call.function.arguments))
+            into["finish_reason"] = choice.finish_reason or into["finish_reason"]
+    return choices
+
+
+def calls_of(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("reply", "content", "calls", "reason"),
+    [
+        (ONE, None, [("get_weather", ARGUMENTS)], "tool_calls"),
+        (f"{ONE}\n{TWO}", None, [("get_weather", ARGUMENTS), ("get_time", "{}")], "tool_calls"),
+        (f"I look: é\n{TWO}", "I look: é", [("get_time", "{}")], "tool_calls"),
+        ("No <tool> needed.", "No <tool> needed.", [], "stop"),
+        ("<tool_call>\n{garbage}\n</tool_call>", "<tool_call>\n{garbage}\n</tool_call>", [], "stop"),
+        (ONE[:40], ONE[:40], [], "stop"),
+    ],
+    ids=["one", "two", "after text", "text", "garbage", "unfinished"],
+)
+async def test_calls(
+    reply: str, content: str | None, calls: list[tuple[str, str]], reason: str, tokens_per_step: int
+) -> None:
+    async with replying(reply, tokens_per_step=tokens_per_step) as c:
+        [choice] = (await ask(c)).choices
+        assert choice.message.content == content
+        assert calls_of(choice) == calls
+        assert choice.finish_reason == reason
+        [shown] = (await streamed(c)).values()
+        assert shown["content"] == content
+        assert [call[1:] for call in shown["calls"]] == calls
+        assert shown["finish_reason"] == reason
+        ids = [call.id for call in choice.message.tool_calls or ()] + [call[0] for call in shown["calls"]]
+        assert len(set(ids)) == len(ids) == 2 * len(calls)
+        assert not c.decode[0].submits[0].sampling.grammar
+
+
+async def test_tools_reach_the_template_and_results_come_back() -> None:
+    async with replying(TWO) as c:
+        first = await ask(c, extra_body={"return_token_ids": True})
+        prompt = bytes(first.prompt_token_ids).decode()
+        assert f"<tools>{json.dumps(WEATHER)}" in prompt
+        assert '"strict"' not in prompt
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+        again = [*MESSAGES, message.model_dump(exclude_none=True), result]
+        second = await ask(c, messages=again, extra_body={"return_token_ids": True})
+        prompt = bytes(second.prompt_token_ids).decode()
+        assert prompt.endswith(f"[user]Hello[assistant]\n{TWO}[tool]noon[assistant]")
+
+
+async def test_tools_that_must_not_be_called_are_not_shown() -> None:
+    async with replying(TWO) as c:
+        answer = await ask(c, tool_choice="none", extra_body={"return_token_ids": True})
+        assert answer.choices[0].message.content == TWO
+        assert answer.choices[0].message.tool_calls is None
+        assert bytes(answer.prompt_token_ids) == b"[user]Hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_parallel"),
+    [
+        ("required", {"get_weather", "get_time"}, True),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}, False),
+    ],
+    ids=["required", "named"],
+)
+async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_parallel: bool) -> None:
+    async with replying(ONE) as c:
+        answer = await ask(c, tool_choice=choice)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        grammar = c.decode[0].submits[0].sampling.grammar
+        assert {name for name in ("get_weather", "get_time") if name in grammar} == names
+        assert ("call)*" in grammar) is is_parallel
+        await ask(c, tool_choice=choice, parallel_tool_calls=False)
+        assert "call)*" not in c.decode[0].submits[1].sampling.grammar
+
+
+async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_be() -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    async with replying("hi") as c:
+        with pytest.raises(openai.BadRequestError, match="not") as refused:
+            await ask(c, tools=[WEATHER, bad], tool_choice="required")
+        assert refused.value.param == "tools.1.function.parameters"
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        await ask(c, tools=[WEATHER, bad], tool_choice=named)
+        await ask(c, tools=[WEATHER, bad])
+
+
+async def test_an_answer_may_be_json_or_calls() -> None:
+    async with replying(ONE) as c:
+        answer = await ask(c, response_format={"type": "json_object"})
+        assert calls_of(answer.choices[0]) == [("get_weather", ARGUMENTS)]
+        assert "calls | answer" in c.decode[0].submits[0].sampling.grammar
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(c, response_format=bad)
+        assert refused.value.param == "response_format"
+
+
+async def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
+    async with replying(f"{ONE}\n{TWO} and more") as c:
+        [choice] = (await ask(c, parallel_tool_calls=False)).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        [shown] = (await streamed(c, parallel_tool_calls=False)).values()
+        assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
+        assert shown["finish_reason"] == "tool_calls"
+        await c.until(lambda: len(c.decode[0].cancels) == 2)  # the worker is told to stop
+        await c.until(c.is_quiet)
+
+
+async def test_an_answer_that_was_cut_has_no_half_call() -> None:
+    async with replying(f"{TWO}\n{ONE}") as c:
+        for max_tokens, num_calls in ((len(TWO) + 20, 1), (20, 0)):
+            [choice] = (await ask(c, max_tokens=max_tokens)).choices
+            assert len(calls_of(choice)) == num_calls
+            assert choice.finish_reason == "length"
+            assert choice.message.content == ("\n" + ONE[:19] if num_calls else TWO[:20])
+        [choice] = (await ask(c, stop=["get_weather"])).choices
+        assert calls_of(choice) == [("get_time", "{}")]
+        assert choice.message.content == "\n" + ONE.partition("get_weather")[0]
+        assert choice.finish_reason == "tool_calls"
+
+
+async def test_every_choice_has_calls_logprobs_and_usage_of_its_own() -> None:
+    reply = f"ok {TWO}"
+    async with replying(reply) as c:
+        answer = await ask(c, n=2, logprobs=True)
+        assert [calls_of(choice) for choice in answer.choices] == [[("get_time", "{}")]] * 2
+        ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+        assert len(ids) == 2
+        for choice in answer.choices:
+            assert "".join(item.token for item in choice.logprobs.content) == reply + "<eos>"
+        assert answer.usage.completion_tokens == 2 * (len(reply) + 1)
+        shown = await streamed(c, n=2, logprobs=True)
+        for choice in shown.values():
+            assert choice["content"] == "ok"
+            assert [call[1:] for call in choice["calls"]] == [("get_time", "{}")]
+            assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_goes_on_when_its_worker_dies() -> None:
+    async with replying(ONE, num_decode=2) as c:
+        for worker in c.decode:
+            worker.script.die_after_tokens = 30
+        [shown] = (await streamed(c)).values()
+        assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
+        assert sum(len(worker.submits) for worker in c.decode) > 1
+
+
+async def test_a_call_without_markers() -> None:
+    text = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+    async with replying(text, LLAMA3_TEMPLATE) as c:
+        [choice] = (await ask(c)).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert calls_of((await ask(c, tools=[TIME])).choices[0]) == []  # it was not offered
+
+
+async def test_markers_may_be_special_tokens() -> None:
+    backend = type(DRY_RUN._backend).from_str(DRY_RUN._backend.to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(
+        backend, bos_id=256, eos_token_ids=[257], templates={"default": HERMES_TEMPLATE}, vocab_size=320
+    )
+    reply = tokenizer.encode(f"<user>{ONE}", allow_special=True)
+    info = {"max_model_len": 4096}
+    async with cluster(script=Script(reply=reply), tokenizer=tokenizer, info=info) as c:
+        [choice] = (await ask(c, tool_choice="required")).choices
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert choice.message.content is None
+        token_id = tokenizer.special_id_of["<tool_call>"]
+        assert f"<[{token_id}]>" in c.decode[0].submits[0].sampling.grammar
+        assert (await ask(c, tool_choice="none")).choices[0].message.content == ONE[11:-12]
+
+
+class GetWeather(pydantic.BaseModel):
+    city: str
+
+
+async def test_the_openai_package_parses_arguments() -> None:
+    text = f'<tool_call>\n{{"name": "GetWeather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    async with replying(text) as c:
+        answer = await c.openai.chat.completions.parse(model="dry-run", messages=MESSAGES, tools=tools)
+        [call] = answer.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
+        async with c.openai.chat.completions.stream(model="dry-run", messages=MESSAGES, tools=tools) as stream:
+            final = await stream.get_final_completion()
+        [call] = final.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
+        assert final.choices[0].finish_reason == "tool_calls"
