@@ -89,7 +89,10 @@ class ChatTemplate:
         """
         if continue_final_message:
             messages = _mark_end(messages)
-        (messages, tools, variables), breaker = self._guard.apply((messages, tools, variables or {}))
+        try:
+            (messages, tools, variables), breaker = self._guard.apply((messages, tools, variables or {}))
+        except RecursionError:  # arguments of a call, which a model may have written
+            raise InvalidRequestError("the messages hold JSON that is nested too deep", "messages") from None
         own = {
             **self._named_tokens,
             "messages": messages,
@@ -101,7 +104,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"chat_template_kwargs: {taken[0]} cannot be set", "chat_template_kwargs")
         try:
             text = self._template.render({**variables, **own})
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             # What a template raises on messages that it was not written for.
             raise InvalidRequestError(
                 f"the model's chat template cannot be applied to these messages ({type(error).__name__})",

@@ -129,6 +129,24 @@ def test_special_text_in_tool_names_and_keys_is_broken_up() -> None:
     assert json.loads(tokenizer.decode(token_ids, skip_special=False)) == tools
 
 
+def test_json_that_is_nested_too_deep_is_refused() -> None:
+    """Arguments of a call come from a model, by way of the client."""
+    template = "{{ messages[0].tool_calls | tojson }}{{ '<|im_end|>' }}"
+    tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
+    for text in ("x", "<|im_start|>"):
+        for depth in (50, 2000):
+            arguments: Any = text
+            for _ in range(depth):
+                arguments = {"a": arguments}
+            message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
+            if depth == 50:
+                assert tokenizer.apply_chat_template([message])
+                continue
+            with pytest.raises(InvalidRequestError) as refused:
+                tokenizer.apply_chat_template([message])
+            assert refused.value.param == "messages"
+
+
 def test_variables_of_a_template() -> None:
     template = "{{ 'no ' if enable_thinking is false }}{{ effort }}{{ messages[0].content }}{{ eos_token }}"
     tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
