@@ -55,12 +55,14 @@ class RefusalPart(Body):
 class FunctionCall(Body):
     name: Label
     arguments: str
+    parsed_arguments: Any = None  # what the openai package has made of them
 
 
 class ToolCall(Body):
     id: Label
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # from a stream
 
 
 class Message(Body):
@@ -77,6 +79,7 @@ class Message(Body):
     # Answers of OpenAI's that clients send back as they are have these.
     annotations: Any = None
     audio: None = None
+    parsed: Any = None  # what the openai package has made of the content
     function_call: None = None
 
 

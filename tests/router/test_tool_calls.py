@@ -149,6 +149,15 @@ async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_
         await ask(c, tools=[WEATHER, bad])
 
 
+async def test_grammars_of_many_choices_are_bounded() -> None:
+    long = {"type": "object", "properties": {"x" * 20_000: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": long}}]
+    async with replying("hi") as c:
+        with pytest.raises(openai.BadRequestError, match="60 choices") as refused:
+            await ask(c, tools=tools, tool_choice="required", n=60)
+        assert refused.value.param == "n"
+
+
 async def test_an_answer_may_be_json_or_calls() -> None:
     async with replying(ONE) as c:
         answer = await ask(c, response_format={"type": "json_object"})
@@ -248,8 +257,13 @@ async def test_the_openai_package_parses_arguments() -> None:
         answer = await c.openai.chat.completions.parse(model="dry-run", messages=MESSAGES, tools=tools)
         [call] = answer.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        again: Any = [*MESSAGES, answer.choices[0].message, result]
+        await c.openai.chat.completions.create(model="dry-run", messages=again, tools=tools)
         async with c.openai.chat.completions.stream(model="dry-run", messages=MESSAGES, tools=tools) as stream:
             final = await stream.get_final_completion()
         [call] = final.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
         assert final.choices[0].finish_reason == "tool_calls"
+        again = [*MESSAGES, final.choices[0].message, {**result, "tool_call_id": call.id}]
+        await c.openai.chat.completions.create(model="dry-run", messages=again, tools=tools)
