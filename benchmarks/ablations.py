@@ -3,8 +3,8 @@
     python -m benchmarks.ablations --model benchmarks/configs/qwen2.5-7b --load-format dummy --out docs/data
     python -m benchmarks.ablations --series cuda_graphs --model benchmarks/configs/qwen3-0.6b ...
 
-writes OUT/SERIES.jsonl, which `make figures` draws. Every line is measured in a process of its own. Flags that are
-not listed go to `benchmarks.engine` as they are.
+writes OUT/SERIES.jsonl (of a CPU OUT/SERIES_cpu.jsonl), which `make figures` draws. Every line is measured in a
+process of its own. Flags that are not listed go to `benchmarks.engine` as they are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, batch = GPU_STEPS if on_gpu else CPU_STEPS, str(options.batch)
     if options.series == "cuda_graphs":
         steps, batch = GRAPH_STEPS, GRAPH_BATCHES
-    path, lines = Path(options.out, f"{options.series}.jsonl"), []
+    series = options.series if on_gpu else f"{options.series}_cpu"
+    path, lines = Path(options.out, f"{series}.jsonl"), []
     for name, step in steps:
         lines += measure(name, [f"--device={'cuda' if on_gpu else 'cpu'}", *flags, f"--batch={batch}", *step])
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,12 +72,21 @@ def draw_split_kv(axes: Any, lines: Lines) -> None:
     axes.legend()
 
 
+def throughput_cells(line: Mapping[str, Any]) -> Sequence[object]:
+    return line["step"], line["batch"], f"{line['tok_s']:,.0f}", f"{line['fraction_of_floor']:.0%}"
+
+
+THROUGHPUT_HEADER = "switched on", "requests at a time", "output tok/s", "share of the memory floor"
 CHARTS = (
     Chart(
         "throughput", "Throughput by optimization",
         "python -m benchmarks.ablations --model benchmarks/configs/qwen2.5-7b --load-format dummy --out docs/data",
-        draw_throughput, ("switched on", "requests at a time", "output tok/s", "share of the memory floor"),
-        lambda line: (line["step"], line["batch"], f"{line['tok_s']:,.0f}", f"{line['fraction_of_floor']:.0%}"),
+        draw_throughput, THROUGHPUT_HEADER, throughput_cells,
+    ),
+    Chart(
+        "throughput_cpu", "Throughput by optimization, on a CPU",
+        "python -m benchmarks.ablations --device cpu --batch 8 --input 128 --output 64 --out docs/data",
+        draw_throughput, THROUGHPUT_HEADER, throughput_cells,
     ),
     Chart(
         "cuda_graphs", "Decode steps with and without CUDA graphs",

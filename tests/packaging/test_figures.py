@@ -15,6 +15,7 @@ from benchmarks.figures import CHARTS, DOCS, page
 MACHINE = {"machine": "a machine"}
 LINES: dict[str, list[dict[str, Any]]] = {
     "throughput": [{"model": "m", "step": "batching", "batch": 8, "tok_s": 1234.5, "fraction_of_floor": 0.5}],
+    "throughput_cpu": [{"model": "m", "step": "batching", "batch": 8, "tok_s": 234.5, "fraction_of_floor": 0.5}],
     "cuda_graphs": [
         {"model": "m", "step": step, "batch": batch, "tpot_ms": 4.5, "tok_s": 1000.0, "fraction_of_floor": 0.5}
         for step in ("eager", "CUDA graphs")
