@@ -98,6 +98,13 @@ class Cluster:
     def start_service(self, name: str) -> None:
         self.services[name].start(self.env)
 
+    def start_killed(self, num_workers: int) -> None:
+        """Start again what tests have killed, until so many workers are ready."""
+        for name, service in self.services.items():
+            if not service.is_alive():
+                self.start_service(name)
+        self.wait_ready(num_workers)
+
     def wait_ready(self, num_workers: int, seconds: float = START_SECONDS) -> None:
         """Until the router is ready and knows `num_workers` usable workers."""
         deadline = time.monotonic() + seconds

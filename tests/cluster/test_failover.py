@@ -66,10 +66,7 @@ def shared() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
     """All workers run: those that the test before has killed are started again."""
-    for name, service in shared.services.items():
-        if not service.is_alive():
-            shared.start_service(name)
-    shared.wait_ready(4)
+    shared.start_killed(4)
     return shared
 
 

@@ -54,10 +54,7 @@ def shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    for name, service in shared.services.items():
-        if not service.is_alive():
-            shared.start_service(name)
-    shared.wait_ready(3)
+    shared.start_killed(3)
     return shared
 
 
