@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.plan import NewRequest, ScheduledRow, StepPlan
 from engine.request import RequestId, SamplingParams
 from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+WITH_RULES = SamplingParams(max_tokens=1, temperature=0.0, seed=0, logit_bias=((0, 1.0),))
 
 
 def trial_plan(
@@ -35,3 +36,15 @@ def trial_plan(
 def prompt_plan(num_tokens: int, block_size: int, num_groups: int = 1) -> StepPlan:
     """A single prompt."""
     return trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)
+
+
+def warmup_plans(num_tokens: int, block_size: int, num_groups: int = 1) -> Iterator[StepPlan]:
+    """Yield steps whose kernels no captured graph launches.
+
+    The first is a prompt of `num_tokens`. The second has a block of cached context and rules for its logits; it is
+    left out where a prompt is no longer than a block.
+    """
+    yield prompt_plan(num_tokens, block_size, num_groups)
+    if num_tokens > block_size:
+        chunk = block_size, num_tokens - block_size
+        yield trial_plan([chunk], block_size, WITH_RULES, num_groups=num_groups)

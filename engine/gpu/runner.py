@@ -39,7 +39,7 @@ from engine.logprobs import prompt_logprobs, wants_prompt_logprobs
 from engine.plan import ScheduledRow, StepPlan, StepResult
 from engine.request_states import RequestState, RequestStates, UnsampledStep
 from engine.start_progress import OnProgress, no_progress
-from engine.trial_plans import prompt_plan
+from engine.trial_plans import warmup_plans
 
 logger = logging.getLogger(__name__)
 NUM_BUFFERS = 3  # of pinned staging memory: one being filled, two steps in flight
@@ -166,13 +166,19 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """Compile kernels with one prompt, then capture the decode graphs. Uses the pool's first blocks."""
+        """Compile kernels with two prompts, then capture graphs. Uses the pool's first blocks.
+
+        All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
+        """
         on_progress("warming up", None)
         num_positions = min(self._pool.shape[0] // self._num_groups, self._state.block_tables[0].shape[1])
         num_tokens = min(self._max_tokens, num_positions * self._block_size) - 1
-        self.launch(prompt_plan(num_tokens, self._block_size, self._num_groups)).result()
-        self._requests.clear()
-        self._rows.clear()
+        for plan in warmup_plans(num_tokens, self._block_size, self._num_groups):
+            self.launch(plan).result()
+            self._requests.clear()
+            self._rows.clear()
+        if self._copies is not None:
+            self._copies.warm_up()
         if self._use_graphs:
             self.capture(on_progress)
         log_late_compiles()

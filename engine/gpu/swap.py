@@ -44,6 +44,10 @@ class HostCopies:
         self._side = self._torch.Stream()
         self._turn = 0
 
+    def warm_up(self) -> None:
+        """Compile the kernel, by a copy of the pool's first block that nobody reads."""
+        self._kernels.copy_blocks(self._words, self._upload([0]), self._pieces[0], self._order[:1])
+
     def out(self, copies: Sequence[tuple[BlockId, HostSlot]]) -> Callable[[], None]:
         """Copy blocks as they are now to slots. The returned function waits until the slots are written."""
         written = self._torch.Event()

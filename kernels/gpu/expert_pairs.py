@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 SORT_BLOCK = 4096  # pairs that a sorting program looks at together
+LEAST_TOKENS = 32  # fewer are sorted by their program: steps of so many are captured, and so compiled, beforehand
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.c
         place += tl.sum(is_mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_pairs"])
 def _sort_kernel(
     chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +70,7 @@ def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     overlaps = overlaps_launches(chosen)
-    block = sort_block(num_pairs)
+    block = sort_block(max(chosen.shape[0], LEAST_TOKENS) * chosen.shape[1])
     _sort_kernel[(num_experts,)](
         chosen,
         order,

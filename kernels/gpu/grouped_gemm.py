@@ -211,7 +211,7 @@ def grouped_gemm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["num_tokens"])
 def _sum_kernel(
     parts_ptr, chosen_ptr, out_ptr, num_tokens, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):

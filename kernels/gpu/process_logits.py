@@ -52,7 +52,7 @@ class LogitsRules:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def _process_kernel(
     logits_ptr, out_ptr, sources_ptr, rows_ptr, blocked_ptr, bias_ids_ptr, biases_ptr, num_biases_ptr, counts_ptr,
     penalties_ptr, vocab_size, logits_stride, num_words, max_biases, CHUNK: tl.constexpr,

@@ -38,7 +38,7 @@ def join_planes(sums, PLANES: tl.constexpr):
 
 
 @FastLaunch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def _skinny_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N, K, x_stride,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr, TILES_M: tl.constexpr,

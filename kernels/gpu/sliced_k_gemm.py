@@ -30,7 +30,7 @@ MAX_ROWS = 16
 LINE = tl.constexpr(128)  # weights of a line of the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def _sliced_k_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, maxima_ptr, M, N, K, x_stride,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PLANES: tl.constexpr, BLOCK_M: tl.constexpr,

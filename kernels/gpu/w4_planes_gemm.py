@@ -57,7 +57,7 @@ def unpack_to_int8_plain(words):
     return weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def _w4_planes_kernel(
     x_ptr, x_scales_ptr, sums_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, M, N,
     num_chunks,

@@ -53,7 +53,7 @@ def _step(words, x_at, pair_at, has_x, has_pair, GROUP: tl.constexpr, COMPILED: 
     return chunk_sums(none, words, x, pair_at, has_pair, none, "int4", GROUP, COMPILED, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["M"])
 def _w4_rows_kernel(
     x_ptr, words_ptr, pairs_ptr, bias_ptr, out_ptr, M, N, num_chunks, x_stride,
     HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

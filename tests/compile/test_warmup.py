@@ -1,0 +1,174 @@
+"""Steps that are served launch no variant of a kernel that the warm-up has not launched: streams would wait for it.
+
+A launch is bound as for an H200, which says which variant it needs, and goes no further. Graphs are stood in for by
+the steps that would be captured; what they replay when a step is served counts as launched before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+import engine.assembly
+import engine.gpu.runner
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.gpu.attention.backend import PrefillAttention
+from engine.gpu.attention.fa3 import FlashAttention3, Operator
+from engine.gpu.attention.paged import PagedAttention
+from engine.gpu.config import GpuConfig
+from engine.gpu.decode_steps import DecodeSteps
+from engine.gpu.prompt_graphs import PromptGraphs, prompt_step
+from engine.gpu.runner import GpuRunner
+from engine.layers.linear import HalfLinear
+from engine.loader import converters
+from engine.loader.quantize import Quantizer
+from engine.request import SamplingParams
+from engine.trial_plans import WITH_RULES, trial_plan
+from tests.compile import hopper
+from tests.gpu.models import save_tiny_model
+
+BLOCK_SIZE, MAX_TOKENS, MAX_ROWS = 64, 2048, 64
+NUM_STEPS = 60
+PARAMS = (
+    SamplingParams(max_tokens=1, temperature=0.0, seed=0),
+    SamplingParams(max_tokens=1, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, seed=3, logprobs=2),
+    SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=2),
+    SamplingParams(max_tokens=1, temperature=0.7, seed=1, repetition_penalty=1.1, bad_words=((3, 4), (5,))),
+    WITH_RULES,
+)
+
+
+class Launches:
+    """Variants launched since `are_new` was set, and before."""
+
+    def __init__(self) -> None:
+        self.before: set[tuple[str, str]] = set()
+        self.late: set[tuple[str, str]] = set()
+        self.are_new = False
+
+    def add(self, kernel: Any, args: Any, constants: dict[str, Any]) -> None:
+        _, keys, _, _, binder = kernel.device_caches[hopper.DEVICE_INDEX]
+        _, specialization, options = binder(*args, **constants, debug=False, instrumentation_mode="")
+        variant = kernel.__name__, compute_cache_key(keys, specialization, options)
+        if not self.are_new:
+            self.before.add(variant)
+        elif variant not in self.before:
+            self.late.add(variant)
+
+    def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, whose launches are in a graph."""
+
+        @wraps(run)
+        def quietly(*args: Any, **options: Any) -> Any:
+            self.are_new, were_new = False, self.are_new
+            try:
+                return run(*args, **options)
+            finally:
+                self.are_new = were_new
+
+        return quietly
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    hopper.install(monkeypatch)
+    new_tensor = torch.empty
+
+    def at_grid(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **constants: found.add(kernel, args, constants)
+
+    def filled(*shape: Any, **options: Any) -> Tensor:
+        made = new_tensor(*shape, **options)
+        return made if made.is_meta else made.zero_()  # no kernel writes to it: what comes from it must be in range
+
+    monkeypatch.setattr(JITFunction, "__getitem__", at_grid)
+    monkeypatch.setattr(torch, "empty", filled)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
+    )
+    monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
+    monkeypatch.setattr(HalfLinear, "is_available", staticmethod(lambda: False))
+    return found
+
+
+def open_runner(
+    folder: Path, quant_mode: str, backend: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> GpuRunner:
+    """Warmed up, but for graphs."""
+
+    def open_attention(
+        wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str
+    ) -> PrefillAttention:
+        if backend == "triton":
+            return PagedAttention(num_heads, pool.shape[3])
+        operator = Operator(lambda *_, out, **options: out, follows_tables=backend == "fa3 pages")
+        return FlashAttention3(operator, pool, num_heads, dtype)
+
+    monkeypatch.setattr(engine.gpu.runner, "open_attention", open_attention)
+    monkeypatch.setattr(converters, "resolve_quant_mode", lambda *_: quant_mode)
+    monkeypatch.setattr(converters, "Quantizer", lambda chosen, int4, _: Quantizer(chosen, int4, on_gpu=True))
+    save_tiny_model(folder, head_dim=64, hidden=1024, inner=2048, num_experts=num_experts)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
+    settings = EngineConfig(
+        str(folder), device="cpu", dtype="bfloat16", quant_mode="none", num_gpu_blocks=400, block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS, max_model_len=1 << 14,
+    )  # fmt: skip
+    runner = assemble(settings, gpu=GpuConfig(overlap=False)).runner
+    assert isinstance(runner, GpuRunner)
+    return runner
+
+
+def stand_in_for_capture(runner: GpuRunner) -> None:
+    """Run the steps that would be captured."""
+    for num_rows in runner._buckets:
+        runner._decodes._step(num_rows)
+    graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
+    for shape in graphs.shapes:
+        prompt_step(*graphs._parts, graphs._inputs(graphs._buffer, *shape))
+
+
+def some_step(draw: random.Random) -> list[tuple[int, int]]:
+    """(start, tokens) of decode rows and one or two chunks of prompts, of any lengths and contexts."""
+    num_decodes = draw.choice([0, 0, 1, 3, 16, 33, draw.randrange(MAX_ROWS - 1)])
+    shares = [(draw.choice([5, 100, 3000]), 1) for _ in range(num_decodes)]
+    left = MAX_TOKENS - num_decodes
+    for _ in range(min(draw.choice([1, 1, 2]), MAX_ROWS - num_decodes)):
+        num_tokens = min(left, int(2 ** draw.uniform(0, 11)))
+        shares.append((draw.choice([0, 0, 64, 9000, 12000]), num_tokens))
+        left -= num_tokens
+    return [share for share in shares if share[1]]
+
+
+@pytest.mark.parametrize(
+    ("quant_mode", "backend", "num_experts"),
+    [("none", "triton", 8), ("fp8", "fa3", 0), ("int8-weight", "fa3 pages", 0), ("int4-weight", "triton", 0)],
+)
+def test_served_steps_launch_what_the_warm_up_did(
+    quant_mode: str, backend: str, num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    launches: Launches,
+) -> None:  # fmt: skip
+    runner = open_runner(tmp_path, quant_mode, backend, num_experts, monkeypatch)
+    stand_in_for_capture(runner)
+    num_warmed = len(launches.before)
+    monkeypatch.setattr(DecodeSteps, "_run", launches.replayed(DecodeSteps._run))
+    monkeypatch.setattr(PromptGraphs, "run", launches.replayed(PromptGraphs.run))
+    launches.are_new = True
+    draw = random.Random(1)
+    for _ in range(NUM_STEPS):
+        runner.launch(trial_plan(some_step(draw), BLOCK_SIZE, draw.choice(PARAMS), num_blocks=300)).result()
+        runner._requests.clear()
+        runner._rows.clear()
+    assert num_warmed > 15
+    assert not launches.late, sorted(launches.late)
