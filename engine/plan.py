@@ -118,6 +118,15 @@ class StepResult:
         """An empty result for `num_rows` rows."""
         return cls([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
 
+    def put(self, indices: Sequence[int], part: StepResult) -> None:
+        """Take over the results of some rows. indices: where the part's rows are among these."""
+        for own, index in enumerate(indices):
+            self.token_ids[index] = part.token_ids[own]
+            self.logprobs[index] = part.logprobs[own]
+            self.prompt_logprobs[index] = part.prompt_logprobs[own]
+            if own in part.errors:
+                self.errors[index] = part.errors[own]
+
 
 class PendingStep(Protocol):
     """A step that a runner has launched."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.cpu.batch import StepBatch
+from engine.cpu.batch import StepBatch, is_generated
 from engine.cpu.kv_mirror import KVMirror, LayerViews, MirrorRow
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
@@ -93,30 +93,22 @@ class CpuAttention:
     def plan(self, batch: StepBatch, inputs: Tensor) -> CpuMetadata:
         """See BatchAttention."""
         metadata = CpuMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3])
-        # The last token of a prompt, all others cached, is a chunk: computed as if nothing had been cached.
-        decoding = [
-            index
-            for index, request in enumerate(batch.requests[: batch.num_decode_rows])
-            if batch.rows[index].start >= request.num_prompt_tokens
-        ]
+        is_decoding = list(map(is_generated, batch.rows, batch.requests))
+        decoding = [index for index, is_one in enumerate(is_decoding) if is_one]
         starts = [batch.rows[index].start for index in decoding]
         stops = [batch.seq_lens[index] for index in decoding]
-        rows = self._mirror.sync([batch.requests[index] for index in decoding], starts, stops)
+        # A pass of prompts alone leaves the mirror as it is: generated tokens of the same step have their own pass.
+        rows = self._mirror.sync([batch.requests[index] for index in decoding], starts, stops) if decoding else []
         by_arena: dict[int, list[Query]] = {}
         mirrored: list[int] = []
-        unmirrored = sorted(set(range(len(batch.requests))).difference(decoding))
         for index, start, row in zip(decoding, starts, rows, strict=True):
-            if row is None:
-                unmirrored.append(index)
-                continue
-            queries = by_arena.setdefault(row.arena.capacity, [])
+            queries = by_arena.setdefault(id(row.arena), [])
             for seq_len, token in enumerate(range(*batch.query_starts[index : index + 2]), start + 1):
                 mirrored.append(token)
                 queries.append((token, row, seq_len))
         for queries in by_arena.values():
             metadata.groups.append(self._group_of(queries, batch, inputs))
-        for index in unmirrored:
-            metadata.chunks.append(self._chunk_of(batch, index))
+        metadata.chunks += [self._chunk_of(batch, index) for index, is_one in enumerate(is_decoding) if not is_one]
         if metadata.chunks and metadata.groups:
             spans = [torch.arange(chunk.start, chunk.stop) for chunk in metadata.chunks]
             metadata.chunk_tokens, metadata.mirrored_tokens = torch.cat(spans), torch.tensor(mirrored)

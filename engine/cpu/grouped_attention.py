@@ -1,6 +1,7 @@
 """Attention of models with KV groups on a CPU: straight from the pool, from the first key in a window on.
 
-Rows of one query attend together, over tables padded to the longest; chunks one after the other.
+Generated tokens whose keys fill equally many steps of KEY_STEP attend together; chunks one after the other. The shape
+of every GEMM follows from a token's position alone, so that its bits do not depend on what else is in the step.
 
 Which blocks a group's layers read is `BlockGroups`' to say; entries of tables before those are never looked at.
 """
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cpu.batch import StepBatch
+from engine.cpu.batch import StepBatch, is_generated
 from engine.kv.block_groups import BlockGroups, group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
-from kernels.paged_attention import attend_causally, attend_rows, gather_kv, gather_rows, write_kv
+from kernels.cpu_attention import aligned_attention
+from kernels.paged_attention import attend_rows, gather_kv, gather_rows, write_kv
 from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId
+
+KEY_STEP = 64
 
 
 @dataclass(slots=True)
@@ -28,6 +32,17 @@ class GroupRow:
     start: int
     stop: int
     block_ids: Tensor
+    num_keys: int
+    first_key: int  # position of the first of these tokens
+
+
+@dataclass(slots=True)
+class _Single:
+    """A generated token: which of the step's it is, its sequence's blocks, and the keys among theirs that it sees."""
+
+    token: int
+    table: list[BlockId]
+    first_key: int
     num_keys: int
 
 
@@ -48,7 +63,7 @@ class GroupMetadata:
     block_ids: Tensor  # (num_tokens,)
     offsets: Tensor  # (num_tokens,)
     rows: list[GroupRow]
-    singles: SingleQueries | None
+    singles: list[SingleQueries]
 
 
 class GroupedAttention:
@@ -84,34 +99,36 @@ class GroupedAttention:
 
     def _plan_group(self, group: int, batch: StepBatch, inputs: Tensor, rotation: Rotation) -> GroupMetadata:
         groups, block_size = self._groups, self._groups.block_size
+        window = groups.windows[group]
         rows: list[GroupRow] = []
-        singles: list[tuple[int, list[BlockId], int, int]] = []  # token, blocks, the range of keys it sees there
+        singles: dict[int, list[_Single]] = {}  # by the number of keys that they are padded to
         new_blocks: list[Tensor] = []
         for index, request in enumerate(batch.requests):
             start, stop = batch.query_starts[index], batch.query_starts[index + 1]
             seq_len = batch.seq_lens[index]
-            window = groups.windows[group]
             first = groups.first_live(window, seq_len - (stop - start))
             table = group_table(request.block_ids, group, groups.num_groups, first, groups.num_positions(seq_len))
             block_ids = torch.tensor(table, device=self._pool.device)
             new_blocks.append(block_ids[inputs[1][start:stop] // block_size - first])
             num_keys = seq_len - first * block_size
-            if stop - start == 1:
-                singles.append((start, table, max(num_keys - window, 0) if window else 0, num_keys))
+            if stop - start == 1 and is_generated(batch.rows[index], request):
+                padded = -(-num_keys // KEY_STEP) * KEY_STEP
+                single = _Single(start, table, max(num_keys - window, 0) if window else 0, num_keys)
+                singles.setdefault(padded, []).append(single)
             else:
-                rows.append(GroupRow(start, stop, block_ids, num_keys))
-        return GroupMetadata(rotation, torch.cat(new_blocks), inputs[3], rows, self._join(singles))
+                rows.append(GroupRow(start, stop, block_ids, num_keys, first * block_size))
+        joined = [self._join(padded, each) for padded, each in singles.items()]
+        return GroupMetadata(rotation, torch.cat(new_blocks), inputs[3], rows, joined)
 
-    def _join(self, singles: list[tuple[int, list[BlockId], int, int]]) -> SingleQueries | None:
-        if not singles:
-            return None
-        tokens, tables, starts, stops = zip(*singles, strict=True)
-        most, device = max(map(len, tables)), self._pool.device
-        padded = [[*table, *table[-1:] * (most - len(table))] for table in tables]
-        keys = torch.arange(most * self._groups.block_size, device=device)
-        first, end = torch.tensor([starts, stops], device=device)[..., None]
+    def _join(self, num_keys: int, singles: list[_Single]) -> SingleQueries:
+        """num_keys: that all are padded to."""
+        num_blocks, device = -(-num_keys // self._groups.block_size), self._pool.device
+        padded = [[*each.table, *each.table[-1:] * (num_blocks - len(each.table))] for each in singles]
+        keys = torch.arange(num_blocks * self._groups.block_size, device=device)
+        first, end = torch.tensor([[each.first_key, each.num_keys] for each in singles], device=device).T[..., None]
         hidden = (keys < first) | (keys >= end)
-        return SingleQueries(torch.tensor(tokens, device=device), torch.tensor(padded, device=device), hidden)
+        tokens = torch.tensor([each.token for each in singles], device=device)
+        return SingleQueries(tokens, torch.tensor(padded, device=device), hidden)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: list[GroupMetadata]) -> Tensor:
         """See AttentionBackend."""
@@ -120,11 +137,14 @@ class GroupedAttention:
         q, kv = block.heads(qkv, own.rotation)
         write_kv(self._pool, index, kv, own.block_ids, own.offsets)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if own.singles is not None:
-            keys, values = block.context(gather_rows(self._pool, index, own.singles.block_ids))
-            tokens = own.singles.tokens
-            out[tokens] = attend_rows(q[tokens], keys, values, own.singles.hidden, block.sinks)
+        for singles in own.singles:
+            keys, values = block.context(gather_rows(self._pool, index, singles.block_ids))
+            tokens = singles.tokens
+            out[tokens] = attend_rows(q[tokens], keys, values, singles.hidden, block.sinks)
         for row in own.rows:
-            keys, values = block.context(gather_kv(self._pool, index, row.block_ids, row.num_keys))
-            out[row.start : row.stop] = attend_causally(q[row.start : row.stop], keys, values, window, block.sinks)
+            kv = gather_kv(self._pool, index, row.block_ids, row.num_keys).to(q.dtype)
+            own_queries = slice(row.start, row.stop)
+            out[own_queries] = aligned_attention(
+                q[own_queries], *block.context(kv), row.first_key, window, block.sinks
+            )
         return block.outputs(out)

@@ -5,8 +5,7 @@ token's K and V as the pool does, and is dropped when the sequence is not in a s
 row holds. Sequences of similar length share an arena, whose rows one call of `decode_attention` can read; keys lie
 there with their dimensions as rows, as that function wants them.
 
-Knows requests by their block ids and lengths only. It never holds more than its budget; a sequence that finds no
-room simply has no row.
+Knows requests by their block ids and lengths only. It never keeps more than its budget from step to step.
 """
 
 from __future__ import annotations
@@ -136,13 +135,12 @@ class KVMirror:
         self._arenas: dict[int, Arena] = {}
         self._rows: dict[str, MirrorRow] = {}
 
-    def sync(
-        self, requests: Sequence[RequestState], starts: Sequence[int], stops: Sequence[int]
-    ) -> list[MirrorRow | None]:
-        """Rows that hold each request's tokens [0, start) and have room up to `stop`; None without room.
+    def sync(self, requests: Sequence[RequestState], starts: Sequence[int], stops: Sequence[int]) -> list[MirrorRow]:
+        """Rows that hold each request's tokens [0, start) and have room up to `stop`.
 
-        Drops every other row: its request is not part of this decode step. A row may go on before where the last
-        step ended, which takes back what that wrote.
+        A row that the budget has no room for is filled for this step alone: slow, and with the same results. Drops
+        every other row: its request is not part of this decode step. A row may go on before where the last step
+        ended, which takes back what that wrote.
         """
         kept = {
             request.request_id
@@ -151,12 +149,11 @@ class KVMirror:
         }
         for request_id in [name for name in self._rows if name not in kept]:
             self._drop(self._rows.pop(request_id))
-        found: list[MirrorRow | None] = []
+        found: list[MirrorRow] = []
         for request, start, stop in zip(requests, starts, stops, strict=True):
             row = self._rows.get(request.request_id) or self._make(request, start, stop)
-            if row is not None:
-                row.length = stop
-                row.block_ids = request.block_ids[: -(-stop // self._block_size)]
+            row.length = stop
+            row.block_ids = request.block_ids[: -(-stop // self._block_size)]
             found.append(row)
         return found
 
@@ -167,15 +164,15 @@ class KVMirror:
         num_blocks = -(-start // self._block_size)
         return row.block_ids[:num_blocks] == request.block_ids[:num_blocks]
 
-    def _make(self, request: RequestState, start: int, stop: int) -> MirrorRow | None:
-        """A new row, filled from the pool; None when the budget is used up."""
-        arena = self._arena_with_room(capacity_for(stop))
-        if arena is None:
-            return None
-        row = MirrorRow(request, [], start, arena, -1)
-        arena.place(row)
+    def _make(self, request: RequestState, start: int, stop: int) -> MirrorRow:
+        """A new row, filled from the pool; in an arena that nothing keeps when the budget is used up."""
+        capacity = capacity_for(stop)
+        arena = self._arena_with_room(capacity)
+        row = MirrorRow(request, [], start, arena or Arena(self._pool, capacity), -1)
+        row.arena.place(row)
         self._fill(row, request.block_ids[: -(-start // self._block_size)], start)
-        self._rows[request.request_id] = row
+        if arena is not None:
+            self._rows[request.request_id] = row
         return row
 
     def _arena_with_room(self, capacity: int) -> Arena | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import torch
 
 from engine.layers.block import Step
 from engine.layers.forward import AddNorm, Forward, lowered, plain, plain_sum
-from engine.layers.linear import Int4Linear, Int8Linear, LinearLayer
+from engine.layers.linear import Int4Linear, Int8Linear, Linear, LinearLayer, PackedLinear, two_rows_at_least
 from engine.layers.parallel import Group, summed
 from engine.layers.reordered import Reordered
 from engine.models.model import Model
@@ -46,16 +47,23 @@ class CpuForwards:
         vocab_size: int = 0,
         look_up: LookUp | None = None,
         passes_on: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
-        """group, vocab_size, look_up: see `plain`. passes_on: hidden states, to another stage of the model."""
-        self._by_rows = {rows: lower_model(model, rows, group, vocab_size, look_up) for rows in Rows}
+        """group, vocab_size, look_up: see `plain`. passes_on: hidden states, to another stage of the model.
+
+        batch_invariant: a token's bits do not depend on the rows that share its step.
+        """
+        self.batch_invariant = batch_invariant
+        models = {rows: with_invariant_linears(model, rows) if batch_invariant else model for rows in Rows}
+        self._by_rows = {rows: lower_model(models[rows], rows, group, vocab_size, look_up) for rows in Rows}
         if passes_on:
             sums: dict[Rows, AddNorm[torch.Tensor]] = {Rows.ANY: plain_sum, Rows.FEW: sum_of_opposed(model)}
             self._by_rows = {rows: form.ended_by(summed(sums[rows], group)) for rows, form in self._by_rows.items()}
 
     def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step]:
-        """only_decodes: every row is one generated token, with drafts behind it if there are any."""
-        return self._by_rows[Rows.FEW if only_decodes and num_tokens <= MAX_FEW_ROWS else Rows.ANY]
+        """only_decodes: every row is one generated token, followed by its drafts if it has any."""
+        is_few = only_decodes and (self.batch_invariant or num_tokens <= MAX_FEW_ROWS)
+        return self._by_rows[Rows.FEW if is_few else Rows.ANY]
 
 
 def lower_model(
@@ -92,9 +100,18 @@ def sum_of_opposed(model: Model) -> AddNorm[torch.Tensor]:
 
 def with_dense_linears(model: Model) -> Model:
     """The model with the dense copies of its quantized layers, for any number of rows. Weights are shared."""
+    return with_linears(model, dense)
+
+
+def with_invariant_linears(model: Model, rows: Rows) -> Model:
+    """The model with layers whose results for a row do not depend on the number of rows. Weights are shared."""
+    return with_linears(model, lambda linear: invariant(linear if rows is Rows.FEW else dense(linear)))
+
+
+def with_linears(model: Model, replacement: Callable[[LinearLayer], LinearLayer]) -> Model:
     model = replace(model, blocks=[block.copy() for block in model.blocks])
     for ref in model.linears():
-        ref.replace(dense(ref.layer))
+        ref.replace(replacement(ref.layer))
     return model
 
 
@@ -104,4 +121,18 @@ def dense(linear: LinearLayer) -> LinearLayer:
         return linear.dense
     if isinstance(linear, Reordered):
         return Reordered(dense(linear.inner), linear.order)
+    return linear
+
+
+def invariant(linear: LinearLayer) -> LinearLayer:
+    """The layer in a form that computes a row alike in any number of rows.
+
+    The quantized GEMMs and FBGEMM's float16 one do so by themselves.
+    """
+    if isinstance(linear, Int4Linear | Int8Linear):
+        return linear.quantized
+    if isinstance(linear, Reordered):
+        return Reordered(invariant(linear.inner), linear.order)
+    if isinstance(linear, PackedLinear | Linear):
+        return partial(two_rows_at_least, linear)
     return linear

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.cpu.batch import StepBatch
+from engine.cpu.batch import StepBatch, is_generated
 from engine.layers.attention import AttentionBackend, AttentionBlock
 from engine.layers.rotary import Rotation
+from kernels.cpu_attention import aligned_attention
 from kernels.paged_attention import attend_causally, gather_kv, write_kv
 
 
@@ -22,6 +23,14 @@ class BatchAttention(AttentionBackend, Protocol):
         ...
 
 
+class PoolRow(NamedTuple):
+    start: int  # of the row's queries
+    stop: int
+    table: Tensor  # block ids
+    seq_len: int
+    is_generated: bool
+
+
 @dataclass(slots=True)
 class PoolMetadata:
     """For `PoolAttention`: where each new token goes, and each row's range of queries and blocks."""
@@ -29,7 +38,7 @@ class PoolMetadata:
     rotation: Rotation
     block_ids: Tensor  # (num_tokens,)
     offsets: Tensor  # (num_tokens,)
-    rows: list[tuple[int, int, Tensor, int]]  # first query, end of queries, block table, sequence length
+    rows: list[PoolRow]
 
 
 class PoolAttention:
@@ -46,7 +55,8 @@ class PoolAttention:
         for index, request in enumerate(batch.requests):
             seq_len = batch.seq_lens[index]
             table = torch.tensor(request.block_ids[: -(-seq_len // block_size)], device=self._pool.device)
-            rows.append((batch.query_starts[index], batch.query_starts[index + 1], table, seq_len))
+            start, stop = batch.query_starts[index : index + 2]
+            rows.append(PoolRow(start, stop, table, seq_len, is_generated(batch.rows[index], request)))
         return PoolMetadata(Rotation.of(self._rotary, inputs[1]), inputs[2], inputs[3], rows)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: PoolMetadata) -> Tensor:
@@ -54,7 +64,8 @@ class PoolAttention:
         q, kv = block.heads(qkv, metadata.rotation)
         write_kv(self._pool, block.layer, kv, metadata.block_ids, metadata.offsets)
         attended = []
-        for start, stop, table, seq_len in metadata.rows:
-            keys, values = block.context(gather_kv(self._pool, block.layer, table, seq_len))
-            attended.append(attend_causally(q[start:stop], keys, values))
+        for row in metadata.rows:
+            keys, values = block.context(gather_kv(self._pool, block.layer, row.table, row.seq_len).to(q.dtype))
+            attend = attend_causally if row.is_generated else aligned_attention
+            attended.append(attend(q[row.start : row.stop], keys, values))
         return block.outputs(torch.cat(attended))

@@ -6,7 +6,7 @@ cannot be sampled from fails alone; an exception of the forward pass itself prop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.config import EngineConfig
 from engine.cpu.attention import CpuAttention
-from engine.cpu.batch import StepBatch, build_batch
+from engine.cpu.batch import StepBatch, build_batch, is_generated
 from engine.cpu.grouped_attention import GroupedAttention
 from engine.cpu.lowering import CpuForwards
 from engine.cpu.pool_attention import BatchAttention, PoolAttention
@@ -75,8 +75,9 @@ class ModelRunner:
             shape = config.max_num_batched_tokens, model_config.hidden_size
             self._inbox = Inbox(ends.source, torch.zeros(shape, device=loaded.device))  # float32, as the residual is
         look_up = None if self._inbox is None else self._inbox.look_up
+        self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
         self._forwards = CpuForwards(
-            loaded.model, group, loaded.config.vocab_size, look_up, passes_on=ends.sink is not None
+            loaded.model, group, loaded.config.vocab_size, look_up, ends.sink is not None, self._batch_invariant
         )
         self._rearranger: ExpertRearranger | None = None
         if config.expert_rebalance_interval and group is not None:
@@ -102,8 +103,9 @@ class ModelRunner:
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))
-        if rows:
-            self._run(rows, requests, result)
+        for indices in self._passes(rows, requests):
+            part = self._run([rows[i] for i in indices], [requests[i] for i in indices])
+            result.put(indices, part)
         return CompletedStep(result) if self._sink is None else UnsampledStep(rows, requests)
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
@@ -113,7 +115,22 @@ class ModelRunner:
     def check(self) -> None:
         """See Runner: this process is all that there is."""
 
-    def _run(self, rows: list[ScheduledRow], requests: list[RequestState], result: StepResult) -> None:
+    def _passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
+        """Indices of the rows of each forward pass.
+
+        Generated tokens and prompts take different forms of the model. In one pass both would take that of prompts,
+        and a generated token's bits would depend on whether a prompt is in the step.
+        """
+        if not self._batch_invariant:
+            return [list(range(len(rows)))] if rows else []
+        generated: list[int] = []
+        prompts: list[int] = []
+        for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            (generated if is_generated(row, request) else prompts).append(index)
+        return [indices for indices in (generated, prompts) if indices]
+
+    def _run(self, rows: list[ScheduledRow], requests: list[RequestState]) -> StepResult:
+        result = StepResult.of_rows(len(rows))
         batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         metadata = self._backend.plan(batch, inputs)
@@ -124,9 +141,10 @@ class ModelRunner:
         hidden = forward.hidden(Step(inputs[0], attend))
         if self._sink is not None:
             self._sink.send(hidden)
-            return
+            return result
         _add_prompt_logprobs(forward, batch, hidden, result)
         self._add_samples(forward, batch, hidden, result)
+        return result
 
     def wrap_attention(self, wrap: Callable[[BatchAttention], BatchAttention]) -> None:
         """Put `wrap(backend)` in the place of the attention backend, to see every layer go by."""
@@ -145,14 +163,7 @@ class ModelRunner:
         self._requests.clear()
 
     def _forward_for(self, batch: StepBatch) -> Forward[Step]:
-        only_decodes = (
-            self._device.type == "cpu"
-            and batch.num_decode_rows == len(batch.rows)
-            and all(
-                row.start >= request.num_prompt_tokens
-                for row, request in zip(batch.rows, batch.requests, strict=True)
-            )
-        )
+        only_decodes = self._device.type == "cpu" and all(map(is_generated, batch.rows, batch.requests))
         return self._forwards.choose(batch.num_tokens, only_decodes)
 
     def _copy(self, plan: StepPlan) -> None:

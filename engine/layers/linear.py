@@ -128,8 +128,10 @@ class Int8Linear:
         return self.weight_int8.to(self.scales.dtype).mul_(self.scales[:, None])
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self.MAX_INT8_ROWS:
-            return self.dense(x)
+        return self.dense(x) if x.shape[0] > self.MAX_INT8_ROWS else self.quantized(x)
+
+    def quantized(self, x: Tensor) -> Tensor:
+        """The GEMM of the quantized weight, whatever the number of rows."""
         y: Tensor = torch._weight_int8pack_mm(x, self.weight_int8, self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
@@ -168,10 +170,17 @@ class Int4Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self.MAX_INT4_ROWS:
-            return self.dense(x)
+        return self.dense(x) if x.shape[0] > self.MAX_INT4_ROWS else self.quantized(x)
+
+    def quantized(self, x: Tensor) -> Tensor:
+        """The GEMM of the quantized weight, whatever the number of rows."""
         y: Tensor = torch._weight_int4pack_mm_for_cpu(x, self.packed, self.group_size, self.scales_and_zeros)
         return y if self.bias is None else y.add_(self.bias)
+
+
+def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
+    """Compute a single row twice: libraries add up its products in another order than those of several rows."""
+    return linear(x) if x.shape[0] > 1 else linear(x.expand(2, -1))[:1]
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.block import Block, LinearRef, Step
 from engine.layers.expert_slots import ExpertSlots
-from engine.layers.linear import LinearLayer
+from engine.layers.linear import Linear, LinearLayer, two_rows_at_least
 from engine.layers.mlp import take_gated
 from engine.layers.routing import choose_experts
 from engine.layers.weights import CHOICE_BIAS, WeightSource
@@ -64,7 +63,8 @@ class Moe(Block):
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
         if moe.float32_router and self.router.device.type != "meta":
-            self.router = self.router.float()
+            # On a CPU float64: float32's GEMMs add up a row in an order that follows the number of rows.
+            self.router = self.router.double() if self.router.device.type == "cpu" else self.router.float()
         if moe.has_choice_bias:
             self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
         self.rule = moe
@@ -125,7 +125,8 @@ class Moe(Block):
 
     def router_logits(self, x: Tensor) -> Tensor:
         """(num_tokens, num_experts)."""
-        return functional.linear(x.to(self.router.dtype), self.router)
+        logits = two_rows_at_least(Linear(self.router, self.router_bias), x.to(self.router.dtype))
+        return logits.float() if logits.dtype == torch.float64 else logits
 
     def linears(self) -> Iterator[LinearRef]:
         for index, expert in self.experts.items():

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.layers.expert_slots import ExpertSlots
 from engine.layers.linear import Linear
@@ -66,10 +65,6 @@ class StackedMoe(Moe):
         }
         if moe.slots:
             self.slots = ExpertSlots(moe.slots, self.router.device)
-
-    def router_logits(self, x: Tensor) -> Tensor:
-        """See Moe."""
-        return functional.linear(x, self.router, self.router_bias)
 
 
 def _one(stacked: Tensor, expert: int) -> Tensor:

@@ -198,18 +198,20 @@ def test_what_one_sequence_left_behind_does_not_reach_the_next() -> None:
     pair.step([sequences.row(healthy, 1)])
 
 
-def test_rows_without_room_are_none_and_rows_are_reused() -> None:
+def test_rows_without_room_last_for_a_step_and_others_are_reused() -> None:
     pool = torch.zeros(NUM_BLOCKS, NUM_LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     mirror, sequences = KVMirror(pool, budget_tokens=16), Sequences(0)
     requests = [sequences.new() for _ in range(3)]
     for request in requests:
         sequences.row(request, 5)
     held = mirror.sync(requests, [4, 4, 4], [5, 5, 5])
-    assert [row is not None for row in held] == [True, True, False]
-    again = mirror.sync([requests[1], requests[2]], [5, 5], [6, 6])
-    assert again[0] is held[1]
-    assert again[1] is not None
-    assert again[1].index == 0
+    assert held[0].arena is held[1].arena
+    assert held[2].arena is not held[0].arena
+    again = mirror.sync(requests, [5, 5, 5], [6, 6, 6])
+    assert [new is old for new, old in zip(again, held, strict=True)] == [True, True, False]
+    last = mirror.sync([requests[1], requests[2]], [6, 6], [7, 7])
+    assert last[0] is held[1]
+    assert (last[1].arena, last[1].index) == (held[0].arena, 0)
 
 
 def test_capacities_waste_at_most_half() -> None:

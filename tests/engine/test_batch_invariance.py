@@ -1,0 +1,110 @@
+"""On a CPU an answer has the same bits alone and in any company: tokens, and log-probabilities to the last bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.cpu import attention
+from engine.cpu.lowering import invariant
+from engine.engine import Engine
+from engine.layers.linear import Linear, LinearLayer, dense_linear
+from engine.request import Request, SamplingParams
+from tests.engine.driving import random_prompt
+from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE
+
+# Libraries treat products of a few thousand numbers differently, which no real model has.
+LARGER = {
+    "hidden_size": 384,
+    "num_hidden_layers": 2,
+    "num_experts": 32,
+    "n_routed_experts": 32,
+    "num_local_experts": 32,
+}
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True, seed=0)
+LENGTHS = (1, 5, 17, 40, 64, 90, 121, 3, 33, 12, 70, 28)  # more prompts than MAX_INT4_ROWS
+Answers = list[tuple[list[int], str]]
+
+
+def answers(engine: Engine, prompts: list[list[int]], arrivals: random.Random | None = None) -> Answers:
+    """Each prompt's tokens and log-probabilities: one after the other, or arriving at random steps."""
+    requests: dict[int, Request] = {}
+    logprobs: dict[str, list[Any]] = {}
+    waiting = list(range(len(prompts)))
+    if arrivals is not None:
+        arrivals.shuffle(waiting)
+    while waiting or engine.has_work():
+        if waiting and (not engine.has_work() or (arrivals is not None and arrivals.random() < 0.6)):
+            index = waiting.pop()
+            requests[index] = engine.add_request(prompts[index], PARAMS)
+        for output in engine.step():
+            logprobs.setdefault(output.request.request_id, []).extend(output.logprobs)
+    return [
+        (list(requests[index].output_token_ids), repr(logprobs[requests[index].request_id]))
+        for index in range(len(prompts))
+    ]
+
+
+def save(family: str, path: Path) -> Path:
+    tiny = TINY_MODELS[family]
+    larger = {name: value for name, value in LARGER.items() if name in {**SHAPE, **tiny.changes}}
+    return replace(tiny, changes={**tiny.changes, **larger}).save(path)
+
+
+def open_engine(path: Path, **settings: Any) -> Engine:
+    config = EngineConfig(
+        model=str(path), device="cpu", dtype="bfloat16", block_size=8, max_num_batched_tokens=48, max_num_seqs=16,
+        num_gpu_blocks=256, prefix_cache=False, num_threads=1, **settings,
+    )  # fmt: skip
+    return assemble(config).engine
+
+
+@pytest.mark.parametrize("quant_mode", ["none", "int8-weight", "int4-weight"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3-moe", "deepseek-v2-lite", "gemma3", "gpt-oss"])
+def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -> None:
+    engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
+    alone = answers(engine, prompts)
+    for seed in range(4):
+        assert answers(engine, prompts, random.Random(seed)) == alone
+
+
+def test_drafts_change_nothing(tmp_path: Path) -> None:
+    path = save("qwen2", tmp_path)
+    prompts = [random_prompt(4, VOCAB_SIZE, length) * (1 + length // 4) for length in LENGTHS]
+    alone = answers(open_engine(path), prompts)
+    engine = open_engine(path, num_speculative_tokens=3)
+    assert answers(engine, prompts, random.Random(0)) == alone
+
+
+def test_a_mirror_without_room_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that find no room in the KV mirror are read from the pool, with the same arithmetic."""
+    path = save("qwen2", tmp_path)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
+    alone = answers(open_engine(path), prompts)
+    monkeypatch.setattr(attention, "MIRROR_TO_POOL_BYTES", 0.2)
+    assert answers(open_engine(path), prompts, random.Random(0)) == alone
+
+
+def test_without_it_company_changes_bits(tmp_path: Path) -> None:
+    """The control: what the tests above compare does differ, where nothing is done about it."""
+    engine = open_engine(save("qwen2", tmp_path), batch_invariant=False)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
+    assert answers(engine, prompts, random.Random(0)) != answers(engine, prompts)
+
+
+@pytest.mark.parametrize("make", [Linear, dense_linear])
+def test_a_single_row_of_many_columns(make: Any) -> None:
+    torch.manual_seed(0)
+    layer: LinearLayer = invariant(make((torch.randn(256, 6144) / 80).bfloat16(), None))
+    x = torch.randn(9, 6144).bfloat16()
+    together = layer(x)
+    for row in range(9):
+        torch.testing.assert_close(layer(x[row : row + 1]), together[row : row + 1], atol=0, rtol=0)
