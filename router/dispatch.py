@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import OverloadedError, UnavailableError
 from kvstore.types import WorkerId
-from router.cluster.admission import AnswerLength, check_in_time
+from router.cluster.admission import AnswerLength, DrainRate, check_in_time
 from router.cluster.failures import WorkerLostError
 from router.cluster.leg import Leg
 from router.cluster.model_workers import ModelWorkers
@@ -48,6 +48,7 @@ class Dispatcher:
         self._workers = workers
         self._random = random.Random()
         self._turn = 0
+        self._drain = DrainRate()
         self._waiting: dict[Choice, None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         self._kept: dict[str, Choice] = {}
@@ -60,9 +61,11 @@ class Dispatcher:
 
     def admit(self) -> None:
         """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
+        now = time.monotonic()
         if self.num_waiting + 1 > self.config.max_queue:
-            raise OverloadedError("the server is overloaded: too many requests are waiting", self._retry_after())
-        self._check_absence(time.monotonic())
+            seconds = self._drain.seconds(self.num_waiting, now)
+            raise OverloadedError("the server is overloaded: too many requests are waiting", seconds)
+        self._check_absence(now)
 
     # -- which workers are next --------------------------------------------------------------------------------
 
@@ -168,11 +171,14 @@ class Dispatcher:
     # -- bookkeeping -------------------------------------------------------------------------------------------
 
     def opened(self, journal: Journal) -> None:
+        if not self.num_waiting:
+            self._drain.began(journal.arrival)
         self.num_waiting += 1
         self.open_choices.add(journal)
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
+        self._drain.observe(now)
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
@@ -197,9 +203,3 @@ class Dispatcher:
         self.open_choices.remove(journal)
         self.metrics.choice_ended(journal, now)
         self.explain.ended(journal, now)
-
-    def _retry_after(self) -> float:
-        """About the time until half of the queue is gone, by the steps that workers report."""
-        links = self._workers.usable("decode")
-        step = max((link.rates.step_seconds for link in links), default=0.0) or 0.02
-        return min(max(self.num_waiting * step, 1.0), 30.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 import uuid
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -23,6 +25,7 @@ from common.logging import RateLimit, traceback_text
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
+MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
 REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
 
 
@@ -68,12 +71,22 @@ def error_object(error: BaseException) -> dict[str, Any]:
 def error_headers(error: BaseException) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if isinstance(error, OverloadedError):
-        headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
+        headers["retry-after"] = str(retry_after(error.retry_after_seconds, random.random()))
     elif status_of(error) == 503:
         headers["retry-after"] = "1"
     elif isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
     return headers
+
+
+def retry_after(expected_seconds: float, draw: float) -> int:
+    """Whole seconds to wait until a server with room in `expected_seconds` is asked again.
+
+    Clients that are refused together must not return together: up to half as long again, at least two seconds,
+    by `draw`, which is uniform in [0, 1).
+    """
+    first = min(max(math.ceil(expected_seconds), 1), MAX_RETRY_SECONDS * 2 // 3)
+    return first + int(draw * (max(first // 2, 2) + 1))
 
 
 def error_body(error: BaseException) -> bytes:

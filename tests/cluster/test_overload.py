@@ -96,4 +96,8 @@ def check(rate: float, answers: list[Answer]) -> None:
     assert len(in_time) >= 0.9 * len(admitted)
     assert len(answers) == len(refused) + len(admitted)
     assert len(in_time) > 0.6 * rate * 8.0  # refusing everything would be in time, too
-    assert all(int(answer.retry_after) >= 1 for answer in answers if answer.status == 429)
+    retries = sorted(int(answer.retry_after) for answer in answers if answer.status == 429)
+    print(f"Retry-After {retries[0]} to {retries[-1]} s, median {retries[len(retries) // 2]}")
+    assert all(1 <= seconds <= 60 for seconds in retries)
+    assert retries[len(retries) // 2] >= DEADLINE_SECONDS / 2  # about the wait of what is admitted last
+    assert len(set(retries)) > 2  # not all at once

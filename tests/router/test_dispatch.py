@@ -376,6 +376,19 @@ async def test_too_many_waiting_requests_get_429_at_once() -> None:
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
 
 
+async def test_a_full_queue_says_how_long_it_takes_at_the_rate_that_was_measured() -> None:
+    async with cluster(script=Script(is_silent=True), max_queue=4) as c:
+        for seconds in (1.0, 0.0):
+            waiting = [asyncio.create_task(c.chat()) for _ in range(4)]
+            await c.until(lambda: c.model.dispatcher.num_waiting == 4)
+            await asyncio.sleep(seconds)
+            refused = await c.chat()
+            c.decode[0].speak()
+            await asyncio.gather(*waiting)
+            c.decode[0].script.is_silent = True
+        assert int(refused.headers["retry-after"]) >= 2  # the first four took more than a second
+
+
 async def test_many_requests_through_a_kill_equal_the_run_without_it() -> None:
     prompts = [f"prompt {number} " * (number % 5 + 1) for number in range(40)]
 

@@ -15,6 +15,7 @@ from protos import types_pb2 as pb
 from router.api.text import ChoiceText
 from router.dispatch import Dispatcher
 from router.http.chunk_writer import ChunkWriter
+from router.http.errors import retry_after
 from router.http.sse import EventStream
 from tests.router.harness import Cluster, cluster
 from tests.router.scripted_worker import Script
@@ -156,3 +157,11 @@ def test_tracebacks_show_causes_once_and_only_our_messages() -> None:
     assert "EngineError: our own words" in text
     assert text.endswith("KeyError")
     assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("expected", "least", "most"), [(0.0, 1, 3), (1.2, 2, 4), (10.0, 10, 15), (40.0, 40, 60), (1e6, 40, 60)]
+)
+def test_refused_clients_come_back_one_after_the_other(expected: float, least: int, most: int) -> None:
+    draws = [number / 100 for number in range(100)]
+    assert {retry_after(expected, draw) for draw in draws} == set(range(least, most + 1))
