@@ -304,7 +304,8 @@ class Choice:
         self._timer.cancel()
         self._dispatcher.stop_waiting(self)
         if self._leg is not None:
-            self._leg.link.close(self._leg)
+            if self._leg.link.close(self._leg):  # its worker may be reading the KV, and lets go of it afterwards
+                self.journal.kv_handle = None
             self._leg = None
         self._drop_prepared()
         self._dispatcher.closed(self.journal)

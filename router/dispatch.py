@@ -195,7 +195,7 @@ class Dispatcher:
     def closed(self, journal: Journal) -> None:
         if not journal.has_started:
             self.num_waiting -= 1
-        if journal.kv_handle is not None:  # the end came before a decode worker has read it
+        if journal.kv_handle is not None:  # the end came before a decode worker was given it
             link = self._workers.find(journal.kv_handle.worker_id)
             if link is not None:
                 link.release(journal.kv_handle)

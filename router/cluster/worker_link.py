@@ -157,13 +157,15 @@ class WorkerLink:
         next_link._backlog.expect(leg)
         self._connection.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
-    def close(self, leg: Leg) -> None:
-        """Forget the leg and tell the worker. Does nothing when it has ended."""
+    def close(self, leg: Leg) -> bool:
+        """Forget the leg and tell the worker. False: the worker does not have it (any more)."""
         if leg.leg_id not in self._legs:
-            return
+            return False
         self._forget(leg)
-        if self._connection is not None:
-            self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
+        if self._connection is None:
+            return False
+        self._connection.send(pb.Command(cancel=pb.Cancel(request_id=leg.leg_id)))
+        return True
 
     def release(self, handle: pb.KvHandle) -> None:
         """Tell the worker that nobody will read this KV; without a connection its lease expires."""
