@@ -7,6 +7,7 @@ import logging
 from common.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
+SETTLE_SECONDS = 2.0  # in which routers hear of a drain, if they hear anything
 
 
 class Drain:
@@ -16,12 +17,14 @@ class Drain:
         self.is_active = False
         self.is_final = False  # the process ends: nothing can undo it
         self.num_changes = 0  # reports and replies travel apart: says which of them is the later one
+        self._began = 0.0
         self._deadline = 0.0
 
     def start(self, grace_seconds: float, now: float, is_final: bool = False) -> None:
         """Take no more requests; the worker ends when the open ones have, at the latest after `grace_seconds`."""
         if not self.is_final:
             self.is_active, self.is_final, self._deadline = True, is_final, now + grace_seconds
+            self._began = now
             self.num_changes += 1
             logger.info("draining for at most %.0f s", grace_seconds)
 
@@ -31,6 +34,10 @@ class Drain:
             raise UnavailableError("the worker is stopping")
         self.is_active = False
         self.num_changes += 1
+
+    def has_settled(self, now: float) -> bool:
+        """Whether routers have had the time to hear of it."""
+        return now >= self._began + SETTLE_SECONDS
 
     def is_over(self, is_idle: bool, now: float) -> bool:
         """Whether a draining worker has nothing left to finish, or no time left for it."""

@@ -90,6 +90,7 @@ class EngineProcess:
             self._step()
             self._send_report(has_ended=self._engine.num_ended != num_ended)
             wait = self._next_wait(stepped=self._engine.num_steps != num_steps)
+        self._loads.close()
 
     def _step(self) -> None:
         """Step the engine: before it what peers have sent becomes usable, behind it new loads get their blocks."""

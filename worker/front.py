@@ -93,6 +93,8 @@ class WorkerFront:
                     self._hand_over(session, command.hand_over.request_id)
                 case "release":
                     self._release([command.release])
+                case "drain_noted":
+                    session.num_drain_changes = command.drain_noted.num_drain_changes
                 case "prefetch":
                     handle = handle_of(command.prefetch.kv_handle)
                     self._engine.send(Abandon(handle) if self.drain.is_active else Prefetch(handle))
@@ -160,9 +162,11 @@ class WorkerFront:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing keeps a draining worker from ending."""
+        """Whether nothing keeps a draining worker from ending, and nothing is on its way here."""
+        now = time.monotonic()
+        is_known = all(session.num_drain_changes == self.drain.num_changes for session in self._sessions)
         is_idle = not (self.num_open_requests or self.leases)
-        return self.drain.is_over(is_idle, time.monotonic())
+        return self.drain.is_over(is_idle and (is_known or self.drain.has_settled(now)), now)
 
     def set_trouble(self, reason: str | None) -> None:
         """Take the worker out of service for `reason`, or put it back with None."""

@@ -63,6 +63,10 @@ class KvLoads:
             assert isinstance(source, PeerLease)
             self._puller.abandon(source)
 
+    def close(self) -> None:
+        """Let all leases go: this process ends."""
+        self._puller.close()
+
     def prefetch(self, handle: KvHandle) -> None:
         """Offer the scheduler a part of a prompt that the peer is still computing."""
         lease = self._open(handle)

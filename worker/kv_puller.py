@@ -84,9 +84,12 @@ class KvPuller:
         return taken
 
     def close(self) -> None:
+        """Let loads under way end, and all leases go: their owners would keep them until they expire."""
         self._closed.set()
         for executor in (self._executor, self._prefetcher):
             executor.shutdown(wait=True, cancel_futures=True)
+        for lease_id in list(self._kept_alive):
+            self._let_go(lease_id)
         for client in self._clients:
             client.close()
 

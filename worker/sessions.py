@@ -19,6 +19,7 @@ class Session:
     names: dict[str, RequestId] = field(default_factory=dict)  # the router's request id -> the engine's
     last_report_time: float = 0.0
     closed_reason: str = ""
+    num_drain_changes: int = 0  # of which the router knows
 
     def send(self, report: pb.StepReport) -> bool:
         """Queue a report; False when the router does not keep up."""

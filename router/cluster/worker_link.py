@@ -173,8 +173,8 @@ class WorkerLink:
             self._connection.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
     def prefetch(self, handle: pb.KvHandle) -> bool:
-        """Tell the worker of KV that a choice will need here. False: it cannot be told."""
-        if self._connection is None:
+        """Tell the worker of KV that a choice will need here. False: it cannot be told, or is about to end."""
+        if self._connection is None or self.is_draining:
             return False
         self._connection.send(pb.Command(prefetch=pb.Prefetch(kv_handle=handle)))
         return True
@@ -196,8 +196,11 @@ class WorkerLink:
 
     def _learn_drain(self, is_draining: bool, num_changes: int) -> None:
         """Take what a reply or report says, unless the worker said it before what is known already."""
-        if num_changes >= self._num_drain_changes:
-            self.is_draining, self._num_drain_changes = is_draining, num_changes
+        if num_changes < self._num_drain_changes:
+            return
+        if is_draining and num_changes != self._num_drain_changes and self._connection is not None:
+            self._connection.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
+        self.is_draining, self._num_drain_changes = is_draining, num_changes
 
     # -- what the connection calls -----------------------------------------------------------------------------
 

@@ -173,6 +173,8 @@ class ScriptedWorker:
             if command.HasField("release"):
                 self.releases.append(command.release.lease_id)
                 continue
+            if command.HasField("drain_noted"):
+                continue
             submit = command.submit
             self.submits.append(submit)
             if self.script.refuse is not None:

@@ -198,6 +198,22 @@ async def test_parts_of_a_prompt_go_on_to_the_next_worker() -> None:
     assert router.is_quiet()
 
 
+async def test_a_draining_worker_hears_that_this_is_known_and_gets_no_more_parts() -> None:
+    router = Router(prefill=1)
+    (prefill,), (decode,) = router.prefill, router.decode
+    request, _ = router.request()
+    prefill.says("", kv_handle=PART)
+    for _ in range(2):
+        decode.link.apply(pb.StepReport(load=pb.LoadReport(draining=True, num_drain_changes=1)))
+    assert [command.drain_noted for command in decode.commands if command.HasField("drain_noted")] == [
+        pb.DrainNoted(num_drain_changes=1)
+    ]
+    prefill.says("", kv_handle=PART)
+    assert decode.prefetches == [PART]
+    assert prefill.releases == ["part"]
+    request.close()
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_parts_that_nobody_will_read_are_released(is_lost: bool) -> None:
     """The decode worker is lost, or the client leaves, while the prompt is computed."""

@@ -18,6 +18,7 @@ from kvstore.transport.handle import KvHandle
 from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
 from worker import sessions
+from worker.drain import Drain
 from worker.front import WorkerFront
 from worker.messages import Abandon, Cancel, Delta, EngineLoad, Proceed, Release, StepReport, Submit, ToEngine
 
@@ -156,3 +157,24 @@ async def test_a_draining_worker_starts_what_it_was_prepared_for_and_nothing_els
         [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
         assert (failure.request_id, failure.code) == ("other", pb.FAILURE_CODE_UNAVAILABLE)
     await attached.engine.until_sent(Proceed(prepared.request_id, [4], HANDLE, 0.5, True))
+
+
+async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:
+    """What they have sent before is then here: a request that comes with the end would have to move."""
+    await anext(attached.reports)  # the snapshot
+    drain = attached.front.drain
+    drain.start(60.0, time.monotonic())
+    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes - 1))  # of an earlier one
+    await asyncio.sleep(0.1)
+    assert not attached.front.is_drained
+    attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes))
+    async with asyncio.timeout(60):
+        while not attached.front.is_drained:
+            await asyncio.sleep(0.01)
+
+
+def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:
+    drain = Drain()
+    drain.start(60.0, 100.0)
+    assert not drain.has_settled(101.0)
+    assert drain.has_settled(102.0)

@@ -117,3 +117,9 @@ def test_every_prefetch_has_a_result_and_ends_its_lease(
     assert puller.take_results() == []  # no request waits for it
     assert client.has_released.wait(30)
     assert client.released == ["lease"]
+
+
+def test_what_is_kept_for_requests_to_come_is_let_go_at_the_end(puller: KvPuller, client: Client) -> None:
+    puller.keep_alive(LEASE)
+    puller.close()
+    assert client.released == ["lease"]
