@@ -1,10 +1,13 @@
 """Memory of every process of a cluster under requests that never repeat anything.
 
-    python -m benchmarks.memory [--minutes 30] [--concurrency 8] [--plot memory.png] [-- flags of serve]
+    python -m benchmarks.memory [--minutes 30] [--concurrency 8] [--rate 130] [--aborts 0.1] [--limit 0.05]
+                                [--plot memory.png] [--json memory.json] [-- flags of serve]
 
-Each request has a prompt, session, salt and request id that no other one has; a tenth of the clients leave in the
-middle of a stream. Starts a dry-run cluster, samples the private memory of its processes every 10 s, and prints, for
-each, the samples and how much it grew a minute after the first third of the run.
+Each request has a prompt, session, salt and request id that no other one has; a share of the clients leave in the
+middle of a stream. Starts a dry-run cluster, samples the memory of its processes every 10 s, and prints a table: of
+each process its private memory, how much that grew a minute in the second half of the run, and whether that is within
+the limit. Shared memory (KV pool, host tier) is told apart: it fills up to its size as pages are used for the first
+time. Exits with 1 when a process grows beyond the limit.
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import time
 import uuid
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from cli.local_server import LocalServer
+from common.memory import resident
 
 SAMPLE_SECONDS = 10.0
-SETTLED_SHARE = 1 / 3  # of the run, after which memory may not grow any more
+SETTLED_SHARE = 1 / 2  # of the run, after which memory may not grow any more
+ABORTED_TOKENS = 300  # of an answer whose client leaves after its first bytes
 NAMES = (" router ", " prefill_service ", " decode_service ", " worker.engine_main ", " kvstore ")
 
 
@@ -42,25 +49,55 @@ def name_of(pid: int) -> str:
     return f"{found}-{pid}" if found else ""
 
 
-def private_mb(pid: int) -> float:
-    """Anonymous resident memory: a pool or host tier that processes share is bounded, and fills in its own time."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) * 1024 / 1e6
+@dataclass(frozen=True)
+class Sample:
+    """Resident memory of a process, MB."""
+
+    minute: float
+    private: float
+    shared: float  # of the KV pool and the host tier: pages that were used, at most their size
 
 
-async def load(url: str, until: float, counter: list[int]) -> None:
+def sample(pid: int, minute: float) -> Sample:
+    found = resident(pid)
+    return Sample(minute, found.private_bytes / 1e6, found.shared_bytes / 1e6)
+
+
+@dataclass
+class Traffic:
+    """What the clients share."""
+
+    aborts: float  # share of the clients that leave
+    rate: float  # requests a second of all together; 0: as fast as they are answered
+    num_requests: int = 0
+    num_aborted: int = 0
+    next_start: float = 0.0
+
+    async def turn(self) -> tuple[int, bool]:
+        """Wait for the next request's time; its number, and whether its client leaves."""
+        self.num_requests += 1
+        number = self.num_requests
+        leaves = int(number * self.aborts) > int((number - 1) * self.aborts)
+        self.num_aborted += leaves
+        if self.rate:
+            now = time.monotonic()
+            self.next_start = max(self.next_start + 1 / self.rate, now - 1.0)  # what is late is not caught up with
+            await asyncio.sleep(max(self.next_start - now, 0.0))
+        return number, leaves
+
+
+async def load(url: str, until: float, traffic: Traffic) -> None:
     """Run one client after the other."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
         while time.monotonic() < until:
-            counter[0] += 1
-            number = counter[0]
-            leaves = number % 10 == 0
+            number, leaves = await traffic.turn()
             body: dict[str, Any] = {
                 "prompt": f"{uuid.uuid4().hex} {uuid.uuid4().hex} {number}",
-                "max_tokens": 300 if leaves else 4,
+                "max_tokens": ABORTED_TOKENS if leaves else 4,
+                "ignore_eos": True,
                 "user": f"user-{number}",
                 "cache_salt": uuid.uuid4().hex,
-                "stream": number % 2 == 0,
+                "stream": leaves or number % 2 == 0,
             }
             headers = {"x-session-id": uuid.uuid4().hex, "x-request-id": uuid.uuid4().hex}
             if leaves:
@@ -71,39 +108,58 @@ async def load(url: str, until: float, counter: list[int]) -> None:
                 (await client.post("/v1/completions", json=body, headers=headers)).raise_for_status()
 
 
-async def measure(url: str, minutes: float, concurrency: int) -> tuple[int, dict[str, list[tuple[float, float]]]]:
-    """Number of requests, and (minute, MB) samples of each process."""
-    samples: dict[str, list[tuple[float, float]]] = {}
-    counter = [0]
+async def measure(url: str, minutes: float, concurrency: int, traffic: Traffic) -> dict[str, list[Sample]]:
+    """Samples of each process."""
+    samples: dict[str, list[Sample]] = {}
     begin = time.monotonic()
     until = begin + 60.0 * minutes
     processes = {name: pid for pid in descendants(os.getpid()) if (name := name_of(pid))}
-    clients = [asyncio.create_task(load(url, until, counter)) for _ in range(concurrency)]
+    clients = [asyncio.create_task(load(url, until, traffic)) for _ in range(concurrency)]
     while time.monotonic() < until:
         await asyncio.sleep(min(SAMPLE_SECONDS, max(until - time.monotonic(), 0.1)))
         for name, pid in processes.items():
-            samples.setdefault(name, []).append(((time.monotonic() - begin) / 60.0, private_mb(pid)))
+            samples.setdefault(name, []).append(sample(pid, (time.monotonic() - begin) / 60.0))
     await asyncio.gather(*clients)
-    return counter[0], samples
+    return samples
 
 
-def growth_per_minute(samples: list[tuple[float, float]]) -> float:
-    """MB a minute by least squares, over the samples after the run has settled."""
-    settled = [sample for sample in samples if sample[0] >= samples[-1][0] * SETTLED_SHARE]
+def growth_per_minute(samples: list[Sample]) -> float:
+    """Private MB a minute by least squares, over the samples after the run has settled."""
+    settled = [(one.minute, one.private) for one in samples if one.minute >= samples[-1].minute * SETTLED_SHARE]
     mean_x = sum(x for x, _ in settled) / len(settled)
     mean_y = sum(y for _, y in settled) / len(settled)
     spread = sum((x - mean_x) ** 2 for x, _ in settled)
     return sum((x - mean_x) * (y - mean_y) for x, y in settled) / spread if spread else 0.0
 
 
-def plot(samples: dict[str, list[tuple[float, float]]], path: str) -> None:
+def report(samples: dict[str, list[Sample]], traffic: Traffic, limit: float) -> bool:
+    """Print the table; whether all processes are within the limit."""
+    minutes = max(points[-1].minute for points in samples.values())
+    print(
+        f"{traffic.num_requests} requests, {traffic.num_aborted} of them aborted, in {minutes:.1f} minutes "
+        f"({traffic.num_requests / minutes / 60:.0f} a second); memory in MB"
+    )
+    print(f"{'process':<18}{'first':>8}{'half':>8}{'last':>8}{'MB/min':>9}{'shared':>8}  verdict (limit {limit:g})")
+    is_good = True
+    for name, points in samples.items():
+        growth = growth_per_minute(points)
+        is_good &= growth <= limit
+        shown = "".join(f"{point.private:>8.1f}" for point in (points[0], points[len(points) // 2], points[-1]))
+        verdict = "steady" if growth <= limit else "GROWS"
+        print(f"{name.rpartition('-')[0]:<18}{shown}{growth:>9.3f}{points[-1].shared:>8.1f}  {verdict}")
+    return is_good
+
+
+def plot(samples: dict[str, list[Sample]], path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, points in samples.items():
-        axes.plot([x for x, _ in points], [y for _, y in points], label=name.rpartition("-")[0])
+        axes.plot(
+            [point.minute for point in points], [point.private for point in points], label=name.rpartition("-")[0]
+        )
     axes.set(xlabel="minutes", ylabel="private resident memory (MB)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -114,22 +170,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second; 0: as fast as they are answered")
+    parser.add_argument("--aborts", type=float, default=0.1, help="share of the clients that leave")
+    parser.add_argument("--limit", type=float, default=0.05, help="MB a minute that a process may grow")
     parser.add_argument("--plot", default="", help="file for a picture")
+    parser.add_argument("--json", default="", help="file for all samples")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of mini-infer serve")
     arguments = parser.parse_args()
-    with LocalServer(["--dry-run", "--num-gpu-blocks=512", *arguments.serve_flags]) as server:
-        num_requests, samples = asyncio.run(measure(server.url, arguments.minutes, arguments.concurrency))
-    for name, points in samples.items():
-        line = {
-            "process": name.rpartition("-")[0],
-            "requests": num_requests,
-            "mb": [round(points[0][1], 1), round(points[-1][1], 1)],
-            "growth_mb_per_minute": round(growth_per_minute(points), 3),
-            "samples": [round(mb, 2) for _, mb in points],
-        }
-        print(json.dumps(line), flush=True)
+    traffic = Traffic(arguments.aborts, arguments.rate)
+    flags = ["--dry-run", "--num-gpu-blocks=512", "--host-tier-gb=0.02", *arguments.serve_flags]  # full at half-time
+    with LocalServer(flags) as server:
+        samples = asyncio.run(measure(server.url, arguments.minutes, arguments.concurrency, traffic))
+    is_good = report(samples, traffic, arguments.limit)
+    if arguments.json:
+        found = {name: [asdict(point) for point in points] for name, points in samples.items()}
+        Path(arguments.json).write_text(json.dumps(found))
     if arguments.plot:
         plot(samples, arguments.plot)
+    sys.exit(0 if is_good else 1)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ class ExplainLog:
     def __init__(self) -> None:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._choices)
+
     def decided(self, journal: Journal, decision: Decision) -> None:
         choice = self._choices.get(journal.choice_id)
         if choice is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import resource
@@ -19,6 +18,7 @@ from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.hosts import socket_family, with_port
 from common.logging import RateLimit, report_end, setup_logging, write_line
+from common.memory import TRIM_SECONDS, share_one_heap, trim_heap
 from common.model_files import resolve_model
 from common.scrape import serve_scrapes
 from common.text.load import load_tokenizer
@@ -38,8 +38,7 @@ KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
     socket.TCP_USER_TIMEOUT: 60_000,
 }
 GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
-TRIM_TICKS = 100  # of uvicorn's main loop, 10 a second
-M_ARENA_MAX = -8  # of glibc's mallopt
+TICKS_A_SECOND = 10  # of uvicorn's main loop
 
 
 class Server(uvicorn.Server):
@@ -52,13 +51,13 @@ class Server(uvicorn.Server):
             write_line(f"router ready on http://{with_port(host, port)}", sys.stdout)
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % TRIM_TICKS == 0:
-            _trim_heap()
+        if counter % round(TRIM_SECONDS * TICKS_A_SECOND) == 0:
+            trim_heap()
         return await super().on_tick(counter)
 
 
 def main(argv: list[str] | None = None) -> int:
-    _share_one_heap()
+    share_one_heap()
     try:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level, config.log_format)
@@ -153,22 +152,6 @@ def _serve_metrics(gateway: Gateway, loop: asyncio.AbstractEventLoop) -> Callabl
         return asyncio.run_coroutine_threadsafe(text(), loop).result(SCRAPE_SECONDS)
 
     return serve_scrapes(render, config.metrics_host or config.host, config.metrics_port)
-
-
-def _share_one_heap() -> None:
-    """Let the few threads of this process allocate from one heap: several fragment separately."""
-    _call_libc("mallopt", M_ARENA_MAX, 1)
-
-
-def _trim_heap() -> None:
-    """Give free pages inside of the heap back: requests of all sizes fragment it, and it would grow for hours."""
-    _call_libc("malloc_trim", 0)
-
-
-def _call_libc(name: str, *arguments: int) -> None:
-    function = getattr(ctypes.CDLL(None), name, None)  # glibc has both
-    if function is not None:
-        function(*arguments)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError
 from common.logging import RateLimit
+from common.memory import Resident
 from engine.request import RequestId
 from kvstore.pool.events import EventLog, to_proto
 from kvstore.pool.leases import LeaseTable
@@ -47,6 +48,7 @@ class WorkerFront:
         self.drain = Drain()
         self._out_of_service = ""  # the reason, while streams are refused
         self.leases = leases
+        self.memory = Resident(), Resident()  # of this process and the engine process, now and then
         self._load: EngineLoad | None = None  # None: the engine process has not reported yet
         self._engine = engine
         self._events = EventLog()
@@ -256,4 +258,4 @@ class WorkerFront:
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
-        return load_report(self._load or EngineLoad(), self.drain)
+        return load_report(self._load or EngineLoad(), self.drain, *self.memory)

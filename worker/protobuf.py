@@ -15,6 +15,7 @@ from google.protobuf.message import Message as Protobuf
 from msgspec import to_builtins
 from msgspec.structs import asdict as struct_fields
 
+from common.memory import Resident
 from engine.request import FinishReason, RequestId, SamplingParams
 from kvstore.transport.handle import KvHandle
 from protos import types_pb2 as pb
@@ -127,5 +128,13 @@ def failure_of(failure: Failure, request_id: str) -> pb.Failure:
     )
 
 
-def load_report(load: EngineLoad, drain: Drain) -> pb.LoadReport:
-    return pb.LoadReport(**struct_fields(load), draining=drain.is_active, num_drain_changes=drain.num_changes)
+def load_report(load: EngineLoad, drain: Drain, front: Resident, engine: Resident) -> pb.LoadReport:
+    """front, engine: memory of the worker's two processes."""
+    return pb.LoadReport(
+        **struct_fields(load),
+        draining=drain.is_active,
+        num_drain_changes=drain.num_changes,
+        front_private_bytes=front.private_bytes,
+        engine_private_bytes=engine.private_bytes,
+        engine_shared_bytes=engine.shared_bytes,
+    )

@@ -18,6 +18,7 @@ from msgspec.structs import asdict, replace
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
+from common.memory import TRIM_SECONDS, resident, share_one_heap, trim_heap
 from common.model_files import resolve_model
 from common.rpc import RpcServer
 from common.text.load import load_tokenizer
@@ -55,6 +56,7 @@ def parse_settings(role: str, argv: list[str] | None = None) -> Start:
 
 def run_worker(role: str, argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM (0), or until its engine fails or cannot start (1)."""
+    share_one_heap()
     try:
         settings = parse_settings(role, argv)
         if role == "prefill" and settings.engine.stage_address:
@@ -136,6 +138,7 @@ async def _watch(
     running = asyncio.create_task(front.run())
     progress = ProgressWatch(worker.stall_seconds)
     serving, silent_seconds, hung_seconds, last = True, 0.0, 0.0, time.monotonic()
+    next_trim = 0.0
     while True:
         interval = DRAIN_INTERVAL_SECONDS if front.drain.is_active else WATCH_INTERVAL_SECONDS
         await asyncio.wait([running], timeout=interval)
@@ -158,6 +161,10 @@ async def _watch(
         if hung_seconds > HUNG_EXIT_SECONDS:
             logger.error("this worker ends: %s for %.0f s", trouble, hung_seconds)
             return 1
+        if now >= next_trim:
+            trim_heap()
+            front.memory = resident(), resident(engine.pid)
+            next_trim = now + TRIM_SECONDS
         front.set_trouble(trouble)
         front.heartbeat()
         if serving != front.is_serving:

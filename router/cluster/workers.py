@@ -132,6 +132,7 @@ async def _addresses(host: str, port: int) -> list[str]:
 
 _SHOWN_INFO = ("device", "quantization", "cuda_graphs", "version")
 _SHOWN_RATES = ("prefill_tokens_per_second", "pull_tokens_per_second", "step_seconds")
+_SHOWN_MEMORY = ("front_private_bytes", "engine_private_bytes", "engine_shared_bytes")
 _SHOWN_LOAD = {
     "running": "num_running", "waiting": "num_waiting", "swapped": "num_swapped", "loading": "num_loading",
     "prepared": "num_prepared", "leases": "num_leases", "kv_blocks": "kv_blocks_total",
@@ -156,6 +157,10 @@ def _describe(link: WorkerLink, now: float) -> dict[str, Any]:
             **{name: getattr(info, name) for name in _SHOWN_INFO},
             "transports": list(info.transports),
             "load": {shown: getattr(link.load, name) for shown, name in _SHOWN_LOAD.items()},
+            "memory": {
+                **{name: getattr(link.load, name) for name in _SHOWN_MEMORY},
+                "kv_pool_bytes": info.num_blocks * info.block_bytes,
+            },
             "rates": {name: round(getattr(link.rates, name), 6) for name in _SHOWN_RATES},
             "index": {
                 "state": index.state(link.worker_id).value,

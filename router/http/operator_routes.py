@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidRequestError, NotFoundError, UnauthenticatedError
 from common.hosts import is_loopback
+from common.memory import resident
 from router.cluster.worker_link import WorkerLink
 from router.gateway import Gateway
 from router.http.errors import HttpError
@@ -40,6 +41,7 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
                 "running": sum(counts["running"] for counts in models.values()),
                 "waiting": sum(counts["waiting"] for counts in models.values()),
                 "models": models,
+                "memory": _memory(gateway),
                 "workers": gateway.workers.describe(),
             }
         )
@@ -74,6 +76,18 @@ def add_operator_routes(add: Callable[[str, str, Handler, str], None], gateway: 
     add("GET", "/explain/{request_id}", explain, "the decisions and the time line of one request")
     add("POST", "/v1/workers/{worker_id}/drain", drain, grace)
     add("POST", "/v1/workers/{worker_id}/undrain", undrain, "take a draining worker back")
+
+
+def _memory(gateway: Gateway) -> dict[str, int]:
+    """What the router's process holds, and how much memory that takes."""
+    models = gateway.base_models
+    return {
+        "private_bytes": resident().private_bytes,
+        "index_blocks": sum(model.workers.index.num_keys for model in models),
+        "journals": sum(len(model.dispatcher.open_choices) for model in models),
+        "explain_entries": sum(len(model.explain) for model in models),
+        "body_bytes": gateway.bodies.num_bytes,
+    }
 
 
 def _worker(request: Request, gateway: Gateway) -> WorkerLink:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequestError
+from common.memory import Resident
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
@@ -111,9 +112,11 @@ def test_structs_that_become_messages_have_their_names(struct: Any, message: Any
 def test_a_load_report() -> None:
     drain = Drain()
     drain.start(grace_seconds=1.0, now=0.0)
-    assert load_report(EngineLoad(num_running=3, step_seconds=0.5), drain) == pb.LoadReport(
-        num_running=3, step_seconds=0.5, draining=True, num_drain_changes=1
-    )
+    load = load_report(EngineLoad(num_running=3, step_seconds=0.5), drain, Resident(1, 2), Resident(3, 4))
+    assert load == pb.LoadReport(
+        num_running=3, step_seconds=0.5, draining=True, num_drain_changes=1, front_private_bytes=1,
+        engine_private_bytes=3, engine_shared_bytes=4,
+    )  # fmt: skip
 
 
 def test_a_delta_with_everything() -> None:
