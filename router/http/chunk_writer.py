@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -15,14 +16,16 @@ class ChunkWriter:
     __slots__ = ("_cycle", "_write")
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope holds this: else each request would wait for the collector
         self._write = transport.write
 
     @property
     def is_ready(self) -> bool:
         """Whether a chunk can be written now: headers are out, the client is there and its buffer is not full."""
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected))
+        cycle = self._cycle()
+        return bool(
+            cycle is not None and cycle.chunked_encoding and not (cycle.flow.write_paused or cycle.disconnected)
+        )
 
     def write(self, body: bytes) -> None:
         """Write one non-empty chunk. Only while `is_ready`."""

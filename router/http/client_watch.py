@@ -42,9 +42,11 @@ class ClientWatch:
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
+        """Let go of the connection, which has ended."""
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
+        self._watched = self._abort = _nothing
 
     # -- one that has gone -------------------------------------------------------------------------------------
 
@@ -99,3 +101,7 @@ class ClientWatch:
             return
         logger.info("a client has not read for %.0f s: closing its connection", self._stalled_client_seconds)
         self._abort()
+
+
+def _nothing() -> None:
+    return None

@@ -69,6 +69,8 @@ class Connection(HttpToolsProtocol):
         self._watch.stop()
         self._end_answers()
         super().connection_lost(exc)
+        # These hold the connection, too: without them it is freed now, not when the collector runs, minutes later.
+        self.cycle = self._running = self._cycle_transport = None  # type: ignore[assignment]
 
     # -- closing -----------------------------------------------------------------------------------------------
 

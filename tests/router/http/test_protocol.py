@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -220,3 +221,26 @@ def test_the_descriptor_limit_is_raised_or_named() -> None:
             allow_descriptors(hard + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_request_leaves_nothing_to_the_collector() -> None:
+    """It runs every few thousand requests: what waits for it is megabytes, and scattered over the heap."""
+    streamed = orjson.dumps({"prompt": "x", "max_tokens": 4, "stream": True})
+    head = COMPLETION.split(b"content-length")[0]
+    async with cluster() as c, AsyncExitStack() as stack:
+        reader, writer = await connect(c, stack)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(5):
+                writer.write(head + b"content-length: %d\r\n\r\n" % len(streamed) + streamed)
+                await asyncio.wait_for(reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n"), 60)
+            await c.until(c.is_quiet)
+            gc.collect()
+            kinds = {type(item) for item in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not {kind for kind in kinds if kind.__module__.startswith(("router.", "uvicorn."))}
