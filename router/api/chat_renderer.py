@@ -32,20 +32,35 @@ class ChatRenderer(Renderer):
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
             return self._plain.render(index, update.text)
-        return self._event(self._chunk_choice(index, update), usage)
+        return self._full_chunk(index, update, usage)
 
-    def _chunk_choice(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
+    def _full_chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
+        """Render what has come, and the end as a chunk of its own: clients take nothing else from that."""
         choice: dict[str, Any] = {
             "index": index,
-            "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
+            "delta": self._delta(update),
             "logprobs": self._logprobs(update.logprobs) if self.options.logprobs and update.logprobs else None,
-            "finish_reason": update.finish_reason,
+            "finish_reason": None,
         }
-        if update.stop_reason is not None:
-            choice["stop_reason"] = update.stop_reason
         if self.options.return_token_ids:
             choice["token_ids"] = update.token_ids
-        return choice
+        if update.finish_reason is None:
+            return self._event(choice, usage)
+        end: dict[str, Any] = {"finish_reason": self._finish_reason(index, update)}
+        if update.stop_reason is not None:
+            end["stop_reason"] = update.stop_reason
+        if not choice["delta"]:
+            return self._event(choice | end, usage)
+        last = {"index": index, "delta": {}, "logprobs": None, **end}
+        if self.options.return_token_ids:
+            last["token_ids"] = []
+        return self._event(choice, usage) + self._event(last, usage)
+
+    def _delta(self, update: Update | ChoiceResult) -> dict[str, Any]:
+        return {"content": update.text} if update.text or update.finish_reason is None else {}
+
+    def _finish_reason(self, index: int, update: Update | ChoiceResult) -> str | None:
+        return update.finish_reason
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         options = self.options
@@ -96,17 +111,16 @@ class ToolChatRenderer(ChatRenderer):
         if not update.tool_calls:
             return super().chunk(index, update, usage)
         self._callers.add(index)
-        return self._event(self._chunk_choice(index, update), usage)
+        return self._full_chunk(index, update, usage)
 
-    def _chunk_choice(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
-        choice = super()._chunk_choice(index, update)
+    def _delta(self, update: Update | ChoiceResult) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": update.text} if update.text else {}
         if update.tool_calls:
-            delta: dict[str, Any] = {"content": update.text} if update.text else {}
             delta["tool_calls"] = [{"index": call.index, **_tool_call(call)} for call in update.tool_calls]
-            choice["delta"] = delta
-        if update.finish_reason == "stop" and index in self._callers:
-            choice["finish_reason"] = "tool_calls"
-        return choice
+        return delta
+
+    def _finish_reason(self, index: int, update: Update | ChoiceResult) -> str | None:
+        return "tool_calls" if update.finish_reason == "stop" and index in self._callers else update.finish_reason
 
     def _choice(self, result: ChoiceResult) -> dict[str, Any]:
         choice = super()._choice(result)
