@@ -10,7 +10,7 @@ import orjson
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 from router.api.render import PlainChunks, Renderer, RenderOptions, finite
-from router.api.results import ChoiceResult, Usage
+from router.api.results import ChoiceResult, Usage, merged_calls
 from router.api.text import DeltaToolCall, Update
 
 
@@ -116,7 +116,10 @@ class ToolChatRenderer(ChatRenderer):
     def _delta(self, update: Update | ChoiceResult) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": update.text} if update.text else {}
         if update.tool_calls:
-            delta["tool_calls"] = [{"index": call.index, **_tool_call(call)} for call in update.tool_calls]
+            delta["tool_calls"] = [
+                {"index": call.index, **(_tool_call(call) if call.name else _more_arguments(call))}
+                for call in merged_calls(update.tool_calls)
+            ]
         return delta
 
     def _finish_reason(self, index: int, update: Update | ChoiceResult) -> str | None:
@@ -126,7 +129,7 @@ class ToolChatRenderer(ChatRenderer):
         choice = super()._choice(result)
         if result.tool_calls:
             choice["message"]["content"] = result.text or None
-            choice["message"]["tool_calls"] = [_tool_call(call) for call in result.tool_calls]
+            choice["message"]["tool_calls"] = [_tool_call(call) for call in merged_calls(result.tool_calls)]
             if result.finish_reason == "stop":
                 choice["finish_reason"] = "tool_calls"
         return choice
@@ -135,3 +138,7 @@ class ToolChatRenderer(ChatRenderer):
 def _tool_call(call: DeltaToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _more_arguments(call: DeltaToolCall) -> dict[str, Any]:
+    return {"function": {"arguments": call.arguments}}

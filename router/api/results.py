@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from protos import types_pb2 as pb
@@ -58,6 +58,17 @@ class ChoiceResult:
     def mean_logprob(self) -> float:
         """Score that best_of compares; a choice without tokens is the worst."""
         return sum(item.logprob for item in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
+
+
+def merged_calls(deltas: Sequence[DeltaToolCall]) -> list[DeltaToolCall]:
+    """One delta for each call, as clients expect of a chunk or a message."""
+    by_index: dict[int, list[DeltaToolCall]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [
+        replace(parts[0], arguments="".join(part.arguments for part in parts)) if len(parts) > 1 else parts[0]
+        for parts in by_index.values()
+    ]
 
 
 def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:

@@ -20,12 +20,12 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 @dataclass(frozen=True, slots=True)
 class DeltaToolCall:
-    """A whole call of a function."""
+    """The beginning of a function's call, or more of its arguments."""
 
     index: int  # among the calls of its choice
-    call_id: str
+    call_id: str  # where the call begins; empty elsewhere, as is the name
     name: str
-    arguments: str  # the JSON text of an object
+    arguments: str  # the next characters of a JSON text
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from common.text.grammar import MAX_GRAMMAR_CHARS, json_schema
 from common.text.tokenizer import Tokenizer
-from common.text.tool_format import ToolCallParser, ToolFormat, calls_grammar, tool_format
+from common.text.tool_format import ToolFormat, calls_grammar, tool_format
+from common.text.tool_parser import CallDelta, ToolCallParser
 from protos import types_pb2 as pb
 from router.api.answer_format import answer_grammar, checked_grammar, json_answer_schema
 from router.api.schemas import ChatCompletionBody
@@ -24,6 +25,7 @@ class ToolUse:
     descriptions: list[dict[str, Any]]  # for the chat template
     names: frozenset[str]
     is_parallel: bool
+    is_forced: bool  # an answer is nothing but calls
     shown: frozenset[int]  # markers of calls that are special tokens
     grammar: str  # empty: the model decides
 
@@ -41,6 +43,7 @@ async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | 
         [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools],
         frozenset(tool.function.name for tool in body.tools),
         is_parallel,
+        is_forced(body.tool_choice),
         frozenset(special.values()),
         await _grammar(body, written, is_parallel, special),
     )
@@ -71,19 +74,22 @@ class ToolText(ChoiceText):
     ) -> None:
         super().__init__(tokenizer, rules, False, has_logprobs, skip_special)
         self._detokenizer = tokenizer.detokenizer(skip_special, shown=use.shown)
-        self._parser = ToolCallParser(use.written, use.names, use.is_parallel)
+        self._parser = ToolCallParser(use.written, use.names, use.is_parallel, use.is_forced)
         self._num_calls = 0
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
         update = super().push(token_ids, delta)
-        update.text, calls = self._parser.push(update.text)
-        update.tool_calls = [
-            DeltaToolCall(index, f"call_{secrets.token_hex(12)}", call.name, call.arguments)
-            for index, call in enumerate(calls, self._num_calls)
-        ]
-        self._num_calls += len(calls)
+        update.text, deltas = self._parser.push(update.text)
+        update.tool_calls = [self._numbered(delta) for delta in deltas]
         if self._parser.has_ended:
             update.finish_reason = "stop"
         if update.finish_reason is not None:
             update.text += self._parser.finish()
         return update
+
+    def _numbered(self, delta: CallDelta) -> DeltaToolCall:
+        call_id = ""
+        if delta.name:
+            self._num_calls += 1
+            call_id = f"call_{secrets.token_hex(12)}"
+        return DeltaToolCall(self._num_calls - 1, call_id, delta.name, delta.arguments)

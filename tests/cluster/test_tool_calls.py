@@ -73,10 +73,14 @@ def test_a_named_tool_is_called_once_and_the_openai_package_parses_it(cluster: C
 def test_a_stream_has_the_same_calls(cluster: Cluster) -> None:
     whole = ask(cluster, tool_choice="required", seed=1)
     expected = [(call.function.name, call.function.arguments) for call in whole.choices[0].message.tool_calls]
-    calls = [
-        (call.function.name, call.function.arguments)
-        for chunk in ask(cluster, tool_choice="required", seed=1, stream=True)
-        for choice in chunk.choices
-        for call in choice.delta.tool_calls or []
-    ]
-    assert calls == expected
+    calls: list[list[str]] = []
+    num_deltas = 0
+    for chunk in ask(cluster, tool_choice="required", seed=1, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                num_deltas += 1
+                if call.id:
+                    calls.append([call.function.name, ""])
+                calls[call.index][1] += call.function.arguments
+    assert [tuple(call) for call in calls] == expected
+    assert num_deltas > 5 * len(calls)

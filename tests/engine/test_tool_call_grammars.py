@@ -11,7 +11,8 @@ import pytest
 
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
-from common.text.tool_format import HERMES, LLAMA3_JSON, ParsedCall, ToolCallParser, ToolFormat, calls_grammar
+from common.text.tool_format import HERMES, LLAMA3_JSON, ToolFormat, calls_grammar
+from common.text.tool_parser import CallDelta, ToolCallParser
 from engine.grammars import Grammars
 from tests.common.text.tool_templates import call_text
 
@@ -47,7 +48,7 @@ def written_by(grammar: str, seed: int) -> list[int]:
         output.append(token_id)
 
 
-def follows(call: ParsedCall) -> bool:
+def follows(call: CallDelta) -> bool:
     arguments: dict[str, Any] = json.loads(call.arguments)
     if call.name == "get_time":
         return list(arguments) == ["zone"] and arguments["zone"] in ("CET", "UTC")
@@ -102,7 +103,7 @@ def test_a_grammar_may_allow_an_answer_instead() -> None:
 
 def test_markers_that_are_special_tokens_are_those_tokens() -> None:
     user = DRY_RUN.special_id_of["<user>"]
-    written = ToolFormat("<user>", "</tool_call>", "\n", "arguments", True)
+    written = ToolFormat("<user>", "</tool_call>", "\n", "arguments", True, "")
     text = '<user>\n{"name": "get_time", "arguments": {"zone": "CET"}}\n</tool_call>'
     assert allows(calls_grammar(written, SCHEMAS, True, {"<user>": user}), text)
     assert not allows(calls_grammar(written, SCHEMAS, True, {}), text)

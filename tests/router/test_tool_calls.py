@@ -20,6 +20,7 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": PARAMETERS}}
 TIME = {"type": "function", "function": {"name": "get_time", "strict": True}}
 TOOLS: Any = [WEATHER, TIME]
+NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 ARGUMENTS = '{"city": "Malmö 🌧"}'
 ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -56,10 +57,17 @@ async def streamed(c: Cluster, **fields: Any) -> dict[int, dict[str, Any]]:
             if choice.delta.content is not None:
                 into["content"] = (into["content"] or "") + choice.delta.content
             for call in choice.delta.tool_calls or ():
-                assert call.index == len(into["calls"])
-                assert call.type == "function"
-                into["calls"].append((call.id, call.function.name, call.function.arguments))
-            into["finish_reason"] = choice.finish_reason or into["finish_reason"]
+                arguments = call.function.arguments
+                if call.id:
+                    assert (call.index, call.type) == (len(into["calls"]), "function")
+                    into["calls"].append((call.id, call.function.name, arguments))
+                else:
+                    assert (call.index, call.type, call.function.name) == (len(into["calls"]) - 1, None, None)
+                    into["calls"][-1] = (*into["calls"][-1][:2], into["calls"][-1][2] + arguments)
+            assert into["finish_reason"] is None
+            if choice.finish_reason:
+                assert choice.delta.model_dump(exclude_unset=True) == {}  # a chunk of its own
+                into["finish_reason"] = choice.finish_reason
     return choices
 
 
@@ -76,9 +84,10 @@ def calls_of(choice: Any) -> list[tuple[str, str]]:
         (f"I look: é\n{TWO}", "I look: é", [("get_time", "{}")], "tool_calls"),
         ("No <tool> needed.", "No <tool> needed.", [], "stop"),
         ("<tool_call>\n{garbage}\n</tool_call>", "<tool_call>\n{garbage}\n</tool_call>", [], "stop"),
-        (ONE[:40], ONE[:40], [], "stop"),
+        (ONE[:30], ONE[:30], [], "stop"),
+        (ONE[:60], None, [("get_weather", '{"city": "M')], "tool_calls"),
     ],
-    ids=["one", "two", "after text", "text", "garbage", "unfinished"],
+    ids=["one", "two", "after text", "text", "garbage", "cut name", "cut arguments"],
 )
 async def test_calls(
     reply: str, content: str | None, calls: list[tuple[str, str]], reason: str, tokens_per_step: int
@@ -123,7 +132,7 @@ async def test_tools_that_must_not_be_called_are_not_shown() -> None:
     ("choice", "names", "is_parallel"),
     [
         ("required", {"get_weather", "get_time"}, True),
-        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}, False),
+        (NAMED, {"get_time"}, False),
     ],
     ids=["required", "named"],
 )
@@ -181,13 +190,23 @@ async def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
         await c.until(c.is_quiet)
 
 
-async def test_an_answer_that_was_cut_has_no_half_call() -> None:
+async def test_a_call_that_was_cut_has_the_arguments_that_came() -> None:
+    time, weather = ("get_time", "{}"), ("get_weather", '{"city": "M')
+    cut = len(TWO) + 1 + ONE.index("alm")
     async with replying(f"{TWO}\n{ONE}") as c:
-        for max_tokens, num_calls in ((len(TWO) + 20, 1), (20, 0)):
-            [choice] = (await ask(c, max_tokens=max_tokens)).choices
-            assert len(calls_of(choice)) == num_calls
-            assert choice.finish_reason == "length"
-            assert choice.message.content == ("\n" + ONE[:19] if num_calls else TWO[:20])
+        for fields, content, calls in (
+            ({"max_tokens": cut}, None, [time, weather]),
+            ({"max_tokens": len(TWO) + 20}, "\n" + ONE[:19], [time]),
+            ({"max_tokens": len(TWO) + 20, "tool_choice": "required"}, None, [time]),
+            ({"max_tokens": 20}, TWO[:20], []),
+            ({"max_tokens": 20, "tool_choice": "required"}, "", []),
+            ({"max_tokens": 40, "tool_choice": NAMED}, None, [("get_time", "")]),
+        ):
+            [choice] = (await ask(c, **fields)).choices
+            assert (choice.message.content, calls_of(choice), choice.finish_reason) == (content, calls, "length")
+            [shown] = (await streamed(c, **fields)).values()
+            assert shown["content"] == (content or None)
+            assert ([call[1:] for call in shown["calls"]], shown["finish_reason"]) == (calls, "length")
         [choice] = (await ask(c, stop=["get_weather"])).choices
         assert calls_of(choice) == [("get_time", "{}")]
         assert choice.message.content == "\n" + ONE.partition("get_weather")[0]
@@ -218,6 +237,36 @@ async def test_a_call_goes_on_when_its_worker_dies() -> None:
         [shown] = (await streamed(c)).values()
         assert [call[1:] for call in shown["calls"]] == [("get_weather", ARGUMENTS)]
         assert sum(len(worker.submits) for worker in c.decode) > 1
+
+
+async def test_a_call_is_streamed_as_it_comes() -> None:
+    async with replying(ONE) as c:
+        chunks = [chunk.choices[0] async for chunk in await ask(c, stream=True, logprobs=True)]
+        [begin, *rest] = [chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls]
+        assert (begin.index, begin.type, begin.id[:5]) == (0, "function", "call_")
+        assert (begin.function.name, begin.function.arguments) == ("get_weather", "")
+        assert len(rest) == len(ARGUMENTS)  # a chunk for each character that a step has completed
+        assert "".join(call.function.arguments for call in rest) == ARGUMENTS
+        assert all(chunk.delta.content is None for chunk in chunks)
+        items = [item for chunk in chunks if chunk.logprobs for item in chunk.logprobs.content]
+        assert b"".join(bytes(item.bytes) for item in items) == f"{ONE}<eos>".encode()
+
+
+async def test_plain_chats_end_with_a_chunk_of_their_own() -> None:
+    fields: Any = {"tools": openai.omit, "max_tokens": 2, "stream": True}
+    async with replying("Hello") as c:
+        chunks = [chunk.choices[0] async for chunk in await ask(c, **fields)]
+        assert [(chunk.delta.content, chunk.finish_reason) for chunk in chunks] == [
+            ("", None), ("H", None), ("e", None), (None, "length"),
+        ]  # fmt: skip
+        chunks = [
+            chunk.choices[0]
+            async for chunk in await ask(c, **fields, logprobs=True, extra_body={"return_token_ids": True})
+        ]
+        assert [(chunk.delta.content, chunk.finish_reason, chunk.token_ids) for chunk in chunks[1:]] == [
+            ("H", None, [72]), ("e", None, [101]), (None, "length", []),
+        ]  # fmt: skip
+        assert [bool(chunk.logprobs) for chunk in chunks] == [False, True, True, False]
 
 
 async def test_a_call_without_markers() -> None:
@@ -261,7 +310,13 @@ async def test_the_openai_package_parses_arguments() -> None:
         again: Any = [*MESSAGES, answer.choices[0].message, result]
         await c.openai.chat.completions.create(model="dry-run", messages=again, tools=tools)
         async with c.openai.chat.completions.stream(model="dry-run", messages=MESSAGES, tools=tools) as stream:
+            events = [event async for event in stream]
             final = await stream.get_final_completion()
+        [done] = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert done.parsed_arguments == GetWeather(city="Malmö 🌧")
+        deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        assert "".join(event.arguments_delta for event in deltas) == ARGUMENTS
+        assert len(deltas) > 10
         [call] = final.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == GetWeather(city="Malmö 🌧")
         assert final.choices[0].finish_reason == "tool_calls"
