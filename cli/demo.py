@@ -64,7 +64,7 @@ def tour(client: ApiClient, model: str, console: Console) -> Table:
         table.add_row(
             scene,
             f"{max((record.ttft for record in answers if record.chunk_times), default=0.0) * 1e3:.0f} ms",
-            f"{rate:.1f}",
+            f"{rate:.1f}" if rate else "-",  # of an answer in one piece
             str(sum(record.num_output_tokens for record in answers)),
             f"{sum(record.num_cached_tokens for record in answers)} of "
             f"{sum(record.num_prompt_tokens for record in answers)}",
