@@ -117,7 +117,8 @@ def _raise_for_status(reply: httpx.Response) -> None:
         text = _message(reply.json())
     except ValueError:
         text = reply.reason_phrase
-    raise ApiError(f"{text} (HTTP {reply.status_code})")
+    hint = "; give the server's key with --api-key" if reply.status_code == 401 else ""
+    raise ApiError(f"{text} (HTTP {reply.status_code}){hint}")
 
 
 def _message(body: Any) -> str:

@@ -31,6 +31,7 @@ from common.model_files import DEFAULT_MODEL_NAME, DRY_RUN_MODEL_NAME
 DEFAULT_URL = "http://127.0.0.1:8000"
 STOP_SECONDS = 60.0
 PROBE_SECONDS = 2.0
+API_KEY = "MINI_INFER_API_KEY"
 
 
 def server_answers(url: str) -> bool:
@@ -44,8 +45,10 @@ def server_answers(url: str) -> bool:
 class LocalServer:
     """Context manager; `url` answers when it is entered. Raises UnavailableError when the cluster can't start."""
 
-    def __init__(self, serve_flags: Sequence[str], port: int = 0) -> None:
+    def __init__(self, serve_flags: Sequence[str], port: int = 0, api_key: str = "") -> None:
+        """api_key: passed by environment, as every user can read a command line."""
         self._port = port or free_ports(1)[0]
+        self._environment = os.environ | ({API_KEY: api_key} if api_key else {})
         self._flags = tuple(serve_flags)
         self.url = f"http://{LOOPBACK}:{self._port}"
 
@@ -54,7 +57,7 @@ class LocalServer:
             child_command("cli", ("serve", "--host", LOOPBACK, "--port", str(self._port), *self._flags)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            env=child_environment(os.environ),
+            env=child_environment(self._environment),
             text=True,
             start_new_session=True,
         )
@@ -103,6 +106,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="", help=f"the server (default: {DEFAULT_URL})")
     # MINI_INFER_MODEL is for a server that is started here, which reads it itself; one that runs has its own model.
     parser.add_argument("--model", default="", help="which model (default: the server's first)")
+    parser.add_argument("--api-key", default="", help=f"the server's key (default: ${API_KEY})")
     parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
     parser.add_argument(
         "--dry-run",
@@ -132,7 +136,7 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
         return
     model_flags = ["--model", arguments.model] if arguments.model else []
     flags = [*(["--dry-run"] if arguments.dry_run else []), *model_flags, *serve_flags]
-    server = LocalServer(flags, 0 if is_private else port_of(url))
+    server = LocalServer(flags, 0 if is_private else port_of(url), arguments.api_key)
     what = f"{describe_cluster(flags)}; it stops when this command ends"
     if is_private or arguments.start:
         _say(f"starting a cluster at {server.url}: {what}")
@@ -150,7 +154,7 @@ def client_for(
     """A client of that server, and the model to ask for."""
     with (
         server_for(arguments, serve_flags, may_ask) as (url, is_ours),
-        ApiClient(url, os.environ.get("MINI_INFER_API_KEY", "")) as client,
+        ApiClient(url, arguments.api_key or os.environ.get(API_KEY, "")) as client,
     ):
         yield client, client.choose_model("" if is_ours else arguments.model)
 

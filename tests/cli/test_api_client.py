@@ -43,6 +43,7 @@ async def test_an_answer_and_its_stats():
             "no such",
         ),
         (chunked([b"<html>"], "502 Bad Gateway"), ApiError, "HTTP 502"),
+        (chunked([b"{}"], "401 Unauthorized"), ApiError, "--api-key"),
         (chunked([piece("a"), event(error={"message": "worker lost"})]), ApiError, "worker lost"),
         (chunked([piece("a"), b"data: {\n\n"]), ApiError, "no JSON"),
         (chunked([piece("a")], end=False), UnavailableError, "broke"),

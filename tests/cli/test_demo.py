@@ -1,10 +1,14 @@
 from rich.console import Console
 
 from cli import demo
+from cli.api_client import ApiClient
 
 
-class Server:
+class Server(ApiClient):
     """Answers in one piece, as a model of bytes may."""
+
+    def __init__(self):
+        pass
 
     def stream_chat(self, model, messages, record, **params):
         record.chunk_times.append(0.01)

@@ -9,7 +9,7 @@ import pytest
 
 from cli import chat, demo
 from cli.flags import parse_config
-from cli.local_server import add_server_arguments, port_of, server_answers, server_for
+from cli.local_server import LocalServer, add_server_arguments, client_for, port_of, server_answers, server_for
 from common.errors import InvalidRequestError, UnavailableError
 
 
@@ -22,9 +22,10 @@ def arguments(*flags):
 class FakeServer:
     """Notes that it was started, with what, and that it was stopped."""
 
-    def __init__(self, log, flags, port=0):
+    def __init__(self, log, flags, port=0, api_key=""):
         self.log = log
         self.told = (flags, port)
+        self.api_key = api_key
         self.url = f"http://127.0.0.1:{port or 1234}"
 
     def __enter__(self):
@@ -118,6 +119,19 @@ def test_a_model_in_the_environment_is_for_a_server_that_is_started(monkeypatch)
     assert arguments().model == ""
     assert arguments("--model", "m").model == "m"
     assert parse_config([], dict(os.environ)).engine.model == "/models/other"
+
+
+def test_the_key_is_sent_and_does_not_stand_on_a_command_line(no_server, monkeypatch):
+    monkeypatch.setattr(
+        "cli.local_server.ApiClient.choose_model", lambda client, _: client._http.headers["Authorization"]
+    )
+    for flags in (["--api-key", "one"], []):
+        monkeypatch.setenv("MINI_INFER_API_KEY", "two")
+        with client_for(arguments("--dry-run", *flags), [], may_ask=False) as (_, sent):
+            assert sent == ("Bearer one" if flags else "Bearer two")
+    assert no_server == [(["--dry-run"], 0), "stopped"] * 2
+    server = LocalServer(["--dry-run"], 1, "one")
+    assert server._environment["MINI_INFER_API_KEY"] == "one"
 
 
 def test_dry_run_starts_its_own_and_says_what(no_server, monkeypatch, capsys):
