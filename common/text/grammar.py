@@ -12,18 +12,27 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from common.errors import InvalidRequestError
+from common.text.json_schemas import parsed_schema, without_unknown_formats
 
 MAX_GRAMMAR_CHARS = 64 * 1024  # 0.3 s of compiling at most
 # An ambiguous grammar takes up to 30 ms a token, and fails soon; without limits it is seconds. A lexer's states take
 # 1 kB each; schemas have hundreds. Errors show no state.
 LIMITS = LLParserLimits(max_items_in_row=500, step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False)
-# Else a model may write blanks forever, and oneOf, which pydantic makes of tagged unions, would be refused.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}", "coerce_one_of": True}
+# Between JSON's tokens a blank, or a new line and its indentation: a small model that may write more does until
+# max_tokens. And oneOf, which pydantic makes of tagged unions, would be refused.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20?|\x0A[\x20\x09]{0,32}", "coerce_one_of": True}
+COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks at all
 
 
 def json_schema(schema: Mapping[str, Any] | str) -> str:
     """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines."""
-    return f"json_schema:{schema if isinstance(schema, str) else json.dumps(schema)}"
+    value = parsed_schema(schema) if isinstance(schema, str) else schema
+    return f"json_schema:{schema if value is None else json.dumps(without_unknown_formats(value))}"
+
+
+def compact_json(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON texts that a schema allows, without blanks."""
+    return lark(f"start: {json_rule(schema, COMPACT_OPTIONS)}")
 
 
 def json_object() -> str:
@@ -46,9 +55,9 @@ def lark(text: str) -> str:
     return f"lark:{text}"
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
     """What stands in a Lark grammar for the JSON texts that a schema allows."""
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+    return f"%json {json.dumps({**without_unknown_formats(schema), 'x-guidance': options})}"
 
 
 def check_grammar(grammar: str) -> None:

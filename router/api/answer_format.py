@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
 from common.text import grammar
+from common.text.json_schemas import closed, parsed_schema
 from router.api.message_schemas import MAX_LIST, Body, Label
 
 INLINE_CHARS = 4_096  # of a grammar that is checked in a few ms; a longer one is checked on a thread
@@ -21,7 +22,7 @@ MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
 
 
 class JsonSchema(Body):
-    """`strict` changes nothing: the schema is always followed."""
+    """The schema is always followed; with `strict` its objects have no other properties than those it lists."""
 
     name: Label | None = None
     description: str | None = None
@@ -42,7 +43,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these."""
+    """One of `json` to `grammar`. For JSON, blanks and properties that a schema does not list can be disabled."""
 
     json_text: Annotated[Any, Field(alias="json")] = None  # a schema or its text
     json_object: Literal[True] | None = None
@@ -52,6 +53,8 @@ class StructuredOutputs(Body):
         Field(min_length=1, max_length=MAX_LIST),
     ] | None = None  # fmt: skip
     grammar: str | None = None  # in Lark's syntax
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> StructuredOutputs:
@@ -97,8 +100,15 @@ def json_answer_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.content
 
 
-def _of_response_format(wanted: ResponseFormat | None) -> str:
+def followed_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The schema of a whole answer, closed where it is strict."""
     schema = json_answer_schema(wanted)
+    is_strict = wanted is not None and wanted.json_schema is not None and wanted.json_schema.strict
+    return closed(schema) if schema is not None and is_strict else schema
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> str:
+    schema = followed_schema(wanted)
     return "" if schema is None else grammar.json_schema(schema)
 
 
@@ -111,7 +121,13 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
         return grammar.choice(wanted.choice)
     if wanted.grammar is not None:
         return grammar.lark(wanted.grammar)
-    return grammar.json_object() if wanted.json_text is None else grammar.json_schema(wanted.json_text)
+    given = {"type": "object"} if wanted.json_text is None else wanted.json_text
+    schema = parsed_schema(given) if isinstance(given, str) else given
+    if schema is None:
+        return grammar.json_schema(given)  # whose check says what is wrong with the text
+    if wanted.disable_additional_properties:
+        schema = closed(schema)
+    return grammar.compact_json(schema) if wanted.disable_any_whitespace else grammar.json_schema(schema)
 
 
 @lru_cache(maxsize=64)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.text.grammar import MAX_GRAMMAR_CHARS, json_schema
+from common.text.json_schemas import closed
 from common.text.tokenizer import Tokenizer
 from common.text.tool_format import ToolFormat, calls_grammar, tool_format
 from common.text.tool_parser import CallDelta, ToolCallParser
 from protos import types_pb2 as pb
-from router.api.answer_format import answer_grammar, checked_grammar, json_answer_schema
+from router.api.answer_format import answer_grammar, checked_grammar, followed_schema
 from router.api.schemas import ChatCompletionBody
 from router.api.text import ChoiceText, DeltaToolCall, StopRules, Update
 from router.api.tools import NamedTool, is_forced
@@ -51,14 +52,14 @@ async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | 
 
 async def _grammar(body: ChatCompletionBody, written: ToolFormat, is_parallel: bool, special: dict[str, int]) -> str:
     """Return the grammar of required calls, or of calls beside an answer in a given format; empty: any text."""
-    answer = json_answer_schema(body.response_format)
+    answer = followed_schema(body.response_format)
     if answer is None and not is_forced(body.tool_choice):
         return ""
     await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     tools = {f"tools.{i}.function": tool.function for i, tool in enumerate(body.tools or ())}
     chosen = {where: function for where, function in tools.items() if named in (None, function.name)}
-    schemas = {function.name: function.arguments_schema for function in chosen.values()}
+    schemas = {function.name: closed(function.arguments_schema) for function in chosen.values()}
     found = calls_grammar(written, schemas, is_parallel, special, answer)
     if len(found) <= MAX_GRAMMAR_CHARS:
         for where, function in chosen.items():  # each alone: errors name it

@@ -16,7 +16,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 class Function(Body):
-    """`strict` changes nothing: the schema is always followed where a call is required, and is advice elsewhere."""
+    """`strict` changes nothing: a required call follows the schema, closed; elsewhere the schema is advice."""
 
     name: FunctionName
     description: str | None = None

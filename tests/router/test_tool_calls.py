@@ -147,6 +147,13 @@ async def test_a_required_call_is_a_grammar(choice: Any, names: set[str], is_par
         assert "call)*" not in c.decode[0].submits[1].sampling.grammar
 
 
+async def test_arguments_of_a_required_call_are_those_of_the_schema() -> None:
+    async with replying(ONE) as c:
+        await ask(c, tool_choice="required")
+        assert '"additionalProperties": false' in c.decode[0].submits[0].sampling.grammar
+        assert "additionalProperties" not in PARAMETERS
+
+
 async def test_schemas_that_cannot_be_followed_are_refused_only_where_they_must_be() -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
     async with replying("hi") as c:
