@@ -36,9 +36,10 @@ class InvalidRequestError(MiniInferError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt, or prompt and output, exceed the model's context."""
+    """Prompt, or prompt and output, exceed the model's context. In OpenAI's words, which clients search for."""
 
-    def __init__(self, message: str, param: str | None = "messages") -> None:
+    def __init__(self, max_model_len: int, however: str, param: str | None = "messages") -> None:
+        message = f"This model's maximum context length is {max_model_len} tokens. However, {however}."
         super().__init__(message, param, "context_length_exceeded")
 
 

@@ -216,8 +216,8 @@ class Scheduler:
     def _check_length(self, request: Request) -> None:
         if request.num_tokens >= self.max_model_len:
             raise ContextLengthError(
-                f"the prompt has {request.num_tokens} tokens, and this model takes at most {self.max_model_len} "
-                "for prompt and output together",
+                self.max_model_len,
+                f"your prompt has {request.num_tokens} tokens, and its output has to fit, too",
                 "prompt",
             )
 

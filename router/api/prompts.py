@@ -72,7 +72,9 @@ def truncated(token_ids: list[int], truncate_prompt_tokens: int | None) -> list[
 def _refuse_hopeless(num_chars: int, limits: ModelLimits, param: str) -> None:
     if num_chars > limits.max_model_len * MAX_CHARS_PER_TOKEN:
         raise ContextLengthError(
-            f"this model's context is {limits.max_model_len} tokens; {num_chars} characters cannot fit", param
+            limits.max_model_len,
+            f"your {param} has {num_chars} characters, which cannot fit. Please reduce the length of the {param}",
+            param,
         )
 
 

@@ -72,8 +72,9 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
-            f"this model's context is {limits.max_model_len} tokens; the prompt has {num_prompt_tokens} and leaves "
-            "no room for an answer",
+            limits.max_model_len,
+            f"your {param} resulted in {num_prompt_tokens} tokens, which leaves no room for an answer. "
+            f"Please reduce the length of the {param}",
             param,
         )
     if asked is None:
@@ -81,8 +82,10 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
         return min(room, max(default, body.min_tokens or 0))
     if asked > room:
         raise ContextLengthError(
-            f"this model's context is {limits.max_model_len} tokens and the prompt has {num_prompt_tokens}: "
-            f"{field} must be at most {room}, not {asked}",
+            limits.max_model_len,
+            f"you requested {num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the {param}, {asked} in the "
+            f"completion). Please reduce the length of the {param} or completion: {field} must be at most {room}, "
+            f"not {asked}",
             field,
         )
     return max(asked, 1)  # 0 only echoes the prompt: workers generate at least one token, which is not shown

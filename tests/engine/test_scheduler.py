@@ -269,7 +269,7 @@ def test_model_length_ends_a_request(overlap: bool) -> None:
     request = engine.add_request([1] * 10, SamplingParams(max_tokens=100))
     run_all(engine)
     assert request.num_tokens == 16
-    with pytest.raises(ContextLengthError, match="at most 16"):
+    with pytest.raises(ContextLengthError, match="maximum context length is 16 tokens"):
         engine.add_request([1] * 16, SamplingParams(max_tokens=1))
 
 
