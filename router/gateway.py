@@ -224,7 +224,7 @@ class Gateway:
             model.limits(),
             add_prompt,
             bool(body.continue_final_message),
-            body.chat_template_kwargs,
+            body.template_variables if isinstance(body, ChatCompletionBody) else body.chat_template_kwargs,
             None if tools is None else tools.descriptions,
         )
         if not token_ids:

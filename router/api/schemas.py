@@ -6,7 +6,7 @@ Knows nothing of tokens: ranges that need the model (context, vocabulary) are ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -107,6 +107,8 @@ class ChatCompletionBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
     tools: Tools | None = None
+    reasoning_effort: Label | None = None
+    verbosity: Label | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
@@ -128,6 +130,13 @@ class ChatCompletionBody(GenerationBody):
             message = "tool_choice asks for a call, response_format for another answer"
             raise InvalidRequestError(message, "tool_choice")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template, among them what the client advises the model, which few templates read."""
+        advice = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        given = {name: value for name, value in advice.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
 
 class CompletionBody(GenerationBody):
