@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from common.errors import InvalidRequestError
 from common.text.json_schemas import parsed_schema, without_unknown_formats
@@ -47,12 +48,27 @@ def regex(pattern: str) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """The grammar of these texts and no others."""
-    return lark("start: " + " | ".join(json.dumps(text) for text in texts))
+    return lark("start: CHOICE\nCHOICE: " + "|".join(json.dumps(text) for text in texts))  # one token of a lexer
 
 
 def lark(text: str) -> str:
     """A context-free grammar in Lark's syntax, with `start` as its first rule."""
     return f"lark:{text}"
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is in the syntax of llama.cpp, which vLLM takes, and not in Lark's."""
+    return "::=" in text and not is_lark_syntax(text)
+
+
+def gbnf(text: str) -> str:
+    """A context-free grammar in GBNF, with `root` as its first rule. Raises InvalidRequestError."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"a grammar of more than {MAX_GRAMMAR_CHARS} characters")
+    try:
+        return lark(gbnf_to_lark(text).removeprefix("%llguidance {}"))
+    except Exception as error:  # noqa: BLE001 - the converter raises what it comes upon, plain Exception, too
+        raise InvalidRequestError(f"the grammar is not valid GBNF: {str(error)[:500]}") from None
 
 
 def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:

@@ -14,10 +14,11 @@ from pydantic import Field, model_validator
 from common.errors import InvalidRequestError
 from common.text import grammar
 from common.text.json_schemas import closed, parsed_schema
-from router.api.message_schemas import MAX_LIST, Body, Label
+from router.api.message_schemas import Body, Label
 
 INLINE_CHARS = 4_096  # of a grammar that is checked in a few ms; a longer one is checked on a thread
 MAX_CHOICE_CHARS = 4_096
+MAX_LISTED_CHOICES = 4_096
 MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
 
 
@@ -50,9 +51,9 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]],
-        Field(min_length=1, max_length=MAX_LIST),
+        Field(min_length=1, max_length=MAX_LISTED_CHOICES),
     ] | None = None  # fmt: skip
-    grammar: str | None = None  # in Lark's syntax
+    grammar: str | None = None  # in Lark's syntax, or in GBNF
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
 
@@ -74,14 +75,17 @@ async def answer_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
 ) -> str:
     """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
-    found = _of_structured_outputs(structured) or _of_response_format(response_format)
     param = "structured_outputs" if structured is not None else "response_format"
+    if structured is not None and structured.grammar is not None:
+        found = await _of_grammar_text(structured.grammar)
+    else:
+        found = _of_structured_outputs(structured) or _of_response_format(response_format)
     return await checked_grammar(found, param, num_choices) if found else ""
 
 
 async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
     """Return the grammar. Raises InvalidRequestError when it cannot be used; `param` is the field it comes from."""
-    if len(found) * num_choices > MAX_CHARS_OF_CHOICES:
+    if len(found) <= grammar.MAX_GRAMMAR_CHARS and len(found) * num_choices > MAX_CHARS_OF_CHOICES:
         raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
     try:
         if len(found) <= INLINE_CHARS:
@@ -112,6 +116,15 @@ def _of_response_format(wanted: ResponseFormat | None) -> str:
     return "" if schema is None else grammar.json_schema(schema)
 
 
+async def _of_grammar_text(text: str) -> str:
+    if not grammar.is_gbnf(text):
+        return grammar.lark(text)
+    try:
+        return await asyncio.to_thread(grammar.gbnf, text)  # 0.6 s for the longest
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"structured_outputs: {error}", "structured_outputs") from None
+
+
 def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
     if wanted is None:
         return ""
@@ -119,8 +132,6 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
         return grammar.regex(wanted.regex)
     if wanted.choice is not None:
         return grammar.choice(wanted.choice)
-    if wanted.grammar is not None:
-        return grammar.lark(wanted.grammar)
     given = {"type": "object"} if wanted.json_text is None else wanted.json_text
     schema = parsed_schema(given) if isinstance(given, str) else given
     if schema is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import InvalidRequestError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.grammars import Grammars
@@ -77,3 +78,32 @@ async def test_blanks_and_other_properties_can_be_disabled(schema: Any) -> None:
         assert allows(without, more) is not closes
     assert not allows(await outputs_grammar(json_object=True, disable_any_whitespace=True), '{"a": 1}')
     assert allows(await outputs_grammar(regex="a b", disable_any_whitespace=True), "a b")
+
+
+async def test_a_choice_may_have_thousands_of_texts() -> None:
+    texts = [f"text {number}" for number in range(4_000)]
+    assert len(str(texts)) < 64_000
+    grammar = await outputs_grammar(choice=texts)
+    assert all(allows(grammar, text) for text in ("text 3", "text 32", "text 3210"))
+    assert not allows(grammar, "text 4000")
+    assert not allows(grammar, "text")
+
+
+async def test_grammars_may_be_gbnf() -> None:
+    grammar = await outputs_grammar(grammar='root ::= "yes" | "no" tail*\ntail ::= [0-9]{2} # digits')
+    assert [text for text in ("yes", "no", "no1234", "yes12", "no1") if allows(grammar, text)] == [
+        "yes",
+        "no",
+        "no1234",
+    ]
+    assert allows(await outputs_grammar(grammar='start: "a ::= b"'), "a ::= b")
+    with pytest.raises(InvalidRequestError, match=r"GBNF: .*'root'") as refused:
+        await outputs_grammar(grammar='answer ::= "yes"')
+    assert refused.value.param == "structured_outputs"
+
+
+async def test_what_is_too_long_is_said_to_be() -> None:
+    for fields in ({"json": {"description": "x" * 1_000_000}}, {"grammar": "root ::= " + '"a" ' * 100_000}):
+        with pytest.raises(InvalidRequestError, match="more than 65536 characters") as refused:
+            await answer_grammar(None, StructuredOutputs.model_validate(fields), 4)
+        assert refused.value.param == "structured_outputs"

@@ -166,6 +166,10 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a"] * 4097}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": {"description": "x" * 1_000_000}}, "n": 2}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "root ::= " + "(" * 20_000}}, "structured_outputs"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs"),
@@ -329,6 +333,20 @@ async def test_request_timeouts(c: Cluster, value: str) -> None:
 async def test_context_length(c: Cluster) -> None:
     error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 600}))
     assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(
+        "This model's maximum context length is 512 tokens. However, your prompt resulted"
+    )
+    error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 500, "max_tokens": 20}))
+    assert error["message"] == (
+        "This model's maximum context length is 512 tokens. However, you requested 520 tokens (500 in the prompt, "
+        "20 in the completion). Please reduce the length of the prompt or completion: max_tokens must be at most 12, "
+        "not 20."
+    )
+    error = await refused(c, CHAT, orjson.dumps({"messages": [{"role": "user", "content": "x" * 100_000}]}))
+    assert error["message"].startswith(
+        "This model's maximum context length is 512 tokens. However, your messages has"
+    )
+    assert error["code"] == "context_length_exceeded"
     assert (await c.complete([5] * 511, max_tokens=1)).status_code == 200
     assert (await c.complete([5] * 511, max_tokens=None)).json()["usage"]["completion_tokens"] == 1
 
@@ -402,6 +420,7 @@ async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> Non
     )  # fmt: skip
     assert answer.status_code == 200
     assert (await c.chat(tools=TOOLS, tool_choice="none", reasoning_effort="none")).status_code == 200
+    assert (await c.chat(reasoning_effort="high", verbosity="low")).status_code == 200
     answer = await c.complete(tools=[], tool_choice="auto", parallel_tool_calls=False)
     assert answer.status_code == 200
 
