@@ -79,7 +79,10 @@ async def answer_grammar(
     if structured is not None and structured.grammar is not None:
         found = await _of_grammar_text(structured.grammar)
     else:
-        found = _of_structured_outputs(structured) or _of_response_format(response_format)
+        try:
+            found = _of_structured_outputs(structured) or _of_response_format(response_format)
+        except RecursionError:
+            raise InvalidRequestError(f"{param}: the schema is nested too deep", param) from None
     return await checked_grammar(found, param, num_choices) if found else ""
 
 

@@ -12,7 +12,7 @@ from common.text.tokenizer import Tokenizer
 from common.text.tool_format import ToolFormat, calls_grammar, tool_format
 from common.text.tool_parser import CallDelta, ToolCallParser
 from protos import types_pb2 as pb
-from router.api.answer_format import answer_grammar, checked_grammar, followed_schema
+from router.api.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
 from router.api.schemas import ChatCompletionBody
 from router.api.text import ChoiceText, DeltaToolCall, StopRules, Update
 from router.api.tools import NamedTool, is_forced
@@ -52,10 +52,10 @@ async def tool_use(body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolUse | 
 
 async def _grammar(body: ChatCompletionBody, written: ToolFormat, is_parallel: bool, special: dict[str, int]) -> str:
     """Return the grammar of required calls, or of calls beside an answer in a given format; empty: any text."""
-    answer = followed_schema(body.response_format)
-    if answer is None and not is_forced(body.tool_choice):
+    if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
         return ""
     await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
+    answer = followed_schema(body.response_format)
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     tools = {f"tools.{i}.function": tool.function for i, tool in enumerate(body.tools or ())}
     chosen = {where: function for where, function in tools.items() if named in (None, function.name)}

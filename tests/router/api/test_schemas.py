@@ -352,6 +352,16 @@ async def test_context_length(c: Cluster) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("depth", [300, 900, 1000])
+async def test_schemas_nested_too_deep(c: Cluster, depth: int) -> None:
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    strict = '{"type":"json_schema","json_schema":{"strict":true,"schema":' + schema + "}}"
+    for field, value in (("response_format", strict), ("structured_outputs", '{"json":' + schema + "}")):
+        error = await refused(c, COMPLETIONS, f'{{"prompt":"x","{field}":{value}}}'.encode())
+        assert (error["param"], error["status"]) == (field, 400)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_content_type_method_path_and_size(c: Cluster) -> None:
     body = orjson.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
