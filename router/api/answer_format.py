@@ -6,7 +6,6 @@ Both become a grammar (`common.text.grammar`), which workers follow. It is check
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -15,11 +14,12 @@ from common.errors import InvalidRequestError
 from common.text import grammar
 from common.text.json_schemas import closed, parsed_schema
 from router.api.message_schemas import Body, Label
+from router.grammar_checks import GrammarChecks
 
-INLINE_CHARS = 4_096  # of a grammar that is checked in a few ms; a longer one is checked on a thread
 MAX_CHOICE_CHARS = 4_096
 MAX_LISTED_CHOICES = 4_096
 MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
+_CHECKS = GrammarChecks()
 
 
 class JsonSchema(Body):
@@ -91,10 +91,7 @@ async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
     if len(found) <= grammar.MAX_GRAMMAR_CHARS and len(found) * num_choices > MAX_CHARS_OF_CHOICES:
         raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
     try:
-        if len(found) <= INLINE_CHARS:
-            _check_once(found)
-        else:
-            await asyncio.to_thread(_check_once, found)
+        await _CHECKS.check(found)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{param}: {error}", param) from None
     return found
@@ -142,8 +139,3 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
     if wanted.disable_additional_properties:
         schema = closed(schema)
     return grammar.compact_json(schema) if wanted.disable_any_whitespace else grammar.json_schema(schema)
-
-
-@lru_cache(maxsize=64)
-def _check_once(text: str) -> None:
-    grammar.check_grammar(text)
