@@ -126,6 +126,7 @@ def _assemble(
         runner if loads is None else CountedRunner(runner, loads, rebalancer),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        grammars=loaded.grammars,
     )
     runner.warmup(on_progress)
     if loads is not None:

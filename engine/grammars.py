@@ -7,35 +7,71 @@ model's tokens, no requests and no logits.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from common.errors import EngineError, InvalidRequestError
-from common.text.grammar import LIMITS, for_llguidance
+from common.text.grammar import LIMITS, TOO_COMPLEX, for_llguidance, grammar_error
 from common.text.tokenizer import Tokenizer
+from engine.mask_thread import MaskThread
 
-NUM_CACHED = 64  # compiled grammars of an engine
+NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
+# Processor time of an answer's masks. Schemas that people wrote take 0.04 ms a token, 0.6 at most.
+ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
 Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
 
 
 class GrammarMatcher:
     """Follows one answer. Tokens that were drafts, or belong to a step that is repeated, are taken back."""
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(self, matcher: LLMatcher, num_words: int, masks: MaskThread, on_error: Callable[[], None]) -> None:
+        """on_error: called when a limit is reached: copies share the matcher's automaton, and its end."""
         self._matcher = matcher
         self._num_words = num_words
+        self._masks = masks
+        self._on_error = on_error
         self._consumed: list[int] = []
+        self._seconds = 0.0  # of processor time
+        self._error = ""
+        self._ready: dict[int, Words | None] = {}  # by the length of the output before it
 
     def allowed(self, output_token_ids: list[int]) -> Words | None:
         """Tokens that may follow this output, the end of the sequence where the grammar can end.
 
         None: the output does not follow the grammar, so that nothing can be said. Raises EngineError at a limit.
         """
+        if len(output_token_ids) not in self._ready:
+            compute_masks([(self, output_token_ids)])
+        if self._error:
+            raise EngineError(self._error)
+        return self._ready.pop(len(output_token_ids))
+
+    def compute(self, output_token_ids: list[int]) -> None:
+        """Make the mask that `allowed` returns, or learn why there is none."""
+        if self._error:
+            return
+        began = time.thread_time()
+        words = self._follow(output_token_ids)
+        self._seconds += time.thread_time() - began
+        if self._matcher.is_error():
+            self.fail(grammar_error(self._matcher.get_error()))
+        elif self._seconds > ANSWER_SECONDS + TOKEN_SECONDS * len(output_token_ids):
+            self.fail(f"{TOO_COMPLEX}: its masks take more than {TOKEN_SECONDS * 1e3:.0f} ms a token")
+        self._ready[len(output_token_ids)] = words
+
+    def fail(self, error: str) -> None:
+        """Let the answer end with this error."""
+        self._error = self._error or error
+        self._on_error()
+
+    def _follow(self, output_token_ids: list[int]) -> Words | None:
         num_same = len(self._consumed)
         while self._consumed[:num_same] != output_token_ids[:num_same]:
             num_same -= 1
@@ -45,16 +81,20 @@ class GrammarMatcher:
         new = output_token_ids[num_same:]
         count = self._matcher.try_consume_tokens(new)
         self._consumed += new[:count]
-        self._check()
-        if count < len(new):
+        if count < len(new) or self._matcher.is_error():
             return None
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
-        self._check()
-        return words
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise EngineError(f"the grammar is too complex: {self._matcher.get_error().splitlines()[0][:200]}")
+
+def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
+    """Compute the masks that a step needs, of one model's matchers with their outputs, so that `allowed` is at hand.
+
+    An answer whose mask takes too long fails, and the step goes on without it.
+    """
+    for matcher, _ in wanted:
+        matcher._ready.clear()
+    if wanted:
+        wanted[0][0]._masks.run([(matcher.compute, matcher.fail, output) for matcher, output in wanted])
 
 
 class Grammars:
@@ -68,29 +108,56 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # at their first token; the last used one last
+        self._known: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()  # that somebody holds
+        self._recent: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used one last
         self._executor: ThreadPoolExecutor | None = None
+        self._masks = MaskThread()
         self._lock = threading.Lock()
 
-    def start(self, grammar: str) -> Future[GrammarMatcher]:
-        """Compile a grammar for a new answer. The future raises InvalidRequestError, EngineError."""
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """Compile a grammar, with its first mask. As long as the future is held, `start` finds it."""
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        return self._executor.submit(self._matcher, grammar)
+            compiled = self._known.get(grammar)
+            if compiled is None:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                compiled = self._known[grammar] = self._executor.submit(self._compile, grammar)
+            self._recent[grammar] = compiled
+            self._recent.move_to_end(grammar)
+            if len(self._recent) > NUM_CACHED:
+                self._recent.popitem(last=False)
+            return compiled
 
-    def _matcher(self, grammar: str) -> GrammarMatcher:
-        compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            if self._tokens is None:
-                self._tokens = _tokens_of(self._load_tokenizer(), self._vocab_size)
-            compiled = LLMatcher(self._tokens, for_llguidance(grammar), log_level=0, limits=LIMITS)
-            if compiled.is_error():
-                raise InvalidRequestError(f"the grammar is not valid: {compiled.get_error()[:500]}")
-        self._compiled[grammar] = compiled
-        if len(self._compiled) > NUM_CACHED:
-            self._compiled.popitem(last=False)
-        return GrammarMatcher(compiled.deep_copy(), -(-self._vocab_size // 32))
+    def start(self, grammar: str) -> Future[GrammarMatcher]:
+        """Follow a grammar in a new answer. The future raises InvalidRequestError, EngineError."""
+        started: Future[GrammarMatcher] = Future()
+
+        def take(compiled: Future[LLMatcher]) -> None:
+            error = compiled.exception()
+            if error is not None:
+                started.set_exception(error)
+                return
+            copy = compiled.result().deep_copy()
+            started.set_result(
+                GrammarMatcher(copy, -(-self._vocab_size // 32), self._masks, lambda: self._forget(grammar))
+            )
+
+        self.compile(grammar).add_done_callback(take)
+        return started
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if self._tokens is None:
+            self._tokens = _tokens_of(self._load_tokenizer(), self._vocab_size)
+        compiled = LLMatcher(self._tokens, for_llguidance(grammar), log_level=0, limits=LIMITS)
+        compiled.compute_bitmask()  # copies have it
+        if compiled.is_error():
+            raise InvalidRequestError(grammar_error(compiled.get_error()))
+        return compiled
+
+    def _forget(self, grammar: str) -> None:
+        with self._lock:
+            self._known.pop(grammar, None)
+            self._recent.pop(grammar, None)
 
 
 class _TokenBytes:

@@ -10,7 +10,6 @@ device, from the same masks.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
@@ -22,10 +21,8 @@ import torch
 from torch import Tensor
 
 from common.errors import MiniInferError
-from engine.grammars import GrammarMatcher, Words
+from engine.grammars import GrammarMatcher, Words, compute_masks
 from engine.request_states import RequestState
-
-logger = logging.getLogger(__name__)
 
 MINUS_INFINITY = float("-inf")
 
@@ -107,7 +104,7 @@ class FollowGrammar:
     """Allow only tokens that continue the output as its grammar has it.
 
     The last filter: where the others leave none of these tokens (`min_tokens` of an answer that is complete), they
-    give way. At a limit of the grammar's nothing is allowed, which fails the row.
+    give way. At a limit of the grammar's nothing is allowed, which fails the row, with the reason in its request.
     """
 
     matcher: Future[GrammarMatcher]
@@ -119,7 +116,7 @@ class FollowGrammar:
         try:
             allowed = self.matcher.result().allowed(request.token_ids[request.num_prompt_tokens : position])
         except MiniInferError as error:
-            logger.warning("request %s: %s", request.request_id, error)
+            request.refusal = str(error)
             blocked.fill(~np.uint32(0))
             return
         if allowed is None:  # behind a draft that will be refused
@@ -128,6 +125,16 @@ class FollowGrammar:
             blocked |= ~allowed
         else:
             np.invert(allowed, out=blocked)
+
+
+def prepare_masks(requests: Sequence[RequestState], positions: Sequence[int]) -> None:
+    """Compute what grammars allow at each position, all before the first is used: see `compute_masks`."""
+    wanted = []
+    for request, position in zip(requests, positions, strict=True):
+        if request.matcher is not None and request.matcher.exception() is None:
+            output = request.token_ids[request.num_prompt_tokens : position]
+            wanted.append((request.matcher.result(), output))
+    compute_masks(wanted)
 
 
 def filters_of(request: RequestState) -> list[TokenFilter]:

@@ -6,6 +6,7 @@ plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -161,6 +162,7 @@ class Request:
     num_source_tokens: int = 0  # prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
     drafted: DraftedSequence | None = None  # made when the request first decodes
+    is_ready: Callable[[], bool] | None = None  # false: no row yet, its grammar is being compiled
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -179,6 +181,11 @@ class Request:
         """The work left: `num_tokens - num_computed_tokens`."""
         known = len(self.prompt_token_ids) + len(self.output_token_ids)
         return known + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it gets no row in the next step."""
+        return self.is_ready is not None and not self.is_ready()
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -27,6 +27,7 @@ class RequestState:
     eos_token_ids: frozenset[TokenId] = frozenset()
     block_ids: list[BlockId] = field(default_factory=list)
     matcher: Future[GrammarMatcher] | None = None  # of its grammar
+    refusal: str = ""  # why no token is allowed
     token_mask: TokenMask | None = None  # made when it is first needed
     changes_logits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.logits import apply_params
+from engine.logits import apply_params, prepare_masks
 from engine.logprobs import token_logprobs
 from engine.request import RequestId, SamplingParams, TokenId, TokenLogprobs
 from engine.request_states import RequestState
@@ -47,6 +47,11 @@ def accepted_tokens(draft_token_ids: Sequence[TokenId], sampled: Sequence[TokenI
     return sampled[: count + 1]
 
 
+def no_token_error(request: RequestState, reason: int) -> str:
+    """Say why a row has no token: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may know more of."""
+    return (request.refusal if reason == NOTHING_ALLOWED else "") or NO_TOKEN[reason]
+
+
 class Sampler:
     """Samples tokens. Keeps nothing between calls."""
 
@@ -61,7 +66,7 @@ class Sampler:
         params = [request.params for request in requests]
         if not hooks and all(map(_is_plain_greedy, params)):
             best, token_ids = logits.max(dim=-1)
-            return _checked(token_ids.tolist(), best.tolist(), logits, params)
+            return _checked(token_ids.tolist(), best.tolist(), logits, requests)
         original = logits.float()
         changed = _changed_logits(original, requests, positions, hooks or {})
         best, greedy = changed.max(dim=-1)
@@ -72,7 +77,7 @@ class Sampler:
             token_ids[random] = _sample_random(
                 changed[random], [params[i] for i in random], [positions[i] for i in random]
             )
-        return _checked(token_ids.tolist(), best.tolist(), original, params)
+        return _checked(token_ids.tolist(), best.tolist(), original, requests)
 
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
@@ -94,6 +99,7 @@ def _changed_logits(
     if not touched:
         return logits
     changed = logits.clone()
+    prepare_masks([requests[index] for index in touched], [positions[index] for index in touched])
     for index in touched:
         request = requests[index]
         if request.params.changes_logits:
@@ -104,13 +110,15 @@ def _changed_logits(
 
 
 def _checked(
-    token_ids: list[int], best: list[float], original: Tensor, params: Sequence[SamplingParams]
+    token_ids: list[int], best: list[float], original: Tensor, requests: Sequence[RequestState]
 ) -> SampledTokens:
     """Turn rows without a finite best logit into errors, and add the log-probabilities that were asked for."""
+    params = [request.params for request in requests]
     result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
         if not -1e30 < value < 1e30:  # also false for NaN
-            result.errors[index] = NO_TOKEN[NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE]
+            reason = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
+            result.errors[index] = no_token_error(requests[index], reason)
             result.token_ids[index] = -1
     asking = [
         index for index, param in enumerate(params) if param.logprobs is not None and index not in result.errors

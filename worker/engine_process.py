@@ -10,8 +10,9 @@ import logging
 import time
 from math import inf
 
-from common.errors import DeadlineExceededError, EngineError, MiniInferError
+from common.errors import DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
 from common.logging import RateLimit
+from common.text.grammar import GRAMMAR_REFUSED
 from common.token_ids import num_ids, unpack_ids
 from engine.assembly import EngineParts
 from engine.request import FinishReason, RequestId, RequestOutput
@@ -230,7 +231,7 @@ class EngineProcess:
         if output.error is not None or output.finish_reason is not None:
             del self._open[request.request_id]
         if output.error is not None:
-            self._report.failures.append(Failure.of(request.request_id, EngineError(output.error)))
+            self._report.failures.append(Failure.of(request.request_id, _error_of(output.error)))
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
@@ -253,6 +254,13 @@ class EngineProcess:
         add_figures(report, self._parts, len(self._leases), has_ended)
         self._link.send(report)
         self._report = StepReport()
+
+
+def _error_of(message: str) -> MiniInferError:
+    """A row's error: the client's where its grammar goes beyond a limit, or nowhere."""
+    if message.startswith(GRAMMAR_REFUSED):
+        return InvalidRequestError(message, "structured_outputs")
+    return EngineError(message)
 
 
 def _after(now: float, seconds: float) -> float:

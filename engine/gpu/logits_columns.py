@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.gpu.inputs import upload
 from engine.gpu.rows import RowChanges
 from engine.grammars import Words
-from engine.logits import TokenMask
+from engine.logits import TokenMask, prepare_masks
 from engine.request import MAX_BIASES
 from engine.request_states import RequestState
 from kernels.gpu.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
@@ -97,6 +97,7 @@ class LogitsColumns:
     def _update_masks(self, rows: Sequence[int], requests: Sequence[RequestState], positions: Sequence[int]) -> None:
         """Send the masks that have changed: those of grammars, at every token."""
         fresh: dict[int, Words] = {}
+        prepare_masks(requests, positions)
         for row, request, position in zip(rows, requests, positions, strict=True):
             if not request.changes_logits:
                 continue

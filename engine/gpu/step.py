@@ -11,7 +11,7 @@ from engine.logprobs import LogprobTensors
 from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenId
 from engine.request_states import RequestState
-from engine.sampler import NO_TOKEN
+from engine.sampler import no_token_error
 
 NO_DRAFT = -1
 # Index of the token among the step's, row of the plan, its request, position, and the draft for that position.
@@ -59,7 +59,7 @@ class GpuStep:
             if token_id < 0:
                 ended.add(row)
                 if not found.token_ids[row]:  # else the next step begins there, and fails
-                    found.errors[row] = NO_TOKEN[token_id]
+                    found.errors[row] = no_token_error(request, token_id)
                 continue
             request.put_token(position, token_id)
             found.token_ids[row].append(token_id)

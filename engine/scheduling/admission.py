@@ -96,11 +96,11 @@ class Admission:
         return self._run(request, step, budget)
 
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        num_new = min(request.num_uncomputed_tokens, budget)
+        num_new = 0 if request.is_held else min(request.num_uncomputed_tokens, budget)
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "victims_for has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)
-        if num_new:  # else what it was to load is cached here, and the step is full: its row is in the next one
+        if num_new:  # else it is held, or what it was to load is cached here, and the step is full
             step.add_row(request, num_new)
         return num_new
 

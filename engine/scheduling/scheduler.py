@@ -233,7 +233,7 @@ class Scheduler:
 
     def _running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that decode in the next step, and those with more than a token to compute."""
-        running = self._queues.running
+        running = [request for request in self._queues.running if not request.is_held]
         decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not is_full(r, self.max_model_len)]
         if self.num_stages > 1:
             decodes = self._share_of(decodes)

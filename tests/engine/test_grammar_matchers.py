@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from common.errors import EngineError, InvalidRequestError
 from common.model_files import resolve_model
 from common.text import grammar
 from common.text.load import load_tokenizer
-from engine.grammars import GrammarMatcher, Grammars
+from engine.grammars import NUM_CACHED, GrammarMatcher, Grammars
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
 EOS = DRY_RUN.eos_token_ids[0]
@@ -135,3 +137,30 @@ def test_the_tokenizer_is_loaded_once_and_when_it_is_needed() -> None:
     assert loads == [1]
     with pytest.raises(InvalidRequestError):
         grammars.start("regex:(").result()
+
+
+def test_a_grammar_at_its_limits_is_compiled_again_for_the_next_answer(grammars: Grammars) -> None:
+    """Copies share an automaton: one that has failed would fail all later answers."""
+    text = grammar.lark('start: e\ne: e e | "b" | "a"?')
+    matcher = grammars.start(text).result()
+    compiled = grammars.compile(text)
+
+    def follow() -> None:
+        for length in range(2_000):
+            matcher.allowed(list(b"a" * length))
+
+    with pytest.raises(EngineError, match="too complex"):
+        follow()
+    assert grammars.compile(text) is not compiled
+    assert allowed(grammars.start(text).result(), list(b"a"))
+
+
+def test_compiled_grammars_are_found_while_somebody_holds_them_and_few_beyond_that(grammars: Grammars) -> None:
+    held, left = (grammars.compile(grammar.choice([text])) for text in ("held", "left"))
+    left_id = weakref.ref(left)
+    del left
+    for number in range(NUM_CACHED):
+        grammars.compile(grammar.choice([f"other {number}"])).result()
+    assert grammars.compile(grammar.choice(["held"])) is held
+    gc.collect()
+    assert left_id() is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from common.errors import InvalidRequestError
 from common.text import grammar
@@ -100,7 +102,8 @@ def test_a_grammar_at_its_limits_fails_its_request_alone() -> None:
                 errors[output.request.request_id] = output.error
             elif output.finish_reason is not None:
                 texts[output.request.request_id] = llm.tokenizer.decode(output.request.output_token_ids)
-    assert errors == {answers[0].request_id: "no token is allowed at this position"}
+    assert list(errors) == [answers[0].request_id]
+    assert errors[answers[0].request_id].startswith("the grammar is too complex: ")
     check_person(texts[answers[1].request_id])
 
 
@@ -125,3 +128,27 @@ def test_allowed_tokens_and_grammars_together() -> None:
 def test_a_grammar_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="grammar"):
         make().generate("a", SamplingParams(grammar=text))
+
+
+def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has its place and no row; then it gets its answer."""
+    llm = make()
+    grammars = llm.engine._grammars
+    assert grammars is not None
+    compile_it, compiled = grammars._compile, threading.Event()
+
+    def slowly(text: str) -> LLMatcher:
+        assert compiled.wait(30.0)
+        return compile_it(text)
+
+    monkeypatch.setattr(grammars, "_compile", slowly)
+    held = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, grammar=grammar.choice(["slow"])))
+    plain = llm.engine.add_request([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
+    while len(plain.output_token_ids) < 9:
+        llm.engine.step()
+    assert not held.output_token_ids
+    assert held.num_computed_tokens == 0
+    compiled.set()
+    while llm.engine.has_work():
+        llm.engine.step()
+    assert llm.tokenizer.decode(held.output_token_ids) == "slow"

@@ -1,0 +1,108 @@
+"""A thread that computes a step's masks, and is left behind with one that takes too long.
+
+Nothing interrupts the library that computes them. Knows callables only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from common.text.grammar import TOO_COMPLEX
+
+# Processor time that steps wait for slow masks: a stock, which time refills. Of schemas that people wrote, the
+# slowest mask takes 14 ms, and one in a thousand more than 1.
+PATIENCE_SECONDS = 0.02
+PATIENCE_PER_SECOND = 0.05
+FREE_SECONDS = 0.002  # of each mask, whatever the others took
+
+Task = tuple[Callable[[list[int]], None], Callable[[str], None], list[int]]  # compute, fail, the output so far
+
+
+class MaskThread:
+    """Runs tasks in their order on one thread; several callers, one at a time."""
+
+    def __init__(self) -> None:
+        self._runner: _Runner | None = None
+        self._patience = PATIENCE_SECONDS
+        self._refilled = 0.0  # when
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Return when every task has been computed, or has been told that it failed."""
+        now = time.monotonic()
+        self._patience = min(PATIENCE_SECONDS, self._patience + (now - self._refilled) * PATIENCE_PER_SECOND)
+        self._refilled = now
+        first = 0
+        while first < len(tasks):
+            if self._runner is None:
+                self._runner = _Runner()
+            first += self._run_on(self._runner, tasks[first:])
+
+    def _run_on(self, runner: _Runner, tasks: Sequence[Task]) -> int:
+        """Run the tasks up to one that takes too long; how many have been dealt with."""
+        done = runner.submit(tasks)
+        for index, (_, fail, _) in enumerate(tasks):
+            limit = max(self._patience, FREE_SECONDS)
+            while True:
+                try:
+                    seconds = done.get(timeout=limit)
+                    break
+                except Empty:
+                    if runner.seconds_on(index) > limit and runner.leave(index):
+                        self._runner = None
+                        self._patience = 0.0
+                        fail(f"{TOO_COMPLEX}: a mask takes more than {limit * 1e3:.0f} ms")
+                        return index + 1
+            self._patience -= max(0.0, seconds - FREE_SECONDS)
+        return len(tasks)
+
+
+class _Runner:
+    """The thread. Left behind, it ends with the task that it has."""
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[tuple[Sequence[Task], SimpleQueue[float]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._index = -1  # of the task in progress
+        self._began = 0.0  # processor time of the thread then
+        self._is_left = False
+        self._thread = threading.Thread(target=self._loop, name="grammar-masks", daemon=True)
+        self._thread.start()
+
+    def submit(self, tasks: Sequence[Task]) -> SimpleQueue[float]:
+        """Start the tasks. The processor time of each comes in the queue that is returned."""
+        done: SimpleQueue[float] = SimpleQueue()
+        self._inbox.put((tasks, done))
+        return done
+
+    def seconds_on(self, index: int) -> float:
+        """Processor time of a task so far; 0 when it is not in progress. One that gets no core takes none."""
+        with self._lock:
+            if self._index != index or self._thread.ident is None:
+                return 0.0
+            return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)) - self._began
+
+    def leave(self, index: int) -> bool:
+        """Let the thread end with this task; false when the task has ended by now."""
+        with self._lock:
+            self._is_left = self._index == index
+            return self._is_left
+
+    def _loop(self) -> None:
+        while True:
+            tasks, done = self._inbox.get()
+            for index, (compute, fail, output) in enumerate(tasks):
+                with self._lock:
+                    self._index, self._began = index, time.thread_time()
+                try:
+                    compute(output)
+                except Exception as error:  # noqa: BLE001 - a bug fails one answer; the step waits for this thread
+                    fail(f"its grammar failed ({type(error).__name__})")
+                seconds = time.thread_time() - self._began
+                with self._lock:
+                    self._index = -1
+                    if self._is_left:
+                        return
+                done.put(seconds)
