@@ -36,6 +36,7 @@ class Leg:
     pending_tokens: int  # prompt tokens that count as queued on the worker until its first delta
     next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
     decodes: bool  # a row of the worker's steps, soon if not now
+    opened: float = 0.0  # when
     late_until: float = 0.0  # its prompt comes too late anyway and lets others go first until then; 0: not so
     num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
     times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it

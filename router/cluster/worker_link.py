@@ -50,6 +50,7 @@ class WorkerLink:
         self.num_lost = 0  # times the stream ended
         self.lost_time = 0.0  # when the stream ended last; 0: never
         self.last_sign = 0.0  # when the last report or health reply came
+        self.last_step = 0.0  # when a step was reported last
         self._connection: WorkerConnection | None = None
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
@@ -107,6 +108,7 @@ class WorkerLink:
             pending_tokens=pending_tokens,
             next_link=next_link,
             decodes=self.role == "decode" or message.keep,
+            opened=now,
             late_until=now + message.due_seconds if message.is_late else 0.0,
         )
         self._legs[leg.leg_id] = leg
@@ -243,6 +245,7 @@ class WorkerLink:
         now = self.last_sign = time.monotonic()
         if report.HasField("load"):
             if report.load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+                self.last_step = now
                 self.rates.observe_load(report.load)
                 self._backlog.computed(report.load.step_prefill_tokens, report.load.step_prompt_pairs)
             self.load = report.load

@@ -25,6 +25,7 @@ from router.request import GenerationRequest
 from tests.router.harness import DRY_RUN
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="p0", epoch=1)
+GRAMMARS_OF = {"begun": "regex:.*", "plain": "", "suspect": "regex:.*"}
 PART = pb.KvHandle(lease_id="part", worker_id="p0", epoch=1, num_tokens=32, block_keys=[b"a", b"b"])
 
 
@@ -126,13 +127,18 @@ class Router:
         self.decode = [Worker(self.workers, "decode", f"d{number}") for number in range(decode)]
 
     def request(
-        self, num_choices: int = 1, num_prompts: int = 1, seconds: float = 60.0, stops: tuple[str, ...] = ()
+        self,
+        num_choices: int = 1,
+        num_prompts: int = 1,
+        seconds: float = 60.0,
+        stops: tuple[str, ...] = (),
+        grammar: str = "",
     ) -> tuple[GenerationRequest, Listener]:
         now = time.monotonic()
         self.num_requests += 1
         choices = []
         for index in range(num_choices * num_prompts):
-            sampling = pb.SamplingParams(max_tokens=50, seed=index)
+            sampling = pb.SamplingParams(max_tokens=50, seed=index, grammar=grammar)
             journal = Journal(
                 f"r{self.num_requests}-{index}", [1, 2, 3], sampling, deadline=now + seconds, arrival=now
             )
@@ -321,6 +327,43 @@ async def test_what_a_closed_leg_still_says_reaches_nobody_and_its_kv_is_release
     assert prefill.releases == ["lease"]
     assert not sink.updates
     assert router.is_quiet()
+
+
+async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another() -> None:
+    """What else was there goes on elsewhere, also an answer that has followed a grammar for a while."""
+    router = Router(decode=2)
+    router.decode[1].link.lost("started later")
+    requests = {name: router.request(grammar=text) for name, text in GRAMMARS_OF.items()}
+    first, second = router.decode
+    for name, text in (("begun", "abcdef"), ("suspect", "a")):
+        leg = requests[name][0].choices[0]._leg
+        assert leg is not None
+        for byte in text.encode():
+            first.link.apply(pb.StepReport(deltas=[pb.TokenDelta(request_id=leg.leg_id, token_ids=[byte])]))
+    for request, _ in requests.values():
+        leg = request.choices[0]._leg
+        assert leg is not None
+        assert leg.link is first.link
+        leg.opened -= 2.0
+    second.come_back()
+    first.link.lost("out of service: no step for 3 s")
+    assert [type(error) for error in requests["suspect"][1].errors] == [EngineError]
+    assert "grammar" in str(requests["suspect"][1].errors[0])
+    assert [bytes(submit.output_token_ids) for submit in second.submits] == [b"abcdef", b""]
+    assert not requests["begun"][1].errors
+    assert not requests["plain"][1].errors
+
+
+async def test_a_grammar_goes_on_elsewhere_when_its_worker_made_steps_until_it_was_lost() -> None:
+    router = Router(decode=2)
+    request, sink = router.request(grammar="regex:.*")
+    leg = request.choices[0]._leg
+    assert leg is not None
+    leg.opened -= 2.0
+    leg.link.apply(pb.StepReport(load=pb.LoadReport(num_steps=7)))
+    leg.link.lost("killed")
+    assert not sink.errors
+    assert request.choices[0].journal.num_legs == 2
 
 
 async def test_kv_is_released_when_the_client_leaves_while_its_request_waits_for_a_decode_worker() -> None:
