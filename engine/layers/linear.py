@@ -180,7 +180,7 @@ class Int4Linear:
 
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
     """Compute a single row twice: libraries add up its products in another order than those of several rows."""
-    return linear(x) if x.shape[0] > 1 else linear(x.expand(2, -1))[:1]
+    return linear(x.expand(2, -1))[:1] if x.shape[0] == 1 else linear(x)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,3 +108,9 @@ def test_a_single_row_of_many_columns(make: Any) -> None:
     together = layer(x)
     for row in range(9):
         torch.testing.assert_close(layer(x[row : row + 1]), together[row : row + 1], atol=0, rtol=0)
+
+
+def test_no_rows() -> None:
+    """Of ranks that divide tokens one may have none."""
+    layer = invariant(Linear(torch.randn(8, 4).bfloat16()))
+    assert layer(torch.zeros(0, 4, dtype=torch.bfloat16)).shape == (0, 8)
