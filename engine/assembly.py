@@ -128,7 +128,11 @@ def _assemble(
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         grammars=loaded.grammars,
     )
+    grammars = None if is_offline or config.simulated_steps else loaded.grammars
+    tokens = None if grammars is None else grammars.prepare()
     runner.warmup(on_progress)
+    if tokens is not None:
+        tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
     if loads is not None:
         loads.restart()
     parts = EngineParts(

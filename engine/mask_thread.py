@@ -43,27 +43,27 @@ class MaskThread:
     def _run_on(self, runner: _Runner, tasks: Sequence[Task]) -> int:
         """Run the tasks up to one that takes too long; how many have been dealt with."""
         done = runner.submit(tasks)
-        for index, (_, fail, _) in enumerate(tasks):
-            limit = max(self._patience, FREE_SECONDS)
-            while True:
-                try:
-                    seconds = done.get(timeout=limit)
-                    break
-                except Empty:
-                    if runner.seconds_on(index) > limit and runner.leave(index):
-                        self._runner = None
-                        self._patience = 0.0
-                        fail(f"{TOO_COMPLEX}: a mask takes more than {limit * 1e3:.0f} ms")
-                        return index + 1
-            self._patience -= max(0.0, seconds - FREE_SECONDS)
-        return len(tasks)
+        while True:
+            limit = max(self._patience - runner.overspent, FREE_SECONDS)
+            try:
+                done.get(timeout=limit)
+                self._patience -= runner.overspent
+                return len(tasks)
+            except Empty:
+                index, seconds = runner.progress()
+                if seconds > limit and runner.leave(index):
+                    self._runner = None
+                    self._patience = 0.0
+                    tasks[index][1](f"{TOO_COMPLEX}: a mask takes more than {limit * 1e3:.0f} ms")
+                    return index + 1
 
 
 class _Runner:
     """The thread. Left behind, it ends with the task that it has."""
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[tuple[Sequence[Task], SimpleQueue[float]]] = SimpleQueue()
+        self.overspent = 0.0  # beyond FREE_SECONDS, by the tasks of this batch that have ended
+        self._inbox: SimpleQueue[tuple[Sequence[Task], SimpleQueue[None]]] = SimpleQueue()
         self._lock = threading.Lock()
         self._index = -1  # of the task in progress
         self._began = 0.0  # processor time of the thread then
@@ -71,18 +71,20 @@ class _Runner:
         self._thread = threading.Thread(target=self._loop, name="grammar-masks", daemon=True)
         self._thread.start()
 
-    def submit(self, tasks: Sequence[Task]) -> SimpleQueue[float]:
-        """Start the tasks. The processor time of each comes in the queue that is returned."""
-        done: SimpleQueue[float] = SimpleQueue()
+    def submit(self, tasks: Sequence[Task]) -> SimpleQueue[None]:
+        """Start the tasks. The queue that is returned gets one item when all have ended."""
+        done: SimpleQueue[None] = SimpleQueue()
+        self.overspent = 0.0
         self._inbox.put((tasks, done))
         return done
 
-    def seconds_on(self, index: int) -> float:
-        """Processor time of a task so far; 0 when it is not in progress. One that gets no core takes none."""
+    def progress(self) -> tuple[int, float]:
+        """The task in progress, or -1, and its processor time so far. One that gets no core takes none."""
         with self._lock:
-            if self._index != index or self._thread.ident is None:
-                return 0.0
-            return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)) - self._began
+            if self._index < 0 or self._thread.ident is None:
+                return -1, 0.0
+            now = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+            return self._index, now - self._began
 
     def leave(self, index: int) -> bool:
         """Let the thread end with this task; false when the task has ended by now."""
@@ -93,16 +95,18 @@ class _Runner:
     def _loop(self) -> None:
         while True:
             tasks, done = self._inbox.get()
+            ended = time.thread_time()
             for index, (compute, fail, output) in enumerate(tasks):
                 with self._lock:
-                    self._index, self._began = index, time.thread_time()
+                    self._index, self._began = index, ended
                 try:
                     compute(output)
                 except Exception as error:  # noqa: BLE001 - a bug fails one answer; the step waits for this thread
                     fail(f"its grammar failed ({type(error).__name__})")
-                seconds = time.thread_time() - self._began
+                ended = time.thread_time()
                 with self._lock:
                     self._index = -1
                     if self._is_left:
                         return
-                done.put(seconds)
+                    self.overspent += max(0.0, ended - self._began - FREE_SECONDS)
+            done.put(None)

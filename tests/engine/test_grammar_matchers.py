@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import EngineError, InvalidRequestError
+from common.errors import EngineError, InvalidRequestError, UnsupportedModelError
 from common.model_files import resolve_model
 from common.text import grammar
 from common.text.load import load_tokenizer
@@ -137,6 +137,30 @@ def test_the_tokenizer_is_loaded_once_and_when_it_is_needed() -> None:
     assert loads == [1]
     with pytest.raises(InvalidRequestError):
         grammars.start("regex:(").result()
+
+
+def test_the_tokenizer_is_loaded_ahead() -> None:
+    loads = []
+
+    def load() -> Any:
+        loads.append(1)
+        return DRY_RUN
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    assert grammars.prepare().exception() is None
+    assert loads == [1]
+    grammars.start(grammar.choice(["a"])).result()
+    assert loads == [1]
+
+
+def test_without_a_tokenizer_only_grammars_fail() -> None:
+    def load() -> Any:
+        raise UnsupportedModelError("no tokenizer.json")
+
+    grammars = Grammars(load, VOCAB_SIZE)
+    assert isinstance(grammars.prepare().exception(), UnsupportedModelError)
+    with pytest.raises(UnsupportedModelError):
+        grammars.start(grammar.choice(["a"])).result()
 
 
 def test_a_grammar_at_its_limits_is_compiled_again_for_the_next_answer(grammars: Grammars) -> None:
