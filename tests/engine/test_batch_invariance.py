@@ -28,8 +28,8 @@ LARGER = {
     "n_routed_experts": 32,
     "num_local_experts": 32,
 }
-PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2, ignore_eos=True, seed=0)
-LENGTHS = (1, 5, 17, 40, 64, 90, 121, 3, 33, 12, 70, 28)  # more prompts than MAX_INT4_ROWS
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True, seed=0)
+LENGTHS = (1, 5, 17, 40, 64, 90, 3, 33, 12, 70)  # more prompts than MAX_INT4_ROWS
 Answers = list[tuple[list[int], str]]
 
 
@@ -72,7 +72,7 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
     alone = answers(engine, prompts)
-    for seed in range(4):
+    for seed in range(2):
         assert answers(engine, prompts, random.Random(seed)) == alone
 
 

@@ -41,6 +41,9 @@ class Peers:
     def start(self, requests: Any, now: float) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def beat(self) -> None:
         pass
 
