@@ -21,7 +21,7 @@ chat: setup      ## talk to a running cluster
 # Triton's interpreter is chosen when triton is imported, for a whole process: kernel tests get one of their own.
 INTERPRETED := $(wildcard tests/kernels tests/gpu)
 # All but clusters under load, whose times matter: three at a time on two cores, since many wait for something.
-SHARED := $(addprefix tests/,cli common compile deploy engine examples kvstore packaging router worker test_repository.py)
+SHARED := $(addprefix tests/,cli common compile deploy engine examples kvstore packaging router worker test_repository.py test_wings.py)
 
 test: setup      ## all tests (ARGS="tests/kvstore -k pool" for some)
 ifeq ($(ARGS),)
