@@ -6,8 +6,10 @@ logits is `samples.py`'s.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -186,8 +188,9 @@ class GpuRunner:
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
         """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
-        self._decodes.capture(on_progress)
-        self.prompt_graphs = self.open_prompt_graphs()
+        with collector_paused():
+            self._decodes.capture(on_progress)
+            self.prompt_graphs = self.open_prompt_graphs()
 
     def open_prompt_graphs(self, captures: bool = True) -> PromptGraphs:
         """See PromptGraphs."""
@@ -259,6 +262,19 @@ class GpuRunner:
     def _whole_logits(self, hidden: Tensor) -> Tensor:
         logits = self._forward.logits(hidden)
         return logits if self._shards is None else self._shards.whole(logits)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect garbage now and not inside: to destroy an earlier engine's graph would break the capture of another."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _prefill_attention(
