@@ -1,4 +1,4 @@
-"""A thread that computes a step's masks, and is left behind with one that takes too long.
+"""A thread that computes a step's masks, and is abandoned with one that takes too long.
 
 Nothing interrupts the library that computes them. Knows callables only.
 """
@@ -59,7 +59,7 @@ class MaskThread:
 
 
 class _Runner:
-    """The thread. Left behind, it ends with the task that it has."""
+    """The thread. Abandoned, it ends with the task that it has."""
 
     def __init__(self) -> None:
         self.overspent = 0.0  # beyond FREE_SECONDS, by the tasks of this batch that have ended

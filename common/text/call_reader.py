@@ -40,7 +40,7 @@ class CallReader:
 
     def __init__(self, names: Collection[str], stop: str = "", lead: str = "") -> None:
         """names: of the functions that may be called. stop: the character that begins a marker; lead: characters
-        that may come before the object, beside blanks."""
+        that may come before the object, besides blanks."""
         self.name = ""
         self.has_ended = False  # with a name: a complete call; without: no call
         self._names = names
@@ -58,7 +58,7 @@ class CallReader:
         self._arguments: list[str] = []
 
     def read(self, text: str, start: int) -> int:
-        """Read on; return where it stopped: behind the text, or at the object's end."""
+        """Read on; return where it stopped: at the text's end, or at the object's end."""
         position = start
         while position < len(text) and not self.has_ended:
             position = self._state(text, position)
@@ -84,7 +84,7 @@ class CallReader:
         return position
 
     def _key(self, text: str, start: int) -> int:
-        position = _behind_blanks(text, start)
+        position = _after_blanks(text, start)
         match text[position : position + 1]:
             case '"':
                 return self._begin_string(_Role.KEY, position)
@@ -93,14 +93,14 @@ class CallReader:
         return self._unexpected(text, position)
 
     def _colon(self, text: str, start: int) -> int:
-        position = _behind_blanks(text, start)
+        position = _after_blanks(text, start)
         if text[position : position + 1] != ":":
             return self._unexpected(text, position)
         self._state = self._value
         return position + 1
 
     def _value(self, text: str, start: int) -> int:
-        position = _behind_blanks(text, start)
+        position = _after_blanks(text, start)
         match text[position : position + 1]:
             case "":
                 return position
@@ -117,7 +117,7 @@ class CallReader:
         return position
 
     def _comma(self, text: str, start: int) -> int:
-        position = _behind_blanks(text, start)
+        position = _after_blanks(text, start)
         match text[position : position + 1]:
             case ",":
                 self._state = self._key
@@ -240,7 +240,7 @@ class CallReader:
         return position
 
 
-def _behind_blanks(text: str, start: int) -> int:
+def _after_blanks(text: str, start: int) -> int:
     matched = _BLANKS.match(text, start)
     assert matched is not None  # it may be empty
     return matched.end()

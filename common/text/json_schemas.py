@@ -50,7 +50,7 @@ def without_unknown_formats(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def closed(schema: Mapping[str, Any]) -> Schema:
     """The schema with `additionalProperties: false` in objects that list properties and say nothing of others.
 
-    An object whose properties are listed in several places (`allOf`, properties beside `anyOf` or `$ref`) stays open:
+    An object whose properties are listed in several places (`allOf`, properties and `anyOf` or `$ref`) stays open:
     each place would forbid what the others list. So does one that requires what it does not list.
     """
     copy, nodes = _copied(schema)

@@ -35,7 +35,7 @@ class ToolCallParser:
         self._is_parallel = is_parallel
         self._is_forced = is_forced
         self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
-        self._begun = ""  # of a marker, behind what is held
+        self._begun = ""  # of a marker, after what is held
         self._reader = self._new_reader()
         self._read: Callable[[str], str] = self._find_begin if written.begin else self._read_call
         self._has_calls = False
@@ -59,9 +59,9 @@ class ToolCallParser:
         """Return what was held back: the text has ended. A call whose object is not complete stays one."""
         rest = "".join(self._held) + self._begun
         self._held, self._begun = [], ""
-        is_behind = self._read == self._skip_end
+        is_after_call = self._read == self._skip_end
         is_between = self._has_calls and not rest.strip(" \t\r\n" + self._format.separator)
-        return "" if self._is_forced or is_behind or is_between else rest
+        return "" if self._is_forced or is_after_call or is_between else rest
 
     # -- parts of the text: read some of it, return the rest -----------------------------------------------------
 
@@ -104,7 +104,7 @@ class ToolCallParser:
         return text[end:]
 
     def _skip_end(self, text: str) -> str:
-        """Leave out the marker behind a call, and the blanks before it."""
+        """Leave out the marker after a call, and the blanks before it."""
         end = self._format.end
         if not end:
             self._reader, self._read = self._new_reader(self._format.separator), self._read_call
