@@ -42,19 +42,20 @@ class MaskThread:
 
     def _run_on(self, runner: _Runner, tasks: Sequence[Task]) -> int:
         """Run the tasks up to one that takes too long; how many have been dealt with."""
-        done = runner.submit(tasks)
+        done = runner.submit(tasks, self._patience)
         while True:
-            limit = max(self._patience - runner.overspent, FREE_SECONDS)
+            limit = runner.limit
             try:
                 done.get(timeout=limit)
-                self._patience -= runner.overspent
+                self._patience = max(0.0, self._patience - runner.overspent)
                 return len(tasks)
             except Empty:
                 index, seconds = runner.progress()
                 if seconds > limit and runner.leave(index):
                     self._runner = None
                     self._patience = 0.0
-                    tasks[index][1](f"{TOO_COMPLEX}: a mask takes more than {limit * 1e3:.0f} ms")
+                    _, fail, _ = tasks[index]
+                    fail(_too_slow(limit))
                     return index + 1
 
 
@@ -63,6 +64,7 @@ class _Runner:
 
     def __init__(self) -> None:
         self.overspent = 0.0  # beyond FREE_SECONDS, by the tasks of this batch that have ended
+        self._patience = 0.0
         self._inbox: SimpleQueue[tuple[Sequence[Task], SimpleQueue[None]]] = SimpleQueue()
         self._lock = threading.Lock()
         self._index = -1  # of the task in progress
@@ -71,12 +73,17 @@ class _Runner:
         self._thread = threading.Thread(target=self._loop, name="grammar-masks", daemon=True)
         self._thread.start()
 
-    def submit(self, tasks: Sequence[Task]) -> SimpleQueue[None]:
+    def submit(self, tasks: Sequence[Task], patience: float) -> SimpleQueue[None]:
         """Start the tasks. The queue that is returned gets one item when all have ended."""
         done: SimpleQueue[None] = SimpleQueue()
-        self.overspent = 0.0
+        self.overspent, self._patience = 0.0, patience
         self._inbox.put((tasks, done))
         return done
+
+    @property
+    def limit(self) -> float:
+        """Processor time that the task in progress may take."""
+        return max(self._patience - self.overspent, FREE_SECONDS)
 
     def progress(self) -> tuple[int, float]:
         """The task in progress, or -1, and its processor time so far. One that gets no core takes none."""
@@ -108,5 +115,12 @@ class _Runner:
                     self._index = -1
                     if self._is_left:
                         return
-                    self.overspent += max(0.0, ended - self._began - FREE_SECONDS)
+                seconds = ended - self._began
+                if seconds > self.limit:  # it ended before the caller looked
+                    fail(_too_slow(self.limit))
+                self.overspent += max(0.0, seconds - FREE_SECONDS)
             done.put(None)
+
+
+def _too_slow(limit: float) -> str:
+    return f"{TOO_COMPLEX}: a mask takes more than {limit * 1e3:.0f} ms"
